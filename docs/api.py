@@ -32,6 +32,7 @@ TITLES = {
     "pipeloom.plan.slicing": "Where to slice a sequence",
     "pipeloom.plan.memory": "Memory estimates",
     "pipeloom.transport": "Messages between ranks",
+    "pipeloom.models.experts": "Layers of experts",
 }
 CONSTANTS = {"__version__": "the version of pipeloom, a string"}  # top-level names without a package of their own
 

@@ -36,7 +36,7 @@ ALLOWED = {
     "sim": DATA,
     "slicing": set(),
     "split": {"ir", "slicing"},
-    "models": {"slicing"},
+    "models": {"slicing", "autograd"},
     "processes": PROCESSES,
     "transport": TRANSPORT,
     "autograd": AUTOGRAD,

@@ -25,6 +25,7 @@ checkpointing returns every saved tensor once for each handle of its holder.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -119,6 +120,8 @@ def backward_input(
         edges = node.next_functions
         wanted.append(GradientEdge(node, 0))
         heads.append(([GradientEdge(*edges[operand]) for operand in product.operands], product.complete))
+        if PRODUCTS[product.name].told:
+            node.weights_later = True
         if product.checkpointed:
             formulas.append(None)
             prehooks.append(_read_when_executed(node, product, index, formulas, caught))
@@ -210,8 +213,8 @@ def _checkpointed(node: Any, factors: Sequence[str]) -> bool | None:
     The node unpacks them too, and other hooks may not allow unpacking twice.
     """
     found = False
-    for factor in factors:
-        saved = getattr(node, factor)
+    saved_values = (getattr(node, factor) for factor in factors)
+    for saved in chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in saved_values):
         if saved.unpack_hook is not None:
             holder = saved.data
             if isinstance(holder, Repeatable):

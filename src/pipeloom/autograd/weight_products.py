@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeloom.autograd import grouped_linear
+
 # Gradient of a product's result -> gradients of some of its operands, or of one.
 Formula = Callable[[Tensor], list[Tensor]]
 Part = Callable[[Tensor], Tensor]
@@ -21,14 +23,17 @@ class Product(NamedTuple):
 
     Attributes:
         operands: the edges of the node that may lead to weights.
-        factors: all factors that the node may have saved (``node._raw_saved_...``).
+        factors: all factors that the node may have saved (``node._raw_saved_...``); of a Function, all in one.
         formula: ``formula(node, operands)`` reads the factors and returns a function that computes the gradients of
             these operands.
+        told: whether the node computes its weight gradient unless its attribute ``weights_later`` is set. Autograd's
+            own nodes see which gradients are asked for, those of a Function do not.
     """
 
     operands: tuple[int, ...]
     factors: tuple[str, ...]
     formula: Callable[[Any, tuple[int, ...]], Formula]
+    told: bool = False
 
 
 def _by_operand(gradient_of: Mapping[int, Callable[[Any], Part]]) -> Callable[..., Formula]:
@@ -134,4 +139,5 @@ PRODUCTS: Mapping[str, Product] = {
     "BmmBackward0": Product((0, 1), ("_raw_saved_self", "_raw_saved_mat2"), _by_operand({0: _bmm_left, 1: _bmm_right})),
     "ConvolutionBackward0": Product((1, 2), ("_raw_saved_input", "_raw_saved_weight"), _convolution),
     "EmbeddingBackward0": Product((0,), ("_raw_saved_indices",), _embedding),
+    "GroupedLinearBackward": Product((1,), ("_raw_saved_tensors",), grouped_linear.weight_formula, told=True),
 }

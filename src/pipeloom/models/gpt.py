@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import InputError
+from pipeloom.models.experts.layer import Experts
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.slicing import causal_attention, dropout, position_rows, sequence_length
 from pipeloom.slicing.context import hashed
@@ -105,26 +106,41 @@ class Rotary(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)): [B, S, W] -> [B, S, W].
 
+    A block of a mixture has `experts` in place of `mlp_up` and `mlp_down`, which are then None.
+
     The rows of `qkv` are those of all queries, then of all keys, then of all values, each by heads.
     """
 
     sliceable = True
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, index: int = 0) -> None:
         super().__init__()
         width = config.width
+        # GPT-2: layers that add to the residual stream are scaled by 1 / sqrt(number of additions).
+        added_std = _STD / (2 * config.layers) ** 0.5
+        self.init_std = dict.fromkeys(("attention_out", "mlp_down"), added_std)
         self.attention_norm = nn.LayerNorm(width, bias=False)
         self.qkv = nn.Linear(width, sum(size for size, _ in config.qkv_sections), bias=False)
         self.rotary = Rotary(config) if config.positions == "rotary" else None
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width, bias=False)
-        self.mlp_up = nn.Linear(width, config.mlp_ratio * width, bias=False)
-        self.mlp_down = nn.Linear(config.mlp_ratio * width, width, bias=False)
+        self.mlp_up: nn.Linear | None = None
+        self.mlp_down: nn.Linear | None = None
+        self.experts: Experts | None = None
+        if config.has_experts(index):
+            self.experts = Experts(
+                width,
+                expert_width=config.width_of_expert,
+                shared_experts=config.shared_experts,
+                down_std=added_std,
+                **config.expert_settings,
+            )
+        else:
+            self.mlp_up = nn.Linear(width, config.mlp_ratio * width, bias=False)
+            self.mlp_down = nn.Linear(config.mlp_ratio * width, width, bias=False)
         self.head_width = config.head_width
         self.queries_per_key = config.heads // config.key_heads
         self.dropout = config.dropout
-        # GPT-2: layers that add to the residual stream are scaled by 1 / sqrt(number of additions).
-        self.init_std = dict.fromkeys(("attention_out", "mlp_down"), 0.02 / (2 * config.layers) ** 0.5)
 
     @property
     def attention_heads(self) -> tuple[int, int]:
@@ -142,8 +158,18 @@ class Block(nn.Module):
         p = self.dropout if self.training else 0.0
         a_BSW = self.attention_out(self.attention(self.qkv(self.attention_norm(x_BSW)), p))
         x_BSW = x_BSW + (dropout(a_BSW, p, (self, "attention")) if p else a_BSW)
-        m_BSW = self.mlp_down(F.gelu(self.mlp_up(self.mlp_norm(x_BSW))))
+        m_BSW = self.mlp(self.mlp_norm(x_BSW))
         return x_BSW + (dropout(m_BSW, p, (self, "mlp")) if p else m_BSW)
+
+    def mlp(self, x_BSW: Tensor) -> Tensor:
+        """The MLP, or the experts, of normalized tokens [B, S, W] -> [B, S, W]."""
+        m_BSW: Tensor
+        if self.mlp_up is not None and self.mlp_down is not None:
+            m_BSW = self.mlp_down(F.gelu(self.mlp_up(x_BSW)))
+        else:
+            assert self.experts is not None
+            m_BSW = self.experts(x_BSW)
+        return m_BSW
 
     def attention(self, qkv: Tensor, p: float) -> Tensor:
         """Causal attention of fused queries, keys and values [B, S, (H + 2 K) D] -> [B, S, H D]; dropout `p`."""
@@ -181,7 +207,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
         self.head = nn.Linear(config.width, config.vocabulary_size, bias=False)
         if config.tie_embeddings:
@@ -193,14 +219,17 @@ class GPT(nn.Module):
 
         Sections are (rows, heads): the rows of `qkv` are cut between heads, each section by itself.
         """
-        return {
+        plan: dict[str, Any] = {
             "embedding": "vocabulary",
             "blocks.*.qkv": ("column", self.config.qkv_sections),
             "blocks.*.attention_out": ("row", ((self.config.width, self.config.heads),)),
-            "blocks.*.mlp_up": "column",
-            "blocks.*.mlp_down": "row",
-            "head": "vocabulary",
         }
+        mixtures = {self.config.has_experts(index) for index in range(self.config.layers)}
+        if False in mixtures:
+            plan |= {"blocks.*.mlp_up": "column", "blocks.*.mlp_down": "row"}
+        if True in mixtures:
+            plan["blocks.*.experts"] = "experts"
+        return {**plan, "head": "vocabulary"}
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         x_BSW: Tensor = self.embedding(tokens_BS)
@@ -219,17 +248,19 @@ def loss_fn(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 def init_parameters(module: nn.Module, *, seed: int) -> None:
     """Initialize every parameter with a generator seeded with (`seed`, canonical name).
 
-    Matrices are normal with standard deviation 0.02, or ``init_std[child]`` of the enclosing module; biases are 0,
-    other vectors (the gains of norms) 1. Values are drawn on the CPU in float32, so they do not depend on
-    split, device and dtype. Of a parameter that is cut inside its stage (`pipeloom.parallel.placed`), all values are
-    drawn, and this process keeps its block. Names of tied parameters are looked up in ``module.canonical_names``.
+    Matrices are normal with standard deviation 0.02, or ``init_std[parameter]`` of their module, or ``init_std[child]``
+    of the module around it. So are parameters of three dimensions, such as those of experts. Biases are 0, other
+    vectors (the gains of norms) 1. Values are drawn on the CPU in float32, so they do not depend on split, device and
+    dtype. Of a parameter that is cut inside its stage (`pipeloom.parallel.placed`), all values are drawn, and this
+    process keeps its block. Names of tied parameters are looked up in ``module.canonical_names``.
     """
     canonical: dict[str, str] = getattr(module, "canonical_names", {})
     parents = dict(module.named_modules())
     for name, parameter in module.named_parameters():
         path, _, last = name.rpartition(".")
         parent, _, child = path.rpartition(".")
-        stds: dict[str, float] = getattr(parents.get(parent), "init_std", {})
+        around: dict[str, float] = getattr(parents.get(parent), "init_std", {})
+        stds: dict[str, float] = getattr(parents.get(path), "init_std", {})
         block = getattr(parameter, "placed_block", None)
         shape = parameter.shape if block is None else block.full_shape
         if len(shape) < 2:
@@ -238,7 +269,7 @@ def init_parameters(module: nn.Module, *, seed: int) -> None:
             key = canonical.get(name, name)
             for wrapper in _WRAPPERS:
                 key = key.replace(wrapper, "")
-            draw, std = torch.Generator().manual_seed(hashed(seed, key)), stds.get(child, _STD)
+            draw, std = torch.Generator().manual_seed(hashed(seed, key)), stds.get(last, around.get(child, _STD))
             full = torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=draw)
         parameter.copy_(full if block is None else block.cut(full))
 

@@ -1,10 +1,18 @@
 """The configuration of the small GPT. Needs no torch."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
+from pipeloom.models.experts.settings import ROUTERS, CapacityGroup, ExpertSettings, RouterName
+
+_OF_EXPERTS = frozenset(
+    {
+        *("experts_every", "router", "top_k", "capacity_factor", "capacity_by", "shared_experts", "expert_width"),
+        *("balance_weight", "z_loss_weight"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,11 @@ class GPTConfig:
         positions: "rotary" rotates queries and keys (arXiv:2104.09864); "learned" adds position embeddings.
         dropout: dropout probability of the embedding, the attention weights and both branches of a block.
         mlp_ratio: width of the MLP divided by `width`.
+        experts: number of experts in place of a block's MLP; 0: none.
+        experts_every: block i has experts if (i + 1) is a multiple of it.
+        router, top_k, capacity_factor, capacity_by, shared_experts, balance_weight, z_loss_weight: see
+            `pipeloom.models.experts.Experts`.
+        expert_width: width inside an expert; None: mlp_ratio * width.
 
     Raises:
         InputError: a value is out of range.
@@ -38,6 +51,16 @@ class GPTConfig:
     dropout: float = 0.0
     mlp_ratio: int = 4
     kv_heads: int | None = None
+    experts: int = 0
+    experts_every: int = 1
+    router: RouterName = "topk"
+    top_k: int | None = None
+    capacity_factor: float | None = None
+    capacity_by: CapacityGroup = "batch"
+    shared_experts: int = 0
+    expert_width: int | None = None
+    balance_weight: float | None = None
+    z_loss_weight: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,6 +83,32 @@ class GPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise InputError(f"model dropout={self.dropout}: must be a probability >= 0 and < 1.")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.experts < 0:
+            raise InputError(f"model experts={self.experts}: must be 0 (no experts) or more.")
+        if self.experts == 0:
+            for each in fields(self):
+                if each.name in _OF_EXPERTS and getattr(self, each.name) != each.default:
+                    raise InputError(
+                        f"model {each.name}={getattr(self, each.name)}: has no effect without experts. Set experts, or "
+                        f"remove {each.name}."
+                    )
+            return
+        if not 1 <= self.experts_every <= self.layers:
+            raise InputError(
+                f"model experts_every={self.experts_every}: must be from 1 to layers={self.layers}, else no block has "
+                "experts. Use 1 or 2."
+            )
+        for name, least in (("shared_experts", 0), ("expert_width", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"model {name}={value}: must be at least {least}.")
+        try:
+            ExpertSettings.of(**self.expert_settings)
+        except InputError as error:
+            raise InputError(f"model {error}") from None
 
     @property
     def head_width(self) -> int:
@@ -77,10 +126,29 @@ class GPTConfig:
         return (self.width, self.heads), keys, keys
 
     @property
+    def expert_settings(self) -> dict[str, Any]:
+        """The arguments of `ExpertSettings.of`."""
+        names = ("experts", "router", "top_k", "capacity_factor", "capacity_by", "balance_weight", "z_loss_weight")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def width_of_expert(self) -> int:
+        """Width inside an expert."""
+        return self.mlp_ratio * self.width if self.expert_width is None else self.expert_width
+
+    def has_experts(self, block: int) -> bool:
+        """Whether the block of this index has experts."""
+        return self.experts > 0 and (block + 1) % self.experts_every == 0
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters; tied ones count once."""
         rows_qkv = sum(rows for rows, _ in self.qkv_sections)
-        block = ((1 + 2 * self.mlp_ratio) * self.width + rows_qkv) * self.width + 2 * self.width
+        block = (self.width + rows_qkv) * self.width + 2 * self.width
+        mixtures = self.layers // self.experts_every if self.experts else 0
+        mlps = (self.layers - mixtures) * 2 * self.mlp_ratio * self.width**2
+        routers = ROUTERS[self.router].gates * self.experts
+        experts = (2 * (self.experts + self.shared_experts) * self.width_of_expert + routers) * self.width
         tables = self.vocabulary_size * (1 if self.tie_embeddings else 2)
         tables += self.sequence_length if self.positions == "learned" else 0
-        return self.layers * block + (tables + 1) * self.width
+        return self.layers * block + mlps + mixtures * experts + (tables + 1) * self.width

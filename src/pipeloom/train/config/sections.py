@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeloom.common.quantities import Bytes
+from pipeloom.models.experts.settings import CapacityGroup, RouterName
 from pipeloom.parallel.options import BUCKET_BYTES
 
 
@@ -39,6 +40,16 @@ class ModelConfig:
     tie_embeddings: bool = option(False, "shared weight for the embedding and the output head")
     positions: Literal["rotary", "learned"] = option("rotary", "position encoding")
     dropout: float = option(0.0, "dropout probability")
+    experts: int = option(0, "experts in place of a block's MLP; 0: none")
+    experts_every: int = option(1, "block i has experts if i + 1 is a multiple of it")
+    router: RouterName = option("topk", "router")  # noqa: RUF009
+    top_k: int | None = option(None, "experts per token", unset="switch: 1, else 2")
+    capacity_factor: float | None = option(None, "capacity of an expert in even shares", unset="the router's")
+    capacity_by: CapacityGroup = option("batch", "tokens that share a capacity")  # noqa: RUF009
+    shared_experts: int = option(0, "experts that every token goes through")
+    expert_width: int | None = option(None, "width inside an expert", unset="that of the MLP")
+    balance_weight: float | None = option(None, "weight of the load-balancing loss", unset="the router's")
+    z_loss_weight: float = option(0.0, "weight of the router z-loss; 0: none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,11 +133,13 @@ def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest)
         raise CheckpointError(f"{checkpoint}: was not written by `pipeloom train`. Name one that was.")
     vocabulary_size = load_tokenizer(config.data.tokenizer).vocabulary_size
     asked = {**config.to_mapping()["model"], "vocabulary_size": vocabulary_size}
+    defaults = TrainConfig().to_mapping()["model"]
     for key in asked.keys() - {"dropout"}:
-        if saved.get(key) != asked[key]:
+        had = saved.get(key, defaults.get(key))  # a checkpoint of an earlier version has fewer sizes
+        if had != asked[key]:
             name = key if key == "vocabulary_size" else f"model.{key}"
             raise CheckpointError(
-                f"{name}={asked[key]}: checkpoint {checkpoint} has {saved.get(key)}; both must be equal. Change "
+                f"{name}={asked[key]}: checkpoint {checkpoint} has {had}; both must be equal. Change "
                 "the option, or name another checkpoint."
             )
     schedule = make_schedule(config)

@@ -1,0 +1,107 @@
+# ruff: noqa: N803  # shapes are part of the names
+"""`grouped_linear`: one linear layer per group of rows, each group with a matrix of its own.
+
+    rows of x    [ expert 0 | expert 1 | - | expert 3 ]      counts = 3, 2, 0, 4
+    result       [ x @ w0.T | x @ w1.T | - | x @ w3.T ]
+
+The weight gradient is a product that a split backward defers to W (`pipeloom.autograd.weight_products`). Results and
+gradients are bitwise those of ``F.linear`` on each group.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ALIGNED = 8  # torch._grouped_mm: rows of 16 bytes
+
+
+def grouped_linear(x_AW: Tensor, weight_EFW: Tensor, counts_E: Tensor, *, transposed: bool = False) -> Tensor:
+    """Multiply the rows of each group by the group's matrix.
+
+    Args:
+        x_AW: [A, W], rows sorted by group.
+        weight_EFW: [E, F, W]; with `transposed`, [E, W, F].
+        counts_E: [E] int64, rows per group; their sum is A. On the CPU, they are read; on a GPU where
+            ``torch._grouped_mm`` runs, they are not, so the host does not wait.
+        transposed: whether `weight_EFW` multiplies from the right as it is.
+
+    Returns:
+        [A, F], of the dtype of autocast, or else of `x_AW`. The gradient of a matrix without rows is 0.
+    """
+    device = x_AW.device.type
+    if torch.is_autocast_enabled(device) and x_AW.is_floating_point() and x_AW.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x_AW, weight_EFW = x_AW.to(dtype), weight_EFW.to(dtype)
+    result: Tensor = GroupedLinear.apply(x_AW, weight_EFW, counts_E, transposed)  # type: ignore[no-untyped-call]
+    return result
+
+
+class GroupedLinear(torch.autograd.Function):
+    """See `grouped_linear`. The node has `weights_later`: whether W computes the weight gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        ctx.transposed, ctx.weights_later = transposed, False
+        return _rows(x, weight if transposed else weight.transpose(1, 2), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, counts = ctx.saved_tensors
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = _rows(gradient, weight.transpose(1, 2) if ctx.transposed else weight, counts)
+        if ctx.needs_input_grad[1] and not ctx.weights_later:
+            of_weight = _weights(x, gradient, counts, transposed=ctx.transposed)
+        return of_x, of_weight, None, None
+
+
+def weight_formula(node: Any, operands: tuple[int, ...]) -> Callable[[Tensor], list[Tensor]]:
+    """What W computes of a node, for `pipeloom.autograd.weight_products`."""
+    x, _, counts = node.saved_tensors
+    transposed = node.transposed
+    return lambda gradient: [_weights(x, gradient, counts, transposed=transposed) for _ in operands]
+
+
+def _grouped_mm_runs(x: Tensor, *sizes: int) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16 and all(size % _ALIGNED == 0 for size in sizes)
+
+
+def _ranges(counts: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Index, start and end of each group."""
+    start = 0
+    for index, count in enumerate(counts.tolist()):
+        yield index, start, start + count
+        start += count
+
+
+@torch.no_grad()
+def _rows(x: Tensor, weight_EKM: Tensor, counts: Tensor) -> Tensor:
+    """[A, K] rows times [E, K, M] matrices."""
+    if _grouped_mm_runs(x, *weight_EKM.shape[1:]):
+        return torch._grouped_mm(x.contiguous(), weight_EKM, offs=counts.cumsum(0, dtype=torch.int32))
+    result = x.new_empty(x.shape[0], weight_EKM.shape[2])
+    for index, start, end in _ranges(counts):
+        if end > start:
+            torch.mm(x[start:end], weight_EKM[index], out=result[start:end])
+    return result
+
+
+@torch.no_grad()
+def _weights(x: Tensor, gradient: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
+    """Gradient of the matrices."""
+    left, right = (x, gradient) if transposed else (gradient, x)
+    if _grouped_mm_runs(x, x.shape[1], gradient.shape[1]):
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        return torch._grouped_mm(left.contiguous().t(), right.contiguous(), offs=offsets)
+    result = x.new_empty(counts.shape[0], left.shape[1], right.shape[1])
+    for index, start, end in _ranges(counts):
+        if end > start:
+            torch.mm(left[start:end].t(), right[start:end], out=result[index])
+        else:
+            result[index].zero_()
+    return result

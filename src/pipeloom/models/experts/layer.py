@@ -1,0 +1,115 @@
+# ruff: noqa: N803  # shapes are part of the names
+"""`Experts`: a layer of experts and its router, in place of the MLP of a block."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeloom.autograd.grouped_linear import grouped_linear
+from pipeloom.errors import InputError
+from pipeloom.models.experts.routers import make_router
+from pipeloom.models.experts.routing import Compute, Routing, dispatch_here
+from pipeloom.models.experts.settings import ExpertSettings
+
+_STD = 0.02
+
+
+class Experts(nn.Module):
+    """Tokens [B, S, W] -> [B, S, W]: each token goes through the experts that the router chooses, by their gates.
+
+    An expert is a linear layer, an activation and another linear layer without biases. The matrices of all experts lie
+    in one 3-D parameter each. Tokens that no expert takes get 0, so the residual stream carries them on.
+
+    Args:
+        width: W.
+        experts: number of routed experts, E.
+        expert_width: F, the width inside an expert.
+        router: "switch", "gshard", "glam", "noisy-topk", "topk", "sigmoid" or "expert-choice"; see
+            `pipeloom.models.experts.routers`.
+        top_k: experts per token; None: the router's, 1 for switch, else 2.
+        capacity_factor: an expert takes ceil(top_k * tokens / experts * capacity_factor) of a group of tokens; None:
+            the router's, or no limit.
+        capacity_by: the group: "batch", all tokens of a call (a micro-batch or slice); or "sequence".
+        shared_experts: number of experts that every token goes through; they are one MLP of their summed width.
+        balance_weight: weight of the load-balancing loss; None: the router's.
+        z_loss_weight: weight of the mean of logsumexp(logits)**2 (ST-MoE, arXiv:2202.08906, section 3); 0: none.
+        gated: whether experts are gated: silu(gate) * up, SwiGLU (arXiv:2002.05202).
+        activation: of the experts; None: GELU, or SiLU with `gated`.
+        down_std: standard deviation of the initial `down`.
+
+    Attributes:
+        router: has `weight` [E, W].
+        up: [E, F, W]; with `gated`, `gate_up` [E, 2 F, W] instead, gates first.
+        down: [E, W, F].
+        shared_up, shared_down: linear layers of the shared experts; None without.
+        dispatch: ``dispatch(x_NW, routing, compute)``: runs the experts and returns [N, W]. Expert parallelism replaces
+            it.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+
+    sliceable = True
+    dispatch: Callable[[Tensor, Routing, Compute], Tensor] = staticmethod(dispatch_here)
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        expert_width: int,
+        shared_experts: int = 0,
+        gated: bool = False,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        down_std: float = _STD,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.settings = ExpertSettings.of(**settings)
+        for name, size, least in (("width", width, 1), ("expert_width", expert_width, 1)):
+            if size < least:
+                raise InputError(f"{name}={size}: must be at least {least}.")
+        if shared_experts < 0:
+            raise InputError(f"shared_experts={shared_experts}: must be 0 or more.")
+        experts, first = self.settings.experts, (2 if gated else 1) * expert_width
+        self.gated = gated
+        self.activation = activation or (F.silu if gated else F.gelu)
+        self.router = make_router(width, self.settings)
+        self.up = nn.Parameter(torch.empty(experts, first, width)) if not gated else None
+        self.gate_up = nn.Parameter(torch.empty(experts, first, width)) if gated else None
+        self.down = nn.Parameter(torch.empty(experts, width, expert_width))
+        self.shared_up: nn.Linear | None = None
+        self.shared_down: nn.Linear | None = None
+        if shared_experts:
+            self.shared_up = nn.Linear(width, shared_experts * first, bias=False)
+            self.shared_down = nn.Linear(shared_experts * expert_width, width, bias=False)
+        self.init_std = {"down": down_std, "shared_down": down_std}
+
+    @property
+    def num_experts(self) -> int:
+        """Number of routed experts of the layer in all processes."""
+        return self.settings.experts
+
+    def forward(self, x_BSW: Tensor) -> Tensor:
+        x_NW = x_BSW.reshape(-1, x_BSW.shape[-1])
+        groups = x_BSW.shape[0] if self.settings.capacity_by == "sequence" else 1
+        routing = self.router(x_NW, groups)
+        y_BSW = self.dispatch(x_NW, routing, self.compute).view_as(x_BSW)
+        if self.shared_up is not None and self.shared_down is not None:
+            y_BSW = y_BSW + self.shared_down(self.activated(self.shared_up(x_BSW)))
+        return y_BSW
+
+    def compute(self, rows_AW: Tensor, counts_E: Tensor) -> Tensor:
+        """The experts of this process: rows [A, W] sorted by expert, and rows per expert, -> [A, W]."""
+        first = self.gate_up if self.up is None else self.up
+        assert first is not None
+        return grouped_linear(self.activated(grouped_linear(rows_AW, first, counts_E)), self.down, counts_E)
+
+    def activated(self, x: Tensor) -> Tensor:
+        """[..., F] -> [..., F]; with gates, [..., 2 F] -> [..., F]."""
+        if not self.gated:
+            return self.activation(x)
+        gate, up = x.chunk(2, -1)
+        return self.activation(gate) * up

@@ -1,0 +1,97 @@
+# ruff: noqa: N803  # shapes are part of the names
+"""`Routing`: which expert computes which token, in one form for all routers.
+
+Shapes: N tokens, W width, E experts, K choices per token, A assignments (a token given to an expert), G groups of N / G
+tokens, each of which has its own capacity per expert.
+
+    token    [ 0 2 3 | 1 2 | - | 0 1 3 ]       sorted by expert; within an expert by group, then choice, then token
+    counts     3       2     0   3
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""``compute(rows_AW, counts_E)``: the results of the experts, [A, W]; rows sorted by expert, counts of each."""
+
+
+@dataclass(slots=True)
+class Routing:
+    """The assignments of tokens to experts.
+
+    Attributes:
+        token: [A] int64, the token of each assignment; sorted by expert.
+        gate: [A], the factor of the expert's result; of the dtype of the router, with a graph.
+        counts: [E] int64, assignments per expert, after drops.
+        losses: auxiliary losses by name: the value, a mean over the tokens, and its weight.
+        observed: counts for monitoring, summed over tokens: "chosen" [E] (assignments before drops), "dropped" (those
+            over capacity), "tokens", and "entropy" (of the gates of a token, in nats).
+    """
+
+    token: Tensor
+    gate: Tensor
+    counts: Tensor
+    losses: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
+    observed: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def assign(
+    expert_NK: Tensor,
+    gate_NK: Tensor,
+    experts: int,
+    *,
+    groups: int = 1,
+    capacity: int | None = None,
+    sent_NK: Tensor | None = None,
+) -> Routing:
+    """Sort the choices of tokens by expert, and drop those over capacity.
+
+    Within a group, all first choices come before all second choices (GShard, arXiv:2006.16668, algorithm 1); equal
+    choices are in order of tokens.
+
+    Args:
+        expert_NK: [N, K] int64, choices of each token, first choice first.
+        gate_NK: [N, K], their gates.
+        experts: number of experts.
+        groups: number of equal groups of consecutive tokens.
+        capacity: most assignments per expert and group; None: no limit.
+        sent_NK: [N, K] bool, the choices that are made; None: all. Others take no place.
+    """
+    N, _K = expert_NK.shape
+    key = expert_NK.t()  # [K, N]: choices before tokens
+    if groups > 1 and capacity is not None:
+        group_N = torch.arange(groups, device=key.device).repeat_interleave(N // groups)
+        key = key * groups + group_N
+    else:
+        groups = 1
+    if sent_NK is not None:
+        key = key.masked_fill(~sent_NK.t(), experts * groups)
+    key = key.reshape(-1)
+    sorted_key, order = torch.sort(key, stable=True)
+    held = torch.bincount(key, minlength=experts * groups + 1)[: experts * groups]
+    if capacity is None and sent_NK is None:
+        counts = held
+    else:
+        kept = sorted_key < experts * groups
+        if capacity is not None:
+            start = torch.cat([held.cumsum(0) - held, held.sum().view(1)])
+            place = torch.arange(key.numel(), device=key.device) - start[sorted_key]
+            kept &= place < capacity
+            held = held.clamp(max=capacity)
+        order = order[kept]
+        counts = held.view(experts, groups).sum(1)
+    return Routing(order % N, gate_NK.t().reshape(-1)[order], counts)
+
+
+def combine(rows_AW: Tensor, routing: Routing, tokens: int) -> Tensor:
+    """Add the experts' results, times their gates, to their tokens: [A, W] -> [N, W]. Tokens without experts get 0."""
+    weighted_AW = rows_AW * routing.gate.to(rows_AW.dtype).unsqueeze(1)
+    return weighted_AW.new_zeros(tokens, rows_AW.shape[1]).index_add(0, routing.token, weighted_AW)
+
+
+def dispatch_here(x_NW: Tensor, routing: Routing, compute: Compute) -> Tensor:
+    """Run the experts of all tokens in this process: [N, W] -> [N, W]."""
+    return combine(compute(x_NW.index_select(0, routing.token), routing.counts), routing, x_NW.shape[0])
