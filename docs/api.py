@@ -17,6 +17,7 @@ TITLES = {
     "pipeloom.training": "Pipeline, Stream, optimizer steps, clipping",
     "pipeloom.parallel": "Device mesh, data parallelism, ZeRO, mixed precision, offload",
     "pipeloom.parallel.context": "Context parallelism: several ranks share the tokens of each sequence",
+    "pipeloom.autograd": "Auxiliary losses and quantities that a model declares in its forward",
     "pipeloom.schedules": "Schedule families, and schedules from functions and files",
     "pipeloom.ir": "Actions, placements, schedules, programs, the checker",
     "pipeloom.passes": "Lowering a schedule to a program",

@@ -1,8 +1,13 @@
 """What the backward of any module computes, and what it keeps for that.
 
 split_backward       the two halves of a backward: I, gradients of inputs, and W, gradients of weights
+auxiliary_losses     losses and quantities that a model declares inside its forward
 deferred_gradients   which weight gradients wait for W
 weight_products      the formulas by which W computes them
 recomputation        activation recomputation
 saved_bytes          counts what autograd saves
 """
+
+from pipeloom.autograd.auxiliary_losses import Collected, DeclaredLoss, auxiliary_loss, auxiliary_losses, observe
+
+__all__ = ["Collected", "DeclaredLoss", "auxiliary_loss", "auxiliary_losses", "observe"]

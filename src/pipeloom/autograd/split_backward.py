@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
@@ -43,6 +44,16 @@ run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 # W passes weight gradients to autograd in groups of about this size: few calls, with gradients that are still cached.
 _GROUP_ELEMENTS = 2**16
+
+
+def root_of(tensor: Tensor) -> Root:
+    """The root of a backward: an edge of the graph, which does not keep the tensor's memory alive."""
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    # The node of a Python function needs a C++ node to stay alive, as in torch.autograd.graph.get_gradient_edge.
+    token = tensor.view_as(tensor).grad_fn if isinstance(node, BackwardCFunction) else None
+    return GradientEdge(node, tensor.output_nr, token)
 
 
 class Repeatable:

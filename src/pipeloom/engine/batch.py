@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from pipeloom.autograd.auxiliary_losses import DeclaredLoss, ObservedQuantity
 from pipeloom.errors import InputError
 from pipeloom.transport.values import Value, flatten, split_batch
 
@@ -17,6 +18,20 @@ class Extent(NamedTuple):
     start: int
     end: int
     length: int
+
+
+class Declared(NamedTuple):
+    """What one F of a stage declared.
+
+    Attributes:
+        samples: samples of its micro-batch; of a slice, its part of them.
+        losses: auxiliary losses, without graphs.
+        observed: other quantities.
+    """
+
+    samples: float
+    losses: Sequence[DeclaredLoss]
+    observed: Sequence[ObservedQuantity]
 
 
 @dataclass
@@ -31,6 +46,9 @@ class Batch:
         losses: losses of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
         outputs: outputs of the last stage, where no loss is computed; of slices, a list until all are there.
         num_samples: samples of the batch; 0 where this process reads neither inputs nor targets.
+        all_samples: samples of the batches of all replicas; 0 where this process does not know it yet.
+        collects: whether auxiliary losses and observed quantities are collected.
+        declared: these, by stage, micro-batch and slice, of the forwards that ran here.
         extents: extents of the slices, on ranks that read inputs or targets; other ranks receive them with each value.
         seed: seed of the dropout masks of slices; None: a stage draws one where it needs it.
     """
@@ -42,6 +60,9 @@ class Batch:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Value] = field(default_factory=dict)
     num_samples: int = 0
+    all_samples: int = 0
+    collects: bool = False
+    declared: dict[tuple[int, int, int | None], Declared] = field(default_factory=dict)
     extents: Sequence[Extent] = ()
     seed: int | None = None
 
@@ -67,6 +88,7 @@ class Batch:
 
     def weigh(self, all_samples: int) -> None:
         """Set the weights for a batch of `all_samples` samples over all replicas."""
+        self.all_samples = all_samples
         self.weights = [size / all_samples for size in self.sizes]
 
 

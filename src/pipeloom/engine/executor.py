@@ -90,7 +90,17 @@ class Executor:
         self.workers: dict[int, Worker] = {}
         for rank, stages in state.stages_of.items():
             own_loss = state.sharing.loss_fn(loss_fn)
-            wiring = RankWiring(rank, stages, own_loss, self._transport, sliced, parts, recompute, open_mover())
+            wiring = RankWiring(
+                rank,
+                stages,
+                own_loss,
+                self._transport,
+                sliced,
+                parts,
+                recompute,
+                state.sharing.sum_samples,
+                open_mover(),
+            )
             shared, store = state.ownership.shared(rank), state.stores[rank]
             gradient_sum = GradientSum(rank, shared, self._transport, store.value) if shared else None
             block_sum = state.sharing.blocks.gradient_sum(store.parameters, store.ranges, store.gradient_dtype)
@@ -144,6 +154,7 @@ class Executor:
                 all ranks.
         """
         batch = self._cut(program, inputs, targets, with_loss=with_loss)
+        batch.collects = with_loss
         if warm_up is None or not self._transport.blocking:
             warm_up = None
             self.settle()

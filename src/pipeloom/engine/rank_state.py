@@ -7,13 +7,14 @@
     departing[action]    a result that another rank needs                                       until its SEND
     contexts[stage, b]   keys and values of a micro-batch in slices                             F to B of its slice 0
     tokens[stage, b]     a micro-batch's tokens on this context-parallel rank                   F to B or I
+    declared[stage, b]   auxiliary losses of a forward that are trained                         F to B or I
 
 Only the graph of a stage's output is kept. Its values are not read again after they are sent.
 """
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,32 @@ from pipeloom.engine.batch import Batch, Extent
 from pipeloom.ir import Action, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SequenceParts, SliceContext, Tokens
-from pipeloom.split.stage_module import may_change_input
-from pipeloom.transport.call_numbers import out_of_step
+from pipeloom.split.stage_module import may_change_input, running
+from pipeloom.transport.call_numbers import num_samples_of, out_of_step
 from pipeloom.transport.interface import Transport
-from pipeloom.transport.values import Layout, Value
+from pipeloom.transport.values import Layout, Value, microbatch_sizes
 
 LossFn = Callable[[Any, Any], Tensor]
 
 # One part of an action: the function that runs it, and a function that says whether it would run without blocking.
 Step = tuple[Callable[[], None], Callable[[], bool] | None]
 Binder = Callable[["RankState", Action, Program], Step]
+
+
+class DeclaredRoot(NamedTuple):
+    """An auxiliary loss of one forward that is trained.
+
+    Attributes:
+        root: of its graph.
+        value: without the graph.
+        weight: its factor.
+        samples: of its micro-batch; of a slice, its part of them.
+    """
+
+    root: Root
+    value: Tensor
+    weight: float
+    samples: float
 
 
 def refuse_other_call(source: int, theirs: int, ours: int) -> None:
@@ -53,6 +70,7 @@ class RankWiring:
         sliced: whether micro-batches run in slices, even if in one.
         parts: cuts sequences between context-parallel ranks; None: this rank has whole sequences.
         recompute: what backwards recompute, per stage of the model.
+        sum_samples: adds up the numbers of samples of all replicas; every replica calls it.
         mover: moves saved activations, where programs have OFFLOAD and RELOAD.
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
         copies_input: by stage, whether it receives a copy of its input: leaves must not change in place.
@@ -65,6 +83,7 @@ class RankWiring:
     sliced: bool
     parts: SequenceParts | None
     recompute: Sequence[Recompute]
+    sum_samples: Callable[[int], int]
     mover: ActivationMover | None
     forwards: dict[int, Callable[[Value], Value]] = field(init=False)
     copies_input: dict[int, bool] = field(init=False)
@@ -90,6 +109,7 @@ class RankState:
         other_call: called with a message of another call, as `refuse_other_call`; the message is dropped if it returns.
         loss_scale: the factor of the loss in its backward.
         seeds: gradients in which backwards of the loss start, kept for the next step.
+        count_samples: in a stream, returns the samples of a micro-batch and of its batch.
     """
 
     wiring: RankWiring
@@ -99,6 +119,7 @@ class RankState:
     departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)
     contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
     tokens: dict[tuple[int, int], Tokens] = field(default_factory=dict)
+    declared: dict[Key, list[DeclaredRoot]] = field(default_factory=dict)
     extents: dict[Key, Extent] = field(default_factory=dict)
     loss_weights: dict[Key, float] = field(default_factory=dict)
     num_offloaded: int = 0
@@ -109,6 +130,7 @@ class RankState:
     other_call: Callable[[int, int, int], None] = refuse_other_call
     loss_scale: float = 1.0
     seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+    count_samples: Callable[[int], tuple[int, int]] | None = None
 
     def begin(self, batch: Batch, call: int) -> None:
         """Start a run."""
@@ -118,6 +140,7 @@ class RankState:
         """Drop everything, also after an error."""
         self.forget()
         self.batch = Batch()
+        running.layer = None
 
     def forget(self) -> None:
         """Drop computed values; keep the batch."""
@@ -130,6 +153,7 @@ class RankState:
             self.departing,
             self.contexts,
             self.tokens,
+            self.declared,
             self.extents,
         ):
             store.clear()
@@ -137,6 +161,20 @@ class RankState:
         self.num_offloaded = 0
         if self.wiring.mover is not None:
             self.wiring.mover.forget()
+
+    def samples_in(self, microbatch: int, num_microbatches: int) -> int:
+        """The samples of a micro-batch that has arrived here; of this replica."""
+        if self.count_samples is not None:
+            return self.count_samples(microbatch)[0]
+        return microbatch_sizes(num_samples_of(self.call), num_microbatches)[microbatch]
+
+    def all_samples(self, microbatch: int) -> int:
+        """The samples of all replicas in the batch of a micro-batch. The first call of a step may meet the replicas."""
+        if self.count_samples is not None:
+            return self.count_samples(microbatch)[1]
+        if not self.batch.all_samples:
+            self.batch.all_samples = self.wiring.sum_samples(num_samples_of(self.call))
+        return self.batch.all_samples
 
     def seed(self, weight: float, like: Tensor) -> Tensor:
         """The gradient of the whole step's loss by one micro-batch's loss."""

@@ -1,5 +1,6 @@
 """`StageModule`: a stage that runs consecutive layers of a model."""
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -8,6 +9,15 @@ from torch import nn
 # Runs a block under activation recomputation: ``run(modules, block, *args, **kwargs)`` returns the result of
 # ``block(*args, **kwargs)``; `modules` are the modules that the block runs.
 BlockRunner = Callable[..., Any]
+
+
+class _Running(threading.local):
+    """The layer that runs in this thread, or ran last; None: unknown."""
+
+    layer: nn.Module | None = None
+
+
+running = _Running()
 
 
 class LayerObserver(Protocol):
@@ -74,10 +84,12 @@ class StageModule(nn.Module):
             if run is not None:
                 return run_blocks([modules[name] for modules, name in self._chain], self._is_block, value, run)
             for modules, name in self._chain:
+                running.layer = modules[name]
                 value = modules[name](value)  # type: ignore[misc]
             return value
         for index, (modules, name) in enumerate(self._chain):
             layer: Any = modules[name]
+            running.layer = layer
             observer.before(index)
             value = layer(value) if run is None or not self._is_block[index] else run([layer], layer, value)
             observer.after(index, value)
@@ -92,6 +104,7 @@ def run_blocks(layers: Sequence[Any], is_block: Sequence[bool], value: Any, run:
             leaves.append(layer)
             continue
         value, leaves = _run_leaves(leaves, value, run), []
+        running.layer = layer
         value = run([layer], layer, value) if repeats else layer(value)
     return _run_leaves(leaves, value, run)
 
@@ -99,6 +112,7 @@ def run_blocks(layers: Sequence[Any], is_block: Sequence[bool], value: Any, run:
 def _run_leaves(leaves: list[Any], value: Any, run: BlockRunner) -> Any:
     def chain(value: Any) -> Any:
         for leaf in leaves:
+            running.layer = leaf
             value = leaf(value)
         return value
 

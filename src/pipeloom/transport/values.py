@@ -169,12 +169,17 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
         )
     if num_microbatches == 1:
         return [unflatten(layout, tensors)], [length]
-    each, larger = divmod(length, num_microbatches)
-    sizes = [each + 1] * larger + [each] * (num_microbatches - larger)
+    sizes = microbatch_sizes(length, num_microbatches)
     pieces = [torch.split(t, sizes) for t in tensors]
     if layout.structure == _TENSOR:
         return list(pieces[0]), sizes
     return [unflatten(layout, [piece[b] for piece in pieces]) for b in range(num_microbatches)], sizes
+
+
+def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
+    """The number of samples of each micro-batch, larger ones first."""
+    each, larger = divmod(num_samples, num_microbatches)
+    return [each + 1] * larger + [each] * (num_microbatches - larger)
 
 
 def join_batch(values: Sequence[Value]) -> Value:

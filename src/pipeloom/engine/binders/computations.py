@@ -7,11 +7,11 @@ two halves of it.
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
 
-from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, run_backward
+from pipeloom.autograd.auxiliary_losses import Collected
+from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, root_of, run_backward
 from pipeloom.engine.batch import Extent
+from pipeloom.engine.binders.auxiliary import add_declared, keep_declared
 from pipeloom.engine.binders.sequence_parts import module_of_tokens
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
 from pipeloom.engine.rank_state import RankState, Step
@@ -40,15 +40,23 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
         live = len(saved) - state.num_offloaded
         if live > state.peak_live:
             state.peak_live = live
+        collected = Collected(within=wiring.stages[stage])
         try:
-            output = module(value)
+            with collected:
+                output = module(value)
         except RuntimeError as error:
             if not leaves or "a leaf Variable that requires grad" not in str(error):
                 raise
             wiring.copies_input[stage] = True  # the stage changes its input in place: from now on it gets a copy
-            output = module(copied(value))
-        roots = finish(output)
-        without_gradient = last and training and not roots and microbatch in state.batch.losses
+            collected = Collected(within=wiring.stages[stage])
+            with collected:
+                output = module(copied(value))
+        with collected:
+            roots = finish(output)
+        trains = bool(roots)
+        if collected.losses or collected.observed:
+            trains |= keep_declared(state, action, program, collected, output)
+        without_gradient = last and training and not trains and microbatch in state.batch.losses
         if without_gradient and (leaves or any(p.requires_grad for p in wiring.stages[stage].parameters())):
             raise RunError(
                 "the loss requires no gradient, but parameters do: no parameter would be trained. Remove detach(), "
@@ -100,7 +108,7 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
         weighed = loss.detach() * state.seed(weight, loss)
         earlier = batch.losses.get(microbatch)  # of slices
         batch.losses[microbatch] = weighed if earlier is None else earlier + weighed
-        return [_root(loss)] if loss.requires_grad else []
+        return [root_of(loss)] if loss.requires_grad else []
 
     return finish
 
@@ -121,7 +129,7 @@ def _bind_output(state: RankState, action: Action, program: Program) -> Callable
         for tensor in tensors:
             detached.append(tensor.detach())
             if tensor.requires_grad:
-                roots.append(_root(tensor))
+                roots.append(root_of(tensor))
         if enter is not None:
             arrived[next_key] = enter(layout, detached)
         else:
@@ -148,22 +156,12 @@ def bind_entry(
     return enter
 
 
-def _root(tensor: Tensor) -> Root:
-    """The root of a backward: an edge of the graph, which does not keep the tensor's memory alive."""
-    node = tensor.grad_fn
-    if node is None:
-        return tensor
-    # The node of a Python function needs a C++ node to stay alive, as in torch.autograd.graph.get_gradient_edge.
-    token = tensor.view_as(tensor).grad_fn if isinstance(node, BackwardCFunction) else None
-    return GradientEdge(node, tensor.output_nr, token)
-
-
 def bind_backward(state: RankState, action: Action, program: Program) -> Step:
     """B, or I, which keeps what its W needs."""
     stage, op, microbatch, piece = action
     assert microbatch is not None
     key, splits, last = (stage, microbatch, piece), op is Op.I, stage == program.schedule.num_stages - 1
-    saved, arrived = state.saved, state.gradients
+    saved, arrived, declared = state.saved, state.gradients, state.declared
     mover = state.wiring.mover if key in state.to_offload else None
     deliver = _bind_gradients(state, action, program) if stage > 0 else None
 
@@ -179,11 +177,14 @@ def bind_backward(state: RankState, action: Action, program: Program) -> Step:
             given = [state.seed(weight, state.batch.losses[microbatch])] if roots else ()
         else:
             given = arrived.pop(key)
-        starts, gradients = [], []
+        starts: list[Root] = []
+        gradients: list[Tensor] = []
         for root, gradient in zip(roots, given, strict=True):
             if gradient is not None:
                 starts.append(root)
                 gradients.append(gradient)
+        if key in declared:
+            add_declared(state, action, starts, gradients)
         if splits:
             found, saved[key] = backward_input(starts, gradients, leaves)
         else:

@@ -1,0 +1,101 @@
+"""A model whose layers declare auxiliary losses, and the plain loop with which a pipeline is compared."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+from pipeloom.slicing import causal_attention
+from pipeloom.transport.values import microbatch_sizes
+
+F64 = torch.float64
+WIDTH, TOKENS = 8, 6
+
+
+class Layer(nn.Module):
+    """Attention and a product: [B, S, W] -> [B, S, W]. Declares what `kind` says.
+
+    "plain"     nothing
+    "mean"      a loss, with a path to its own weights and to those of the layers before
+    "twice"     two losses of one name
+    "own"       a loss of its own weights alone: a parameter of no dimension
+    "constant"  a loss without a graph
+    """
+
+    sliceable = True
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = causal_attention(q, k, v, self).transpose(1, 2).flatten(2)
+        scores = self.gate(y) * self.scale
+        if self.kind in ("mean", "twice"):
+            pl.auxiliary_loss(scores.square().mean(), 0.3, "load")
+        if self.kind == "twice":
+            pl.auxiliary_loss((x * y).mean(), 0.7, "load")
+        if self.kind == "own":
+            pl.auxiliary_loss(self.scale, 0.5, "scale")
+        if self.kind == "constant":
+            pl.auxiliary_loss(scores.detach().mean(), 2.0, "mean")
+        pl.observe("largest", nn.functional.one_hot(scores.argmax(-1), 3).sum((0, 1)))
+        return x + torch.tanh(self.out(y * scores.softmax(-1)[..., :1]))
+
+
+KINDS = ("mean", "plain", "twice", "own", "constant", "mean")
+
+
+def make_model(kinds: tuple[str, ...] = KINDS) -> nn.Sequential:
+    model = nn.Sequential(*map(Layer, kinds)).to(F64)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=F64) / WIDTH**0.5)
+    return model
+
+
+def make_batch(samples: int = 10, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    one, other = (torch.randn(samples, TOKENS, WIDTH, generator=generator, dtype=F64) for _ in range(2))
+    return one, other
+
+
+class Expected(NamedTuple):
+    """Of the plain loop: the loss of loss_fn alone, gradients, values of the losses, quantities."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    values: dict[str, Tensor]
+    observed: dict[str, Tensor]
+
+
+mse = nn.functional.mse_loss
+
+
+def plain_loop(model: nn.Module, batches: list[tuple[Tensor, Tensor]], num_microbatches: int) -> Expected:
+    """Gradient accumulation over the micro-batches of all replicas, one after another."""
+    total = sum(len(inputs) for inputs, _ in batches)
+    loss, values, observed = torch.zeros((), dtype=F64), {}, {}
+    for inputs, targets in batches:
+        sizes = microbatch_sizes(len(inputs), num_microbatches)
+        for x, y in zip(inputs.split(sizes), targets.split(sizes), strict=True):
+            with pl.auxiliary_losses() as found:
+                own = mse(model(x), y)
+            share = len(x) / total
+            ((own + found.total()) * share).backward()
+            loss += own.detach() * share
+            for _, name, value, weight in found.losses:
+                values[name] = values.get(name, 0.0) + value.detach() * share * weight
+            for _, name, counts in found.observed:
+                observed[name] = observed.get(name, 0) + counts
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Expected(loss, gradients, values, observed)
