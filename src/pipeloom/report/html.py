@@ -10,6 +10,7 @@ from markupsafe import Markup
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.quantities import bytes_text, counted, number_text, percent_text, plural, seconds_text
 from pipeloom.errors import InputError
+from pipeloom.report.experts import expert_curves, expert_layers, expert_maps
 from pipeloom.report.line_chart import Series, line_chart
 from pipeloom.report.perfetto import write_trace
 from pipeloom.report.run_files import Metrics, read_configuration, read_environment, read_metrics, read_timelines
@@ -98,6 +99,7 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
         lead += f"; schedule {shown[0].name} on {counted(shown[0].num_ranks, 'rank')}, "
         lead += f"{counted(shown[0].num_microbatches, 'micro-batch')} per step"
     environment, environment_note = read_environment(output_dir / "environment.json")
+    layers = expert_layers(metrics.steps)
     loss = [Series(label="training loss", points=metrics.series("loss"))]
     if metrics.evaluations:
         loss.append(Series(label="validation loss", points=metrics.series("eval_loss"), style="b", marks=True))
@@ -113,6 +115,8 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
         no_picture="This run recorded no timeline: timelines.json is not in its directory.",
         ranks=_ranks(metrics),
         collectives=_collectives(timelines.get("measured")),
+        expert_maps=expert_maps(layers),
+        expert_curves=expert_curves(layers),
         charts=_charts(metrics),
         configuration=read_configuration(output_dir / "config.yaml"),
         environment=environment,
