@@ -147,16 +147,17 @@ class Axis(ABC):
         self.meter.add(self.name, "reduce_scatter", start, x.nbytes * (self.degree - 1) // self.degree)
         return found
 
-    def all_to_all(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+    def all_to_all(self, pieces: Sequence[Tensor], arriving: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
         """Piece i of every member on member i, in the order of coordinates. Shapes may differ between pieces.
 
         Args:
             pieces: one per member.
+            arriving: shapes of what arrives from each member, which saves a message on process groups; None: unknown.
         """
         if self.degree == 1:
             return list(pieces)
         start = perf_counter()
-        found = self._all_to_all([piece.detach() for piece in pieces])
+        found = self._all_to_all([piece.detach() for piece in pieces], arriving)
         sent = sum(piece.nbytes for coordinate, piece in enumerate(pieces) if coordinate != self.index)
         self.meter.add(self.name, "all_to_all", start, sent)
         return found
@@ -223,7 +224,7 @@ class Axis(ABC):
     def _reduce_scatter(self, pieces: Sequence[Tensor]) -> Tensor: ...
 
     @abstractmethod
-    def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]: ...
+    def _all_to_all(self, pieces: list[Tensor], arriving: Sequence[Sequence[int]] | None) -> list[Tensor]: ...
 
     @abstractmethod
     def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]: ...

@@ -86,7 +86,7 @@ class ChannelAxis(Axis):
     def _reduce_scatter(self, pieces: Sequence[Tensor]) -> Tensor:
         return _combined(self._exchange(pieces), "sum")
 
-    def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]:
+    def _all_to_all(self, pieces: list[Tensor], arriving: Sequence[Sequence[int]] | None) -> list[Tensor]:
         return self._exchange(pieces)
 
     def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
@@ -145,18 +145,20 @@ class GroupAxis(Axis):
             dist.reduce_scatter(found, [pieces[c].contiguous() for c in self._coordinates], group=self._group)
         return found
 
-    def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]:
+    def _all_to_all(self, pieces: list[Tensor], arriving: Sequence[Sequence[int]] | None) -> list[Tensor]:
         own = pieces[self.index]
-        shapes = self._all_gather(torch.tensor([list(piece.shape) for piece in pieces], device=own.device))
-        arriving = [own.new_empty(shapes[c][self.index].tolist()) for c in self._coordinates]
+        if arriving is None:
+            sent = self._all_gather(torch.tensor([list(piece.shape) for piece in pieces], device=own.device))
+            arriving = [rows[self.index].tolist() for rows in sent]
+        shapes = [torch.Size(arriving[c]) for c in self._coordinates]
         leaving = [pieces[c] for c in self._coordinates]
-        received = own.new_empty(sum(piece.numel() for piece in arriving))
-        get, put = ([piece.numel() for piece in parts] for parts in (arriving, leaving))
+        get, put = [shape.numel() for shape in shapes], [piece.numel() for piece in leaving]
+        received = own.new_empty(sum(get))
         with noticing_lost_peers():
             flat = torch.cat([piece.reshape(-1) for piece in leaving])
             dist.all_to_all_single(received, flat, get, put, group=self._group)
         parts = torch.split(received, get)
-        return [parts[rank].view(arriving[rank].shape) for rank in self._ranks]
+        return [parts[rank].view(shapes[rank]) for rank in self._ranks]
 
     def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
         found = x.clone(memory_format=torch.contiguous_format)

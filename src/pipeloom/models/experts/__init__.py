@@ -15,14 +15,14 @@ from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
 
 if TYPE_CHECKING:
     from pipeloom.models.experts.layer import Experts
-    from pipeloom.models.experts.routing import Routing, combine, dispatch_here
+    from pipeloom.models.experts.routing import Routing, dispatch_here
 
 # Module -> its public names, loaded at first use.
 _LAZY = {
     "pipeloom.models.experts.layer": "Experts",
-    "pipeloom.models.experts.routing": "Routing combine dispatch_here",
+    "pipeloom.models.experts.routing": "Routing dispatch_here",
 }
 
-__all__ = ["ROUTERS", "ExpertSettings", "Experts", "Routing", "combine", "dispatch_here"]
+__all__ = ["ROUTERS", "ExpertSettings", "Experts", "Routing", "dispatch_here"]
 
 __getattr__ = lazy_exports(__name__, _LAZY)

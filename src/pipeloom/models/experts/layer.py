@@ -17,6 +17,10 @@ from pipeloom.models.experts.settings import ExpertSettings
 _STD = 0.02
 
 
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
 class Experts(nn.Module):
     """Tokens [B, S, W] -> [B, S, W]: each token goes through the experts that the router chooses, by their gates.
 
@@ -45,8 +49,9 @@ class Experts(nn.Module):
         up: [E, F, W]; with `gated`, `gate_up` [E, 2 F, W] instead, gates first.
         down: [E, W, F].
         shared_up, shared_down: linear layers of the shared experts; None without.
-        dispatch: ``dispatch(x_NW, routing, compute)``: runs the experts and returns [N, W]. Expert parallelism replaces
-            it.
+        dispatch: ``dispatch(x_NW, routing, compute)``: runs the experts and returns [N, W].
+        enter, leave: what tokens [B, S, W] pass before they are routed, and results after. Expert and tensor
+            parallelism replace these three.
 
     Raises:
         InputError: a value is out of range.
@@ -54,6 +59,8 @@ class Experts(nn.Module):
 
     sliceable = True
     dispatch: Callable[[Tensor, Routing, Compute], Tensor] = staticmethod(dispatch_here)
+    enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
+    leave: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
 
     def __init__(
         self,
@@ -92,11 +99,19 @@ class Experts(nn.Module):
         """Number of routed experts of the layer in all processes."""
         return self.settings.experts
 
+    @property
+    def has_capacity(self) -> bool:
+        """Whether an expert takes a limited number of tokens."""
+        return self.settings.capacity(1) is not None
+
     def forward(self, x_BSW: Tensor) -> Tensor:
-        x_NW = x_BSW.reshape(-1, x_BSW.shape[-1])
-        groups = x_BSW.shape[0] if self.settings.capacity_by == "sequence" else 1
+        all_BSW = self.enter(x_BSW)
+        x_NW = all_BSW.reshape(-1, all_BSW.shape[-1])
+        groups = all_BSW.shape[0] if self.settings.capacity_by == "sequence" else 1
         routing = self.router(x_NW, groups)
-        y_BSW = self.dispatch(x_NW, routing, self.compute).view_as(x_BSW)
+        limit = self.settings.capacity(x_NW.shape[0] // groups)
+        routing.capacity = None if limit is None else limit * groups
+        y_BSW = self.leave(self.dispatch(x_NW, routing, self.compute).view_as(all_BSW))
         if self.shared_up is not None and self.shared_down is not None:
             y_BSW = y_BSW + self.shared_down(self.activated(self.shared_up(x_BSW)))
         return y_BSW

@@ -29,6 +29,7 @@ class Routing:
         losses: auxiliary losses by name: the value, a mean over the tokens, and its weight.
         observed: counts for monitoring, summed over tokens: "chosen" [E] (assignments before drops), "dropped" (those
             over capacity), "tokens", and "entropy" (of the gates of a token, in nats).
+        capacity: most assignments per expert, of all groups together; None: no limit.
     """
 
     token: Tensor
@@ -36,6 +37,16 @@ class Routing:
     counts: Tensor
     losses: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
     observed: Mapping[str, Tensor] = field(default_factory=dict)
+    capacity: int | None = None
+
+    def select(self, x_NW: Tensor) -> Tensor:
+        """The tokens of all assignments: [N, W] -> [A, W]."""
+        return x_NW.index_select(0, self.token)
+
+    def combine(self, rows_AW: Tensor, tokens: int) -> Tensor:
+        """Add the experts' results, times their gates, to their tokens: [A, W] -> [N, W]. Others get 0."""
+        weighted_AW = rows_AW * self.gate.to(rows_AW.dtype).unsqueeze(1)
+        return weighted_AW.new_zeros(tokens, rows_AW.shape[1]).index_add(0, self.token, weighted_AW)
 
 
 def assign(
@@ -86,12 +97,6 @@ def assign(
     return Routing(order % N, gate_NK.t().reshape(-1)[order], counts)
 
 
-def combine(rows_AW: Tensor, routing: Routing, tokens: int) -> Tensor:
-    """Add the experts' results, times their gates, to their tokens: [A, W] -> [N, W]. Tokens without experts get 0."""
-    weighted_AW = rows_AW * routing.gate.to(rows_AW.dtype).unsqueeze(1)
-    return weighted_AW.new_zeros(tokens, rows_AW.shape[1]).index_add(0, routing.token, weighted_AW)
-
-
 def dispatch_here(x_NW: Tensor, routing: Routing, compute: Compute) -> Tensor:
     """Run the experts of all tokens in this process: [N, W] -> [N, W]."""
-    return combine(compute(x_NW.index_select(0, routing.token), routing.counts), routing, x_NW.shape[0])
+    return routing.combine(compute(routing.select(x_NW), routing.counts), x_NW.shape[0])

@@ -1,4 +1,4 @@
-"""`parallelize`: cuts the layers of a model between the tensor-parallel ranks of a mesh, by a plan."""
+"""`parallelize`: cuts the layers of a model between the tensor- and expert-parallel ranks of a mesh, by a plan."""
 
 from collections.abc import Mapping
 from typing import Any, cast, get_args
@@ -6,6 +6,8 @@ from typing import Any, cast, get_args
 from torch import nn
 
 from pipeloom.errors import InputError
+from pipeloom.parallel.expert.cutting import expert_layers
+from pipeloom.parallel.expert.traffic import Exchange
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.placed import placed
 from pipeloom.parallel.tensor.decoders import adapted, install, is_decoder, plan_of, with_own_sections
@@ -13,7 +15,7 @@ from pipeloom.parallel.tensor.equal_models import EqualModels
 from pipeloom.parallel.tensor.grids.layout import OnGrid
 from pipeloom.parallel.tensor.grids.shape import GridLayout, GridShape
 from pipeloom.parallel.tensor.one_d.layers import OneD
-from pipeloom.parallel.tensor.plan import entries_of
+from pipeloom.parallel.tensor.plan import Entry, entries_of
 from pipeloom.parallel.tensor.unchanged import unchanged_on_error
 
 LAYOUTS = ("1d", *get_args(GridLayout))
@@ -27,8 +29,12 @@ def parallelize(
     sequence: bool = False,
     layout: str = "1d",
     depth: int | None = None,
+    exchange: Exchange = "counts",
 ) -> nn.Module:
     """Cut the layers of a model, in place, between the processes along axis tp. Every process calls it.
+
+    Layers of experts, such as `pipeloom.models.experts.Experts`, are also cut along ep: of E experts each process has
+    E / ep, tokens are sent to the processes of their experts, and results come back (arXiv:2006.16668).
 
     Parameters become this process's blocks under their own names; `pipeloom.parallel.placed` has how each lies. Models
     with values, equal on all processes, and models on the meta device are cut alike. Call it before the model is given
@@ -43,7 +49,7 @@ def parallelize(
 
     Args:
         model: any module, such as `pipeloom.models.GPT` or a decoder of transformers.
-        mesh: with axis tp. A degree of 1 leaves the model as it is.
+        mesh: with axis tp, ep or both. Degrees of 1 leave the model as it is.
         plan: module names with ``*`` -> kinds, see `pipeloom.parallel.tensor.plan`. None: the model's own.
         sequence: Megatron's sequence parallelism: layers between cut ones have S / t of the tokens, with the
             communication of the plain form and less memory. The model's input is [batch, tokens].
@@ -53,30 +59,32 @@ def parallelize(
             micro-batches on all of them, its activations and logits are blocks. They know linear layers, norms and
             token embeddings, such as those of `pipeloom.models.GPT`.
         depth: of layout "2.5d", from 1 to q.
+        exchange: how tokens are sent along ep: "counts" sends their numbers first, then no more than the tokens;
+            "capacity" sends the capacity of every expert, filled with 0, and no numbers. The results are equal.
 
     Returns:
         The model itself.
 
     Raises:
         InputError: an unknown kind or layout, a pattern without a module, sizes that cannot be shared evenly, a module
-            that cannot be cut that way, a model that is cut already, or one with other weights than on another
-            tensor-parallel rank. The model is then as it was.
+            that cannot be cut that way, a model that is cut already, ep above 1 without experts, or other weights
+            than on another rank of tp or ep. The model is then as it was.
     """
-    decoder = _check_arguments(model, mesh, layout, sequence)
-    if plan is None:
-        plan = plan_of(model)
-    entries = with_own_sections(model, entries_of(model, plan))
+    decoder = _check_arguments(model, mesh, layout, sequence, exchange)
+    entries = _entries(model, mesh, plan)
     shape = _grid_shape(mesh.degree("tp"), layout, depth, sequence=sequence)
-    if mesh.degree("tp") == 1:
+    if mesh.degree("tp") == mesh.degree("ep") == 1:
         return model
     if any(placed(parameter) is not None for parameter in model.parameters()):
         raise InputError("the model is cut already. Call parallelize once per model.")
+    _check_experts(entries, mesh, layout)
     weights = EqualModels(model)
     with unchanged_on_error(model):
         if layout == "1d":
-            found = adapted(model, entries, sequence=sequence) if decoder else entries
-            OneD(mesh, sequence=sequence).apply(model, found)
-            if decoder:
+            cut = decoder and mesh.degree("tp") > 1
+            found = adapted(model, entries, sequence=sequence) if cut else entries
+            OneD(mesh, sequence=sequence, exchange=exchange).apply(model, found)
+            if cut:
                 install(model, found, mesh, sequence=sequence)
         else:
             OnGrid(mesh, shape).apply(model, entries)
@@ -84,7 +92,31 @@ def parallelize(
     return model
 
 
-def _check_arguments(model: Any, mesh: Any, layout: Any, sequence: Any) -> bool:
+def _entries(model: nn.Module, mesh: Mesh, plan: Mapping[str, Any] | None) -> dict[str, Entry]:
+    """How modules are cut. Along ep all experts are cut, whether the plan names them or not."""
+    experts = dict.fromkeys(expert_layers(model), Entry("experts")) if mesh.degree("ep") > 1 else {}
+    if mesh.degree("tp") == 1 and mesh.degree("ep") > 1 and plan is None:
+        return experts
+    if plan is None:
+        plan = plan_of(model)
+    entries = {**experts, **with_own_sections(model, entries_of(model, plan))}
+    if mesh.degree("tp") > 1:
+        return entries
+    return {name: entry for name, entry in entries.items() if entry.kind == "experts"}
+
+
+def _check_experts(entries: Mapping[str, Entry], mesh: Mesh, layout: str) -> None:
+    """Raises InputError where there are no experts to share, or a layout cannot share them."""
+    name = next((name for name, entry in entries.items() if entry.kind == "experts"), None)
+    if mesh.degree("ep") > 1 and name is None:
+        raise InputError(
+            f"mesh={mesh}: the model has no experts. Use ep=1, or a model with pipeloom.models.experts.Experts."
+        )
+    if name is not None and layout != "1d":
+        raise InputError(f"layout={layout!r} with experts ({name!r}): layout '1d' alone can cut them. Use layout='1d'.")
+
+
+def _check_arguments(model: Any, mesh: Any, layout: Any, sequence: Any, exchange: Any) -> bool:
     """Whether the model is a decoder of transformers. Raises InputError for unknown arguments."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: must be an nn.Module. Cut the model before it is split.")
@@ -94,6 +126,8 @@ def _check_arguments(model: Any, mesh: Any, layout: Any, sequence: Any) -> bool:
         raise InputError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}.")
     if not isinstance(sequence, bool):
         raise InputError(f"sequence={sequence!r}: must be True or False.")
+    if exchange not in get_args(Exchange):
+        raise InputError(f"exchange={exchange!r}: must be one of {', '.join(get_args(Exchange))}.")
     decoder = is_decoder(model)
     if layout != "1d" and decoder:
         raise InputError(

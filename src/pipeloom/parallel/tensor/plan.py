@@ -11,6 +11,7 @@ A plan maps patterns of module names to kinds. A ``*`` in a pattern stands for o
     sum_gradients   any                         all of it, on a part of the values: gradients are summed
     whole           any                         all of it, on the same values everywhere
     tokens          any                         all of it; with sequence parallelism on a part of the tokens
+    experts         layer of experts            a part of the inner features of each expert, see `parallel.expert`
 
 Layers that no pattern matches are of the kind "tokens".
 
@@ -29,7 +30,7 @@ from torch import nn
 
 from pipeloom.errors import InputError
 
-KINDS = ("column", "column_gather", "row", "row_split", "vocabulary", "sum_gradients", "whole", "tokens")
+KINDS = ("column", "column_gather", "row", "row_split", "vocabulary", "sum_gradients", "whole", "tokens", "experts")
 _OF_TRANSFORMERS = {
     "colwise": "column",
     "local_colwise": "column",

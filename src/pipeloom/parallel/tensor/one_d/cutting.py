@@ -5,7 +5,7 @@ from torch import nn
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.placed import Cut, Placed, Section, even, place_parameter, placed
+from pipeloom.parallel.placed import Cut, Place, Placed, Section, even, place_parameter, placed
 from pipeloom.parallel.tensor.plan import Entry
 
 
@@ -20,8 +20,14 @@ class Cutter:
         self.place = mesh.place
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter, Placed]] = {}
 
-    def block_of(self, parameter: nn.Parameter, how: Placed, name: str) -> nn.Parameter:
+    def block_of(self, parameter: nn.Parameter, how: Placed, name: str, place: Place | None = None) -> nn.Parameter:
         """The block of a full parameter.
+
+        Args:
+            parameter: the full one.
+            how: it lies.
+            name: for errors.
+            place: the block's; None: that of all layers but experts.
 
         Raises:
             InputError: the parameter is cut in another way under another name.
@@ -36,12 +42,13 @@ class Cutter:
             return block
         if placed(parameter) is not None:
             raise InputError(f"parameter {name!r} is cut already. Call parallelize once per model.")
+        place = place or self.place
         if how.cuts:
             with torch.no_grad():
-                block = nn.Parameter(how.cut(parameter.detach(), self.place), parameter.requires_grad)
+                block = nn.Parameter(how.cut(parameter.detach(), place), parameter.requires_grad)
         else:
             block = parameter
-        place_parameter(block, how, self.place)
+        place_parameter(block, how, place)
         self._made[id(parameter)] = parameter, block, how  # the parameter too: its id stays its own
         return block
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from pipeloom.errors import InputError
+from pipeloom.parallel.expert.cutting import ExpertCutter, router_parameters
+from pipeloom.parallel.expert.traffic import Exchange
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.placed import Placed, placed
 from pipeloom.parallel.tensor.layout import Layout, linear_parts, replace_module, split_dropouts
@@ -33,12 +35,14 @@ class OneD(Layout):
     Args:
         mesh: whose axis tp has the ranks.
         sequence: whether layers between cut ones have a part of the tokens.
+        exchange: how rows are sent to experts of other processes.
     """
 
-    def __init__(self, mesh: Mesh, *, sequence: bool) -> None:
-        self.axis, self.sequence = mesh.axis("tp"), sequence
+    def __init__(self, mesh: Mesh, *, sequence: bool, exchange: Exchange = "counts") -> None:
+        self.axis, self.sequence = mesh.axis("tp"), sequence and mesh.degree("tp") > 1
         self._threads = isinstance(mesh.members, ThreadMembers)
         self._cutter = Cutter(mesh)
+        self._experts = ExpertCutter(mesh, self._cutter, sequence=sequence, exchange=exchange)
 
     def apply(self, model: nn.Module, entries: Mapping[str, Entry]) -> None:
         for name, entry in entries.items():  # before anything changes
@@ -56,13 +60,19 @@ class OneD(Layout):
                     self._vocabulary(model, name, module)
                 case "sum_gradients":
                     self._sum_gradients(module)
+                case "experts":
+                    self._mixture(model, name, module)
         self._tie(model)
         if self.sequence:
             self._share_tokens(model, entries)
-        self._share_dropouts(model, entries)
+        if self.axis.degree > 1:
+            self._share_dropouts(model, entries)
 
     def _check(self, name: str, module: nn.Module, entry: Entry) -> None:
         """Raises InputError where a layer cannot be cut."""
+        if entry.kind == "experts":
+            self._experts.check(name, module)
+            return
         if entry.kind in ("sum_gradients", "whole", "tokens") or (entry.kind == "vocabulary" and _looks_up(module)):
             return
         weight, _, transposed = linear_parts(name, module, entry.kind)
@@ -158,6 +168,17 @@ class OneD(Layout):
         for name, parameter in module.named_parameters():
             self._cutter.block_of(parameter, Placed(tuple(parameter.shape), sum_over=_TP), name)
 
+    def _mixture(self, model: nn.Module, name: str, module: nn.Module) -> None:
+        """A layer of experts; shared experts are a column and a row layer."""
+        self._experts.cut(name, module)
+        up = getattr(module, "shared_up", None)
+        if up is None or self.axis.degree == 1:
+            return
+        entry = Entry("column", halves=bool(getattr(module, "gated", False)))
+        replace_module(model, f"{name}.shared_up", self._column(f"{name}.shared_up", up, entry))
+        down = module.get_submodule("shared_down")
+        replace_module(model, f"{name}.shared_down", self._row(f"{name}.shared_down", down, Entry("row")))
+
     # The rest of the model
 
     def _tie(self, model: nn.Module) -> None:
@@ -183,6 +204,8 @@ class OneD(Layout):
             )
         model.tokens_part = (self.axis.index, self.axis.degree)  # type: ignore[assignment]
         whole = {id(p) for n, e in entries.items() if e.kind == "whole" for p in model.get_submodule(n).parameters()}
+        layers = {name: model.get_submodule(name) for name, entry in entries.items() if entry.kind == "experts"}
+        whole |= set(map(id, router_parameters(layers)))
         for name, parameter in model.named_parameters():
             if placed(parameter) is None and id(parameter) not in whole:
                 self._cutter.block_of(parameter, Placed(tuple(parameter.shape), sum_over=_TP), name)

@@ -1,0 +1,158 @@
+"""Cuts layers of experts, such as `pipeloom.models.experts.Experts`: between processes along ep, and each expert along
+tp.
+
+    parameter        shape        ep        tp
+    up               [E, F, W]    dim 0     dim 1
+    gate_up          [E, 2F, W]   dim 0     dim 1, gates and values each
+    down             [E, W, F]    dim 0     dim 2
+    shared_up        linear       -         column
+    shared_down      linear       -         row
+    router.*         any          -         whole: every tensor-parallel rank routes all tokens
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+
+from pipeloom.errors import InputError
+from pipeloom.parallel.axis import Axis
+from pipeloom.parallel.axis_functions import apply_function
+from pipeloom.parallel.expert.dispatch import ExpertDispatch
+from pipeloom.parallel.expert.traffic import Exchange
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.placed import Cut, Place, Placed, Section, even
+from pipeloom.parallel.tensor.one_d.cutting import Cutter
+from pipeloom.parallel.tensor.one_d.tokens import gather_tokens, scatter_sum
+
+_EP, _TP = ("ep",), ("tp",)
+_CUT_BY_TP = {"up": (1, 1), "gate_up": (1, 2), "down": (2, 1)}  # dimension, and number of sections
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is a layer of experts: it has an exchangeable `dispatch`."""
+    return hasattr(module, "dispatch") and hasattr(module, "num_experts")
+
+
+def expert_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of experts of a model, by name."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def router_parameters(layers: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    """The parameters of routers: tensor-parallel ranks have their full gradient."""
+    return [parameter for layer in layers.values() for parameter in layer.get_submodule("router").parameters()]
+
+
+class ExpertCutter:
+    """Replaces the parameters of layers of experts by this process's blocks, and lets the layers communicate.
+
+    Args:
+        mesh: with axes ep and tp.
+        cutter: of the whole model.
+        sequence: whether the layers' input and output have a part of the tokens, [B, S / t, W].
+        exchange: how rows are sent along ep.
+    """
+
+    def __init__(self, mesh: Mesh, cutter: Cutter, *, sequence: bool, exchange: Exchange) -> None:
+        self._ep, self._tp = mesh.axis("ep"), mesh.axis("tp")
+        self._cutter, self._sequence, self._exchange = cutter, sequence and self._tp.degree > 1, exchange
+        self._place: Place = mesh.place if self._ep.degree == 1 else mesh.expert_place
+
+    def check(self, name: str, module: nn.Module) -> None:
+        """Raises InputError where a layer cannot be cut."""
+        if not is_experts(module):
+            raise InputError(
+                f"plan has {name!r}: 'experts': {type(module).__name__} has no experts. Name a "
+                "pipeloom.models.experts.Experts."
+            )
+        layer: Any = module
+        if layer.num_experts % self._ep.degree:
+            raise InputError(
+                f"{name!r} has {layer.num_experts} experts, which ep={self._ep.degree} processes cannot share evenly. "
+                f"Use ep={_divisors(layer.num_experts)}."
+            )
+        width = layer.down.shape[2]
+        if width % self._tp.degree:
+            raise InputError(
+                f"{name!r} has experts of width {width}, which {self._tp.degree} tensor-parallel ranks cannot share "
+                f"evenly. Use tp={_divisors(width)}."
+            )
+        if self._exchange == "capacity" and self._ep.degree > 1 and not layer.has_capacity:
+            raise InputError(
+                f"exchange='capacity': the experts of {name!r} have no capacity. Set capacity_factor, or use "
+                "exchange='counts'."
+            )
+
+    def cut(self, name: str, module: nn.Module) -> None:
+        """Cut the layer in place. Shared experts are cut by the caller, as linear layers."""
+        layer: Any = module
+        for key in _CUT_BY_TP:
+            parameter = getattr(layer, key)
+            if parameter is not None:
+                how = self._placed(key, tuple(parameter.shape))
+                setattr(layer, key, self._cutter.block_of(parameter, how, f"{name}.{key}", self._place))
+        layer.dispatch = ExpertDispatch(self._ep, self._tp, sums_input=not self._sequence, exchange=self._exchange)
+        if self._tp.degree > 1:
+            layer.enter = _Enter(self._tp) if self._sequence else layer.enter
+            layer.leave = _Leave(self._tp, sequence=self._sequence)
+        if self._sequence:
+            layer.router.register_forward_pre_hook(_EqualParts(self._tp))
+
+    def _placed(self, key: str, shape: tuple[int, ...]) -> Placed:
+        cuts: dict[int, Cut] = {}
+        if self._ep.degree > 1:
+            cuts[0] = even(shape[0], self._ep.degree, _EP)
+        if self._tp.degree > 1:
+            dim, sections = _CUT_BY_TP[key]
+            cuts[dim] = Cut(_TP, (Section(shape[dim] // sections, self._tp.degree),) * sections)
+        return Placed(shape, cuts)
+
+
+class _Enter:
+    """All tokens, from the part of this process; gradients are summed over processes, each for its tokens."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return gather_tokens(x, self._axis)
+
+
+class _Leave:
+    """The sum of the results of all processes: of all tokens, or of the part of this process."""
+
+    def __init__(self, axis: Axis, *, sequence: bool) -> None:
+        self._axis, self._sequence = axis, sequence
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return scatter_sum(y, self._axis, sequence=self._sequence)
+
+
+class _EqualParts:
+    """Divides the gradient of a router's input, equal on all processes, so that the sum of `_Enter` counts it once."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def __call__(self, router: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = arguments
+        return (apply_function(_DivideGradient, x, self._axis.degree), *others)
+
+
+class _DivideGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.by, None
+
+
+def _divisors(number: int) -> str:
+    found = [str(degree) for degree in range(1, number + 1) if number % degree == 0]
+    return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]
