@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,8 @@ class Layer(nn.Module):
     "twice"     two losses of one name
     "own"       a loss of its own weights alone: a parameter of no dimension
     "constant"  a loss without a graph
+
+    Observes which of three scores is the largest, and adds it up after each step.
     """
 
     sliceable = True
@@ -34,6 +38,10 @@ class Layer(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.gate = nn.Linear(WIDTH, 3, bias=False)
         self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros(3, dtype=F64))
+
+    def after_step(self, observed: dict[str, Tensor]) -> None:
+        self.seen += observed["largest"]
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
@@ -42,7 +50,7 @@ class Layer(nn.Module):
         if self.kind in ("mean", "twice"):
             pl.auxiliary_loss(scores.square().mean(), 0.3, "load")
         if self.kind == "twice":
-            pl.auxiliary_loss((x * y).mean(), 0.7, "load")
+            pl.auxiliary_loss((x * y).mean(), 0.7, "load", module=self)
         if self.kind == "own":
             pl.auxiliary_loss(self.scale, 0.5, "scale")
         if self.kind == "constant":
@@ -70,12 +78,12 @@ def make_batch(samples: int = 10, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Expected(NamedTuple):
-    """Of the plain loop: the loss of loss_fn alone, gradients, values of the losses, quantities."""
+    """Of the plain loop: the loss of loss_fn alone, gradients; by layer, weighted values and quantities."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
-    values: dict[str, Tensor]
-    observed: dict[str, Tensor]
+    weighted: dict[str, float]
+    largest: dict[str, Tensor]
 
 
 mse = nn.functional.mse_loss
@@ -84,18 +92,44 @@ mse = nn.functional.mse_loss
 def plain_loop(model: nn.Module, batches: list[tuple[Tensor, Tensor]], num_microbatches: int) -> Expected:
     """Gradient accumulation over the micro-batches of all replicas, one after another."""
     total = sum(len(inputs) for inputs, _ in batches)
-    loss, values, observed = torch.zeros((), dtype=F64), {}, {}
+    loss, weighted, largest = torch.zeros((), dtype=F64), Counter[str](), {}
     for inputs, targets in batches:
         sizes = microbatch_sizes(len(inputs), num_microbatches)
         for x, y in zip(inputs.split(sizes), targets.split(sizes), strict=True):
-            with pl.auxiliary_losses() as found:
-                own = mse(model(x), y)
-            share = len(x) / total
-            ((own + found.total()) * share).backward()
+            share, auxiliary = len(x) / total, torch.zeros((), dtype=F64)
+            for name, layer in model.named_children():
+                with pl.auxiliary_losses() as found:
+                    x = layer(x)
+                auxiliary = auxiliary + found.total()
+                if found.losses:
+                    weighted[name] += found.total().item() * share
+                largest[name] = largest.get(name, 0) + found.observed[0].values
+            own = mse(x, y)
+            ((own + auxiliary) * share).backward()
             loss += own.detach() * share
-            for _, name, value, weight in found.losses:
-                values[name] = values.get(name, 0.0) + value.detach() * share * weight
-            for _, name, counts in found.observed:
-                observed[name] = observed.get(name, 0) + counts
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Expected(loss, gradients, values, observed)
+    return Expected(loss, gradients, dict(weighted), largest)
+
+
+def compare(pipe: pl.Pipeline, loss: Tensor, expected: Expected) -> None:
+    """Loss, gradients, values and quantities; gradients of one step."""
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-12, atol=0)
+    for name, parameter in pipe.named_parameters():
+        wanted = expected.gradients.get(name)
+        if wanted is None:
+            assert parameter.grad is None, name
+            continue
+        if name in pipe.state.ranges:
+            start, stop, _ = pipe.state.ranges[name]
+            wanted = wanted.flatten()[start:stop]
+        if wanted.numel():
+            assert parameter.grad is not None, name
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-15, msg=lambda m, n=name: f"{n} {m}")
+    weighted = {
+        layer: sum(loss.weighted for loss in found.values()) for layer, found in pipe.auxiliary_losses().items()
+    }
+    assert weighted == pytest.approx(expected.weighted, rel=1e-12, abs=1e-15)
+    quantities = pipe.observations()
+    assert quantities.keys() == expected.largest.keys()
+    for layer, found in expected.largest.items():
+        assert torch.equal(quantities[layer]["largest"], found.double()), layer

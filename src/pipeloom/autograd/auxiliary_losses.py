@@ -125,11 +125,13 @@ def observe(name: str, values: Tensor, *, module: nn.Module | None = None) -> No
     """Report a quantity of this forward, such as the number of tokens per expert; it trains nothing.
 
     A pipeline adds the quantity up over the micro-batches, slices and replicas of a step: `Pipeline.observations`.
+    After every step it calls ``module.after_step(observed)`` of each module that has this method, without gradients:
+    `observed` has the sums of the module, and of the modules that it is in, by name (float64, on the CPU). They are
+    the same on all processes, so a module may change its buffers by them.
 
     Args:
         name: of the quantity. Quantities of one name in one layer are added up, so they must have one shape.
-        values: integers, floating-point numbers or booleans, of any shape. They are kept without their graph, and must
-            not be changed in place.
+        values: integers, floating-point numbers or booleans, of any shape; copied without a graph.
         module: the module under whose name the quantity is reported. None: the layer that runs.
 
     Raises:
@@ -141,7 +143,7 @@ def observe(name: str, values: Tensor, *, module: nn.Module | None = None) -> No
     _check_name("observe", name)
     found = _open()
     if found is not None:
-        found.observed.append(ObservedQuantity(module or running.layer, name, values.detach()))
+        found.observed.append(ObservedQuantity(module or running.layer, name, values.detach().clone()))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from pipeloom.errors import InputError, SplitError
 from pipeloom.slicing import Slice, Tokens, token_positions
 from pipeloom.slicing.tokens import current_part
 from pipeloom.split.huggingface_attention import REPLACED, register
-from pipeloom.split.stage_module import BlockRunner, StageModule
+from pipeloom.split.stage_module import BlockRunner, StageModule, running
 
 
 class Decoder(NamedTuple):
@@ -121,6 +121,7 @@ class DecoderStage(StageModule):
         links = zip(self._chain, self._names, self._block_numbers, strict=True)
         for index, ((modules, key), name, number) in enumerate(links):
             module: Any = modules[key]
+            running.layer = module
             if self.observer is not None:
                 self.observer.before(index)
             if number is not None:

@@ -27,6 +27,7 @@ from pipeloom.plan.plan import Plan
 from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
 from pipeloom.training.evaluation_mode import evaluation_mode
+from pipeloom.training.observations import AuxiliaryValue, Observations
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch
 
@@ -78,6 +79,7 @@ class Pipeline:
         needs_inputs, needs_targets: whether this process holds the first stage, the last stage.
         state: the stages and parameters of this process: main parameters, their ranges and checkpoints.
         executor: runs the programs on the ranks of this process.
+        observed: what the stages of this process declared in the last step.
         memory: memory held by this process, measured peaks, and offload traffic.
 
     The optimizer updates `parameters()`. They are the model's own parameters, with two exceptions: with shards or
@@ -130,6 +132,7 @@ class Pipeline:
         self.needs_targets = self.schedule.num_stages - 1 in self.state.stages
         ranks = {rank: worker.state for rank, worker in self.executor.workers.items()}
         self.memory = MemoryUse(self.state.stores, ranks)
+        self.observed = Observations(self.state, self.executor)
         self._trains = False  # whether `check_trains` has passed
         self._dropouts = [] if self.executor.parts is None else with_dropout(self.modules())
 
@@ -180,6 +183,9 @@ class Pipeline:
         run = self.executor.run(
             self.program, inputs, targets, with_loss=True, share_results=share_losses, warm_up=warm_up
         )
+        self.observed.take(run)
+        with self.executor.ended_by_errors():
+            self.observed.call_listeners()
         return run.losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
@@ -205,11 +211,32 @@ class Pipeline:
     def _evaluate(self, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
         self._begin()
         with torch.no_grad():
-            return self.executor.run(self.executor.programs.forward, inputs, targets, with_loss=with_loss)
+            batch = self.executor.run(self.executor.programs.forward, inputs, targets, with_loss=with_loss)
+        if with_loss:
+            self.observed.take(batch)
+        return batch
 
     def _begin(self) -> None:
         if self.mesh is not None:
             self.mesh.meter.begin()
+
+    def auxiliary_losses(self) -> dict[str, dict[str, AuxiliaryValue]]:
+        """The auxiliary losses of the last step or evaluation, by layer and name, on every rank.
+
+        A value is the mean over all samples of all replicas. The first call after a step is made by every process.
+        """
+        return self.observed.gather().losses
+
+    def observations(self) -> dict[str, dict[str, Tensor]]:
+        """The quantities that `pipeloom.observe` reported in the last step or evaluation, by layer and name.
+
+        Each is the sum over the micro-batches, slices and replicas, in float64, on every rank. The first call after a
+        step is made by every process.
+
+        Raises:
+            RunError: quantities of one name in one layer have different shapes.
+        """
+        return self.observed.gather().quantities
 
     @property
     def records(self) -> list[tuple[int, list[Record]]]:

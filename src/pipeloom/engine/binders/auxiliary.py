@@ -25,7 +25,8 @@ def keep_declared(state: RankState, action: Action, program: Program, found: Col
     if state.wiring.sliced:
         extent = Extent(*output[1].tolist())
         samples *= (extent.end - extent.start) / extent.length
-    values = [loss._replace(value=loss.value.detach()) for loss in found.losses]
+    # Copies: the memory of a parameter may be freed between computations.
+    values = [loss._replace(value=loss.value.detach().clone()) for loss in found.losses]
     state.batch.declared[stage, microbatch, piece] = Declared(samples, values, found.observed)
     roots = [
         DeclaredRoot(root_of(_with_node(loss.value)), value.value, value.weight, samples)
