@@ -13,7 +13,7 @@ from pipeloom.models import init_parameters
 from pipeloom.parallel.axis_functions import copy_to, exchange, reduce_from
 from pipeloom.parallel.placed import Placed, even, place_parameter
 
-WIDTH, INNER, EXPERTS, SAMPLES, MICROBATCHES = 6, 8, 4, 32, 4
+WIDTH, INNER, EXPERTS, SAMPLES, MICROBATCHES = 6, 8, 4, 32, 4  # samples of a batch of all replicas
 EP, TP = ("ep",), ("tp",)
 
 
@@ -75,20 +75,15 @@ class Dense(nn.Module):
 
 def build(
     mesh: pl.Mesh | None = None, *, stages: int = 2, dtype: torch.dtype = torch.float64, has_first: bool = False
-) -> list[nn.Module]:
-    """The stages, with the same values in every layout: a dense layer and one of experts each, the first two."""
-    made: list[nn.Module] = [
-        nn.Sequential(Dense(), Experts(mesh, has_first=has_first), *([Dense()] if stage == 0 else []))
-        for stage in range(stages)
-    ]
-    for stage in made:
-        stage.double()
-        init_parameters(stage, seed=3)
-        with torch.no_grad():
-            for parameter in stage.parameters():
-                parameter.mul_(20.0 if parameter.dim() > 1 else 1.0)
-        stage.to(dtype)
-    return made
+) -> nn.Sequential:
+    """A dense layer and one of experts per stage, with the same values in every layout."""
+    made = nn.Sequential(*(part for _ in range(stages) for part in (Dense(), Experts(mesh, has_first=has_first))))
+    made.double()
+    init_parameters(made, seed=3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(20.0 if parameter.dim() > 1 else 1.0)
+    return made.to(dtype)
 
 
 def batch(step: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -114,13 +109,13 @@ def pipeline(
     mesh: pl.Mesh | None = None,
     schedule: str = "1f1b",
     *,
+    ranks: int = 2,
     dtype: torch.dtype = torch.float64,
     has_first: bool = False,
     **options: Any,
 ) -> pl.Pipeline:
-    """On two ranks per replica."""
-    sizes = {"num_ranks": 2, "num_microbatches": MICROBATCHES}
-    made = pl.schedules.build(schedule, **sizes)
+    """On `ranks` per replica."""
+    made = pl.schedules.build(schedule, num_ranks=ranks, num_microbatches=MICROBATCHES)
     model = build(mesh, stages=made.num_stages, dtype=dtype, has_first=has_first)
     return pl.Pipeline(model, made, loss_fn=loss_fn, mesh=mesh, **options)
 

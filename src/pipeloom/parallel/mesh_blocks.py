@@ -61,8 +61,10 @@ class MeshBlocks(Blocks):
         return full if block is None else block.cut(full)
 
     @torch.no_grad()
-    def join(self, parameter: nn.Parameter, block: Tensor) -> Tensor:
+    def join(self, parameter: nn.Parameter, block: Tensor, *, as_stack: bool = False) -> Tensor:
         own = placed_block(parameter)
+        if own is not None and as_stack:
+            own = own.as_stack
         if own is None or not own.how.axes:
             return block
         how, axes = own.how, own.how.axes

@@ -19,7 +19,7 @@ No torch here, except in functions on tensors.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,6 +182,14 @@ class PlacedBlock(NamedTuple):
     def full_shape(self) -> tuple[int, ...]:
         """The shape of the full parameter."""
         return self.how.shape
+
+    @property
+    def as_stack(self) -> "PlacedBlock":
+        """The block of a parameter that has this process's elements of dimension 0 alone: its experts, in full."""
+        shape = (self.how.runs(0, self.place)[1], *self.how.shape[1:])
+        cuts = {dim: cut for dim, cut in self.how.cuts.items() if dim}
+        padded = {dim: size for dim, size in self.how.padded.items() if dim}
+        return self._replace(how=replace(self.how, shape=shape, cuts=cuts, padded=padded))
 
     def cut(self, full: "Tensor") -> "Tensor":
         """The block of a full tensor, in new memory; see `Placed.cut`."""

@@ -37,7 +37,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     matrices between hidden layers. AdamW (arXiv:1711.05101) updates everything else.
 
     Args:
-        groups: with ``algorithm`` "muon" or "adamw" and its options. Parameters of muon are matrices.
+        groups: with ``algorithm`` "muon" or "adamw" and its options. Parameters of muon are matrices, or stacks.
         blocks: how the processes inside a stage share them.
     """
 
@@ -89,7 +89,7 @@ def make_optimizer(
     hidden: list[nn.Parameter] = []
     for name, parameter in parameters:
         shape = (shapes or {}).get(name, parameter.shape)
-        if config.name == "muon" and len(shape) == 2 and name.startswith(HIDDEN):
+        if config.name == "muon" and len(shape) in (2, 3) and name.startswith(HIDDEN):
             if parameter.numel():  # empty shards: the full matrix is on another replica
                 hidden.append(parameter)
         else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.stores.blocks import Blocks
-from pipeloom.parallel.placed import PlacedBlock, placed_block
+from pipeloom.parallel.placed import placed_block
 from pipeloom.training.pipeline import Pipeline
 
 _OF_TORCH = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")  # options of a group that an update passes on
@@ -19,11 +19,12 @@ class Muon(torch.optim.Muon):
     Muon (https://kellerjordan.github.io/posts/muon) makes the momentum of a full matrix nearly orthogonal. Momentum is
     kept in blocks, as parameters are. Each step gathers it, along the axes that cut the matrix, one matrix after
     another; each of these processes orthogonalizes the full matrix and applies its own block of the result. Updates are
-    those of ``torch.optim.Muon`` on the full matrix.
+    those of ``torch.optim.Muon`` on the full matrix. A parameter with three dimensions is a stack of matrices, such as
+    the weights of experts, each of which is updated by itself. Processes with other experts exchange nothing.
 
     Args:
-        params: matrices, or groups of them, of a pipeline. With shards of data-parallel replicas, its ``data`` is
-            ``pipeloom.DataParallel(..., layout="parameters")``.
+        params: matrices and stacks of matrices, or groups of them, of a pipeline. With shards of data-parallel
+            replicas, its ``data`` is ``pipeloom.DataParallel(..., layout="parameters")``.
         pipeline: whose parameters they are; or its ``state.sharing.blocks``.
         options: see ``torch.optim.Muon``.
     """
@@ -35,7 +36,16 @@ class Muon(torch.optim.Muon):
         pipeline: Pipeline | Blocks,
         **options: Any,
     ) -> None:
-        super().__init__(params, **options)
+        given: list[Any] = list(params)
+        in_groups = not given or isinstance(given[0], dict)
+        groups: list[dict[str, Any]] = given if in_groups else [{"params": given}]
+        every = [[held] if isinstance(held := group["params"], Tensor) else list(held) for group in groups]
+        # torch's Muon refuses stacks
+        matrices = [[p for p in held if not _is_stack(p)] for held in every]
+        super().__init__([{**group, "params": held} for group, held in zip(groups, matrices, strict=True)], **options)
+        for group, held in zip(self.param_groups, every, strict=True):
+            if any(map(_is_stack, held)):
+                group["params"] = held
         self._blocks = pipeline.state.sharing.blocks if isinstance(pipeline, Pipeline) else pipeline
 
     @torch.no_grad()
@@ -46,37 +56,48 @@ class Muon(torch.optim.Muon):
             with torch.enable_grad():
                 loss = closure()
         held = [group["params"] for group in self.param_groups]
-        cut = [[(p, block) for p in params if (block := _block_of(p)) is not None] for params in held]
         try:
             for group, params in zip(self.param_groups, held, strict=True):
-                group["params"] = [p for p in params if _block_of(p) is None]
+                group["params"] = [p for p in params if _is_plain(p)]
             super().step()  # type: ignore[no-untyped-call]
         finally:
             for group, params in zip(self.param_groups, held, strict=True):
                 group["params"] = params
-        for group, blocks in zip(self.param_groups, cut, strict=True):
-            for parameter, block in blocks:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, block, group)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not _is_plain(parameter):
+                    self._update(parameter, parameter.grad, group)
         return loss
 
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, block: PlacedBlock, group: dict[str, Any]) -> None:
-        momentum, state = group["momentum"], self.state[parameter]
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update a stack of matrices, or a parameter in blocks."""
+        momentum, state, block = group["momentum"], self.state[parameter], placed_block(parameter)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        full = self._blocks.join(parameter, update)
+        is_stack = _is_stack(parameter)
+        full = self._blocks.join(parameter, update, as_stack=is_stack)
+        change = torch.zeros_like(full, dtype=parameter.dtype)
         # torch's own update of zeros by this gradient, without momentum: what is added to the full matrix.
-        change = nn.Parameter(torch.zeros_like(full, dtype=parameter.dtype))
-        change.grad = full.to(parameter.dtype)
+        matrices = []
+        for zeros, matrix in zip(change, full, strict=True) if is_stack else [(change, full)]:
+            matrices.append(nn.Parameter(zeros))
+            matrices[-1].grad = matrix.to(parameter.dtype)
         options = {name: group[name] for name in _OF_TORCH}
-        muon = torch.optim.Muon([change], lr=group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, **options)
+        muon = torch.optim.Muon(matrices, lr=group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, **options)
         muon.step()  # type: ignore[no-untyped-call]
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(block.cut(change.detach()))
+        if block is not None:
+            change = (block.as_stack if is_stack else block).cut(change)
+        parameter.add_(change)
 
 
-def _block_of(parameter: nn.Parameter) -> PlacedBlock | None:
+def _is_stack(parameter: Any) -> bool:
+    return isinstance(parameter, Tensor) and parameter.dim() == 3
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix that this process has in full."""
     block = placed_block(parameter)
-    return block if block is not None and block.how.axes else None
+    return not _is_stack(parameter) and (block is None or not block.how.axes)

@@ -34,8 +34,14 @@ class Blocks:
         """This process's block of a full tensor."""
         return full
 
-    def join(self, parameter: nn.Parameter, block: Tensor) -> Tensor:
-        """The full tensor from the blocks of all processes inside the stage; every one of them calls it."""
+    def join(self, parameter: nn.Parameter, block: Tensor, *, as_stack: bool = False) -> Tensor:
+        """The full tensor from the blocks of all processes inside the stage; every one of them calls it.
+
+        Args:
+            parameter: which, a main parameter.
+            block: this process's, such as of its gradient.
+            as_stack: dimension 0 stays cut: of a stack of matrices, such as of experts, those that this process has.
+        """
         return block
 
     def common(self, number: int) -> int:
