@@ -110,13 +110,14 @@ def pipeline(
     schedule: str = "1f1b",
     *,
     ranks: int = 2,
+    stages: int | None = None,
     dtype: torch.dtype = torch.float64,
     has_first: bool = False,
     **options: Any,
 ) -> pl.Pipeline:
-    """On `ranks` per replica."""
+    """On `ranks` per replica; `stages`: pairs of layers, by default one per stage."""
     made = pl.schedules.build(schedule, num_ranks=ranks, num_microbatches=MICROBATCHES)
-    model = build(mesh, stages=made.num_stages, dtype=dtype, has_first=has_first)
+    model = build(mesh, stages=stages or made.num_stages, dtype=dtype, has_first=has_first)
     return pl.Pipeline(model, made, loss_fn=loss_fn, mesh=mesh, **options)
 
 
