@@ -151,8 +151,15 @@ def check_recompute(
             f"recompute={given!r} does not work with ranks that are threads: recomputation resets the process's random "
             "generators, from which other threads draw. Use transport='loopback', or processes."
         )
-    draws = any(isinstance(m, nn.Dropout) and m.p > 0 for module in modules for m in module.modules())
-    if thread_members() is not None and draws and not sliced and any(kind is not Recompute.NONE for kind in kinds):
+    parts = [part for module in modules for part in module.modules()]
+    draws = any(isinstance(part, nn.Dropout) and part.p > 0 for part in parts)
+    in_threads = thread_members() is not None and any(kind is not Recompute.NONE for kind in kinds)
+    if in_threads and any(getattr(part, "draws_random_numbers", False) for part in parts):
+        raise InputError(
+            f"recompute={given!r} with a router that draws random numbers does not work in threads of run_threads, "
+            "which share one random generator: a recomputed choice would be another one. Use processes, or router topk."
+        )
+    if in_threads and draws and not sliced:
         raise InputError(
             f"recompute={given!r} with dropout does not work in threads of run_threads, which share one random "
             "generator: a recomputed mask would be another one. Pass slices=[tokens] to Pipeline, or use processes."

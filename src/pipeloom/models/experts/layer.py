@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeloom.autograd.auxiliary_losses import auxiliary_loss, observe
 from pipeloom.autograd.grouped_linear import grouped_linear
 from pipeloom.errors import InputError
 from pipeloom.models.experts.routers import make_router
 from pipeloom.models.experts.routing import Compute, Routing, dispatch_here
 from pipeloom.models.experts.settings import ExpertSettings
+from pipeloom.models.experts.sigmoid import Sigmoid
 
 _STD = 0.02
 
@@ -26,6 +28,10 @@ class Experts(nn.Module):
 
     An expert is a linear layer, an activation and another linear layer without biases. The matrices of all experts lie
     in one 3-D parameter each. Tokens that no expert takes get 0, so the residual stream carries them on.
+
+    A forward declares the router's losses (`pipeloom.auxiliary_loss`) as "balance" (of noisy-topk "importance" and
+    "load") and "z", and reports (`pipeloom.observe`) "chosen", "dropped", "tokens" and "entropy", see
+    `pipeloom.models.experts.Routing`.
 
     Args:
         width: W.
@@ -57,7 +63,7 @@ class Experts(nn.Module):
         InputError: a value is out of range.
     """
 
-    sliceable = True
+    sliceable: bool | str = True
     dispatch: Callable[[Tensor, Routing, Compute], Tensor] = staticmethod(dispatch_here)
     enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
     leave: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
@@ -92,7 +98,11 @@ class Experts(nn.Module):
         if shared_experts:
             self.shared_up = nn.Linear(width, shared_experts * first, bias=False)
             self.shared_down = nn.Linear(shared_experts * expert_width, width, bias=False)
-        self.init_std = {"down": down_std, "shared_down": down_std}
+        scale = 0.1**0.5 if self.settings.router == "switch" else 1.0  # a tenth of the variance
+        self.init_std = {"up": scale * _STD, "gate_up": scale * _STD, "down": scale * down_std, "shared_down": down_std}
+        self.sliceable = self.router.sliceable
+        if isinstance(self.router, Sigmoid):
+            self.after_step = self.router.move_bias  # the observed loads are the layer's
 
     @property
     def num_experts(self) -> int:
@@ -109,6 +119,10 @@ class Experts(nn.Module):
         x_NW = all_BSW.reshape(-1, all_BSW.shape[-1])
         groups = all_BSW.shape[0] if self.settings.capacity_by == "sequence" else 1
         routing = self.router(x_NW, groups)
+        for name, (value, weight) in routing.losses.items():
+            auxiliary_loss(value, weight, name, module=self)
+        for name, values in routing.observed.items():
+            observe(name, values, module=self)
         limit = self.settings.capacity(x_NW.shape[0] // groups)
         routing.capacity = None if limit is None else limit * groups
         y_BSW = self.leave(self.dispatch(x_NW, routing, self.compute).view_as(all_BSW))

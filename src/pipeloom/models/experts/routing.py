@@ -28,7 +28,8 @@ class Routing:
         counts: [E] int64, assignments per expert, after drops.
         losses: auxiliary losses by name: the value, a mean over the tokens, and its weight.
         observed: counts for monitoring, summed over tokens: "chosen" [E] (assignments before drops), "dropped" (those
-            over capacity), "tokens", and "entropy" (of the gates of a token, in nats).
+            over capacity), "tokens", "entropy" (of a token's shares of all experts, in nats), and of expert-choice
+            "untaken", tokens without an expert.
         capacity: most assignments per expert, of all groups together; None: no limit.
     """
 
