@@ -43,7 +43,9 @@ pipeloom doctor
 pipeloom doctor --json
 pipeloom doctor --parallel.data 4 --parallel.tensor 8 --processes_per_node 8
 """
-_MESH = tuple(f"parallel.{name}" for name in ("pipeline", "data", "tensor", "context", "order"))
+_MESH = tuple(
+    f"parallel.{name}" for name in ("pipeline", "data", "tensor", "context", "expert", "expert_axes", "order")
+)
 
 
 @dataclass(frozen=True, slots=True)

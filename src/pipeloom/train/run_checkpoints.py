@@ -126,6 +126,8 @@ def _layout(run: RunParts) -> dict[str, Any]:
         inside |= {"tensor": parallel.tensor, "tensor_layout": parallel.tensor_layout}
     if parallel.context > 1:
         inside |= {"context": parallel.context, "context_kind": parallel.context_kind}
+    if parallel.expert > 1:
+        inside |= {"expert": parallel.expert, "expert_axes": parallel.expert_axes}
     return {
         "ranks": run.pipeline.schedule.num_ranks,
         "processes": group.size,

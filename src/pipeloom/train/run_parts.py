@@ -97,10 +97,11 @@ def _slow_links(group: Group) -> list[str]:
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if group.mesh is None or not local.isdecimal() or int(local) < 1:
         return []
-    names = {"tp": "tensor", "cp": "context"}
+    names = {"tp": "tensor", "cp": "context", "ep": "expert"}
     return [
         f"parallel.{name}={group.mesh.degree(axis)}: communicates in each layer, and {axis} ranks are on several nodes "
-        f"of {local} processes, with slower links. Lower it to {local} or less, or put {axis} last in parallel.order."
+        f"of {local} processes, with slower links. Lower it to {local} or less, or put "
+        f"{'its axes' if axis == 'ep' else axis} last in parallel.order."
         for axis, name in names.items()
         if group.mesh.shape.crosses_nodes(axis, int(local))
     ]
@@ -126,7 +127,7 @@ def _build_stages(config: TrainConfig, schedule: Schedule, corpus: Corpus, group
         cut = group.gather_json(counts)[0]
     with torch.device("meta"):
         model = GPT(sizes)
-    if group.mesh is not None and config.parallel.tensor > 1:
+    if group.mesh is not None and (config.parallel.tensor > 1 or config.parallel.expert > 1):
         given = config.parallel.tensor_depth
         depth: dict[str, Any] = {} if given is None else {"depth": given}
         parallelize(
@@ -134,6 +135,7 @@ def _build_stages(config: TrainConfig, schedule: Schedule, corpus: Corpus, group
             group.mesh,
             sequence=config.parallel.sequence,
             layout=config.parallel.tensor_layout,
+            exchange=config.parallel.expert_exchange,
             **depth,
         )
     if group.pipeline_rank is None:  # all stages are here: tied parameters stay one parameter

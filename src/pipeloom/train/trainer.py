@@ -145,6 +145,8 @@ class Trainer:
             ranks += f", tensor {inside.tensor} ({inside.tensor_layout}{', sequence' if inside.sequence else ''})"
         if inside.context > 1:
             ranks += f", context {inside.context} ({inside.context_kind})"
+        if inside.expert > 1:
+            ranks += f", expert {inside.expert}"
         if config.precision.dtype != "fp32":
             ranks += f" in {config.precision.dtype}"
         start = f", from {self._resumed}" if self._resumed else ""

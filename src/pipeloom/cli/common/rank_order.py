@@ -7,9 +7,11 @@ from pipeloom.train.config.train_config import TrainConfig
 _SENDS = {
     "tp": "activations of each layer",
     "cp": "keys and values of each layer",
+    "ep": "tokens to experts and back in each layer of experts",
     "pp": "activations between stages",
     "dp": "gradients and parameters once per step",
 }
+_OPTIONS = {"tp": "tensor", "cp": "context", "ep": "expert"}  # of axes that communicate in layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class AxisRow:
 
 
 def rank_order(config: TrainConfig, processes_per_node: int | None) -> list[AxisRow]:
-    """The axes of a run with several processes, innermost first.
+    """The axes of a run with several processes, innermost first; then expert parallelism, which divides one of them.
 
     Args:
         config: of the run.
@@ -46,7 +48,7 @@ def rank_order(config: TrainConfig, processes_per_node: int | None) -> list[Axis
     shape = config.mesh_shape()
     node = processes_per_node or shape.num_processes
     rows = []
-    for axis in reversed(shape.axes):
+    for axis in (*reversed(shape.axes), "ep"):
         if shape.degree(axis) > 1:
             ranks = shape.along(axis, 0)
             crosses = shape.crosses_nodes(axis, node)
@@ -62,9 +64,9 @@ def order_lines(rows: list[AxisRow]) -> list[str]:
         where = "between nodes" if row.crosses_nodes else "within a node"
         lines.append(f"{row.axis}  {row.degree:>4} processes, such as ranks {shown}: {row.sends}, {where}")
     for index, row in enumerate(rows):
-        if row.axis in ("tp", "cp") and row.crosses_nodes:
-            fix = f"Lower --parallel.{'tensor' if row.axis == 'tp' else 'context'}"
-            if index:  # else it is innermost already
+        if row.axis in _OPTIONS and row.crosses_nodes:
+            fix = f"Lower --parallel.{_OPTIONS[row.axis]}"
+            if index and row.axis != "ep":  # else it is innermost already
                 fix += f", or put {row.axis} last in --parallel.order"
             lines.append(
                 f"warning: {row.axis} communicates in each layer, and links between nodes are slower than those within "

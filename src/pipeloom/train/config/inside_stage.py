@@ -20,6 +20,9 @@ def inside_stage(config: TrainConfig) -> InsideStage:
         sequence=parallel.sequence,
         context=parallel.context,
         context_kind=parallel.context_kind,
+        expert=parallel.expert,
+        expert_axes=config.expert_axes,
+        exchange=parallel.expert_exchange,
     )
 
 

@@ -14,6 +14,7 @@ from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.options import OffloadTarget, check_synchronous
 from pipeloom.passes import lower
+from pipeloom.train.config.experts import check_experts
 from pipeloom.train.config.inside_stage import check_inside_stage
 from pipeloom.train.config.memory import activation_offload
 from pipeloom.train.config.schedule import make_schedule, parse_cut, unused_data_options
@@ -23,7 +24,7 @@ DRAINS = ("steps", "eval_steps", "save_steps")  # a stream drains there, so all 
 STALENESS = ("none", "inverse", "pipemare")
 _AT_LEAST_1 = (
     *("batch.microbatches", "batch.size", "parallel.pipeline", "parallel.data", "model.layers", "model.width"),
-    *("parallel.tensor", "parallel.tensor_depth", "parallel.context"),
+    *("parallel.tensor", "parallel.tensor_depth", "parallel.context", "parallel.expert"),
     *("model.heads", "model.kv_heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
     "precision.loss_scale_steps",
 )
@@ -73,6 +74,7 @@ def validate_settings(config: TrainConfig) -> None:
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
     _check_stream_options(config, schedule)
+    check_experts(config)
     check_inside_stage(config, schedule)
     _check_data_parallel(config, schedule)
     _check_memory(config, schedule)
@@ -264,6 +266,9 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
             yield f"parallel.{name}", "with one tensor-parallel rank", "raise --parallel.tensor"
     if config.parallel.context == 1:
         yield "parallel.context_kind", "with one context-parallel rank", "raise --parallel.context"
+    if config.parallel.expert == 1:
+        for name in ("expert_axes", "expert_exchange"):
+            yield f"parallel.{name}", "with one expert-parallel rank", "raise --parallel.expert"
     for name in unused_data_options(config):
         fix = "raise --parallel.data"
         if DataStrategy(config.parallel.data_strategy).shards_parameters and name != "order":

@@ -84,6 +84,12 @@ class TrainConfig:
         return self.parallel.tensor * self.parallel.context
 
     @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose processes share experts."""
+        names = {"data": "dp", "context": "cp"}
+        return tuple(names[name] for name in self.parallel.expert_axes.split(","))
+
+    @property
     def parameter_replicas(self) -> int:
         """Processes with the same blocks of parameters: along mesh axes dp and cp."""
         return self.data_degree * self.parallel.context
@@ -176,7 +182,13 @@ class TrainConfig:
             "cp": self.parallel.context,
             "tp": self.parallel.tensor,
         }
-        return MeshShape.of(degrees, num_processes=num_processes, order=order)
+        return MeshShape.of(
+            degrees,
+            num_processes=num_processes,
+            order=order,
+            ep=self.parallel.expert,
+            expert_axes=self.expert_axes,
+        )
 
     def changed(self, section: str, **values: Any) -> Self:
         """A copy with other values in a section."""

@@ -1,0 +1,75 @@
+"""Validates the options of expert parallelism. No torch."""
+
+import math
+
+from pipeloom.errors import InputError
+from pipeloom.models.experts.settings import ExpertSettings
+from pipeloom.train.config.train_config import TrainConfig
+
+
+def check_experts(config: TrainConfig) -> None:
+    """Validate that the experts of the model can be shared as configured.
+
+    Raises:
+        InputError: the first option that does not fit, with what would.
+    """
+    parallel, model = config.parallel, config.model
+    if not model.experts:
+        if parallel.expert > 1:
+            raise InputError(
+                f"parallel.expert={parallel.expert}: model.experts=0: the model has no experts. Add --model.experts, "
+                "or remove parallel.expert."
+            )
+        return
+    if parallel.tensor > 1:
+        _check_tensor(config)
+    if parallel.expert == 1:
+        return
+    if model.experts % parallel.expert:
+        raise InputError(
+            f"parallel.expert={parallel.expert}: must divide model.experts={model.experts}. Use "
+            f"{_divisors(model.experts)}."
+        )
+    _check_line(config)
+    if parallel.expert_exchange == "capacity":
+        settings = ExpertSettings.of(**config.gpt(vocabulary_size=1).expert_settings)
+        if settings.capacity(1) is None:
+            raise InputError(
+                f"parallel.expert_exchange=capacity: the experts of model.router={model.router} have no capacity. Add "
+                "--model.capacity_factor, or use counts."
+            )
+
+
+def _check_tensor(config: TrainConfig) -> None:
+    parallel, width = config.parallel, config.gpt(vocabulary_size=1).width_of_expert
+    if parallel.tensor_layout != "1d":
+        raise InputError(
+            f"parallel.tensor_layout={parallel.tensor_layout}: works without experts alone, and model.experts="
+            f"{config.model.experts}. Use 1d."
+        )
+    if width % parallel.tensor:
+        raise InputError(
+            f"parallel.tensor={parallel.tensor}: must divide the width of an expert, {width}. Use another degree, or "
+            "another model.expert_width."
+        )
+
+
+def _check_line(config: TrainConfig) -> None:
+    """Validate that the degree divides the processes along its axes; ``parallel.data=-1`` is known later."""
+    parallel = config.parallel
+    names = parallel.expert_axes.split(",")
+    degrees = {"data": parallel.data, "context": parallel.context}
+    if -1 in (degrees[name] for name in names):
+        return
+    number = math.prod(degrees[name] for name in names)
+    if number % parallel.expert:
+        text = " x ".join(f"parallel.{name}={degrees[name]}" for name in names)
+        fits = f"{_divisors(number)}, or other degrees" if number > 1 else f"--parallel.{names[0]} {parallel.expert}"
+        raise InputError(
+            f"parallel.expert={parallel.expert}: must divide the processes that share experts, {text}. Use {fits}."
+        )
+
+
+def _divisors(number: int) -> str:
+    found = [str(degree) for degree in range(1, number + 1) if number % degree == 0]
+    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
