@@ -6,6 +6,7 @@ from textwrap import indent
 from typing import Any
 
 from pipeloom.cli.common.parser import Parser, did_you_mean
+from pipeloom.cli.common.upcycling import add_upcycle_options, check_no_upcycling, print_upcycled
 from pipeloom.common.quantities import bytes_text, table_lines
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, model_tensors
@@ -18,6 +19,7 @@ pipeloom checkpoint ls runs/corpus                       the checkpoints of a ru
 pipeloom checkpoint ls runs/corpus/checkpoint-200        the tensors of one checkpoint
 pipeloom checkpoint verify runs/corpus                   compare the hashes of all files of the latest checkpoint
 pipeloom checkpoint convert runs/corpus exported         write one model.safetensors, for Hugging Face and others
+pipeloom checkpoint convert runs/corpus runs/mixture --upcycle 8 --experts_every 2      a mixture of 8 experts
 """
 _DIR_HELP = "a checkpoint-N directory, or the output directory of a run"
 
@@ -27,7 +29,8 @@ def main(argv: list[str]) -> int:
     commands = {"ls": _ls, "verify": _verify, "convert": _convert}
     if not argv or argv[0] in ("-h", "--help"):
         print(
-            "usage: pipeloom checkpoint ls DIR [--json] | verify DIR | convert DIR OUT [--ranks P | --single]\n\n"
+            "usage: pipeloom checkpoint ls DIR [--json] | verify DIR\n"
+            "       pipeloom checkpoint convert DIR OUT [--ranks P | --single | --upcycle E]\n\n"
             f"DIR is {_DIR_HELP} (its latest checkpoint).\n\nexamples:\n{indent(_EXAMPLES, '  ')}",
             end="",
         )
@@ -76,11 +79,15 @@ def _verify(argv: list[str]) -> int:
 
 
 def _convert(argv: list[str]) -> int:
-    parser = _parser("convert", "Rewrite the model of a checkpoint as Hugging Face safetensors, values unchanged.")
+    parser = _parser("convert", "Rewrite the model of a checkpoint as Hugging Face safetensors, or as a mixture.")
     parser.add_argument("out", metavar="OUT", help="new directory")
     parser.add_argument("--ranks", type=int, default=None, metavar="P", help="number of files (default: one)")
     parser.add_argument("--single", action="store_true", help="one file, model.safetensors (the default)")
+    add_upcycle_options(parser)
     options = parser.parse_args(argv)
+    if options.upcycle is not None:
+        return print_upcycled(options)
+    check_no_upcycling(options)
     if options.single and options.ranks not in (None, 1):
         raise InputError(f"--single and --ranks {options.ranks} contradict each other. Pass only one of them.")
     checkpoint = resolve(Path(options.dir))

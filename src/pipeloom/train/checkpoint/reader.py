@@ -23,6 +23,7 @@ from pipeloom.train.checkpoint.manifest import (
 from pipeloom.train.checkpoint.pieces import Piece, stored_model, stored_optimizer
 from pipeloom.train.checkpoint.state import (
     SAFETENSORS_TYPES,
+    OptimizerState,
     RandomState,
     check_elements,
     check_state,
@@ -59,6 +60,26 @@ class Checkpoint:
         """Tensor name -> file name; a sharded tensor has an entry ``NAME[start:stop]`` per piece."""
         self._files.verify(INDEX_NAME)
         return read_weight_map(self.path)
+
+    @property
+    def names(self) -> list[str]:
+        """The stored tensors of the model."""
+        return list(self._model)
+
+    def optimizer_state(self) -> OptimizerState | None:
+        """The state of all full parameters, on the CPU; None if there is none."""
+        classes = {part.optimizer_class for part in self.manifest.parts if part.optimizer_class}
+        if not classes:
+            return None
+        groups: dict[str, dict[str, Any]] = {}  # shards of one group are in several parts
+        for group in (group for part in self.manifest.parts for group in part.param_groups):
+            known = groups.setdefault(repr(group["options"]), {"parameters": [], "options": group["options"]})
+            known["parameters"] = list(dict.fromkeys([*known["parameters"], *group["parameters"]]))
+        found = OptimizerState(min(classes), groups=list(groups.values()))
+        for name in (name for group in found.groups for name in group["parameters"]):
+            for key, value in self._optimizer_state_of(name, None, read=True).items():
+                (found.tensors if isinstance(value, Tensor) else found.values).setdefault(name, {})[key] = value
+        return found
 
     def tensor(self, name: str) -> Tensor:
         """A full tensor of the model by any of its names, on the CPU. Raises CheckpointError for an unknown name."""
