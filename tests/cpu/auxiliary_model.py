@@ -26,7 +26,7 @@ class Layer(nn.Module):
     "own"       a loss of its own weights alone: a parameter of no dimension
     "constant"  a loss without a graph
 
-    Observes which of three scores is the largest, and adds it up after each step.
+    Observes which of three scores is the largest.
     """
 
     sliceable = True
@@ -38,10 +38,6 @@ class Layer(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.gate = nn.Linear(WIDTH, 3, bias=False)
         self.scale = nn.Parameter(torch.ones(()))
-        self.register_buffer("seen", torch.zeros(3, dtype=F64))
-
-    def after_step(self, observed: dict[str, Tensor]) -> None:
-        self.seen += observed["largest"]
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
@@ -55,15 +51,27 @@ class Layer(nn.Module):
             pl.auxiliary_loss(self.scale, 0.5, "scale")
         if self.kind == "constant":
             pl.auxiliary_loss(scores.detach().mean(), 2.0, "mean")
-        pl.observe("largest", nn.functional.one_hot(scores.argmax(-1), 3).sum((0, 1)))
+        largest = nn.functional.one_hot(scores.argmax(-1), 3).sum((0, 1))
+        pl.observe("largest", largest, module=self)
         return x + torch.tanh(self.out(y * scores.softmax(-1)[..., :1]))
+
+
+class Counting(Layer):
+    """Adds up after each step what it observed."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.register_buffer("seen", torch.zeros(3, dtype=F64))
+
+    def after_step(self, observed: dict[str, Tensor]) -> None:
+        self.seen += observed["largest"]
 
 
 KINDS = ("mean", "plain", "twice", "own", "constant", "mean")
 
 
-def make_model(kinds: tuple[str, ...] = KINDS) -> nn.Sequential:
-    model = nn.Sequential(*map(Layer, kinds)).to(F64)
+def make_model(kinds: tuple[str, ...] = KINDS, layer: type[Layer] = Layer) -> nn.Sequential:
+    model = nn.Sequential(*map(layer, kinds)).to(F64)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

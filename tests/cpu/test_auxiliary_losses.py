@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pipeloom as pl
-from tests.cpu.auxiliary_model import compare, make_batch, make_model, mse, plain_loop
+from tests.cpu.auxiliary_model import Counting, compare, make_batch, make_model, mse, plain_loop
 
 SCHEDULES = {
     "1f1b": {},
@@ -56,7 +56,9 @@ def test_replicas_with_batches_of_different_sizes(name: str, data: str, recomput
     def work() -> None:
         with (
             pl.Mesh(pp=2, dp=2) as mesh,
-            pl.Pipeline(make_model(), schedule, loss_fn=mse, recompute=recompute, mesh=mesh, data=data) as pipe,
+            pl.Pipeline(
+                make_model(layer=Counting), schedule, loss_fn=mse, recompute=recompute, mesh=mesh, data=data
+            ) as pipe,
         ):
             compare(pipe, pipe.step(*batches[mesh.coordinate("dp")]), expected)
             for name, values in pipe.state_dict().items():

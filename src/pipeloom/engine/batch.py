@@ -20,6 +20,9 @@ class Extent(NamedTuple):
     length: int
 
 
+ForwardKey = tuple[int, int, int | None]  # one F: stage, micro-batch, slice
+
+
 class Declared(NamedTuple):
     """What one F of a stage declared.
 
@@ -62,7 +65,7 @@ class Batch:
     num_samples: int = 0
     all_samples: int = 0
     collects: bool = False
-    declared: dict[tuple[int, int, int | None], Declared] = field(default_factory=dict)
+    declared: dict[ForwardKey, Declared] = field(default_factory=dict)
     extents: Sequence[Extent] = ()
     seed: int | None = None
 

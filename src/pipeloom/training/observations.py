@@ -6,13 +6,13 @@ every process    adds up what its forwards declared, by layer and name
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.engine.batch import Batch, Declared
+from pipeloom.engine.batch import Batch, Declared, ForwardKey
 from pipeloom.engine.executor import Executor
 from pipeloom.engine.model_state import ModelState
 from pipeloom.errors import RunError
@@ -72,7 +72,7 @@ class Observations:
     def __init__(self, state: ModelState, executor: Executor) -> None:
         self._state, self._executor = state, executor
         self._names: dict[nn.Module, str] = {}
-        self._declared: dict[tuple[int, int, int | None], Declared] = {}
+        self._declared: dict[ForwardKey, Declared] = {}
         self._samples = 0
         self._own: dict[Entry, Tensor] | None = {}
         self._found: Observed | None = None
@@ -87,8 +87,15 @@ class Observations:
 
     def entries(self) -> list[Entry]:
         """The sums of all processes, in an order that is the same on all; every process calls it."""
-        own = [list(entry) for entry in self._table()]
-        gathered = gather_json(own, self._executor.connection.members, lost=_LOST)
+        return self.agreed(self._table())
+
+    def agreed(self, own: Iterable[Entry]) -> list[Entry]:
+        """The sums of all processes, from those of this one; every process calls it.
+
+        Raises:
+            RunError: quantities of one name in one layer have different shapes.
+        """
+        gathered = gather_json([list(entry) for entry in own], self._executor.connection.members, lost=_LOST)
         found = {
             Entry(layer, name, None if shape is None else tuple(shape))
             for of_process in gathered
@@ -107,49 +114,38 @@ class Observations:
 
     def vector(self, entries: Sequence[Entry]) -> Tensor:
         """This process's part of the sums, float64: [1 + sum of lengths]; the first number counts samples."""
-        own = self._table()
-        counts = self._counts_samples()
-        parts = [torch.tensor([float(self._samples if counts else 0)], dtype=torch.float64)]
-        for entry in entries:
-            part = own.get(entry)
-            parts.append(torch.zeros(entry.length, dtype=torch.float64) if part is None else part.flatten())
-        return torch.cat(parts)
-
-    def read(self, entries: Sequence[Entry], summed: Tensor) -> Observed:
-        """The sum of `vector` over all processes."""
-        samples, *parts = torch.split(summed, [1, *(entry.length for entry in entries)])
-        found = Observed({}, {})
-        for entry, part in zip(entries, parts, strict=True):
-            if entry.shape is None:
-                value, weighted = (part / samples).tolist()
-                found.losses.setdefault(entry.layer, {})[entry.name] = AuxiliaryValue(value, weighted)
-            else:
-                found.quantities.setdefault(entry.layer, {})[entry.name] = part.view(entry.shape).clone()
-        return found
+        return vector_of(self._table(), entries, self._samples if self.counts_samples else 0)
 
     def gather(self) -> Observed:
         """The sums of the last step; the first call after a step is made by every process."""
         if self._found is None:
             entries = self.entries()
-            self._found = self.read(entries, self._executor.connection.sum_over_processes(self.vector(entries)))
+            self._found = observed_in(entries, self._executor.connection.sum_over_processes(self.vector(entries)))
         return self._found
 
     def call_listeners(self) -> None:
         """Call ``after_step`` of the modules that have it; every process calls this after every step."""
         if self._has_listeners is None:
-            own = any(map(_listens, self._modules()))
+            own = any(listens(module) for stage in self._state.modules() for module in stage.modules())
             count = self._executor.connection.sum_over_processes(torch.tensor([float(own)], dtype=torch.float64))
             self._has_listeners = bool(count > 0)
         if not self._has_listeners:
             return
         found = self.gather()
-        for module in filter(_listens, self._modules()):
-            call_listener(module, self._name_of(module, ""), found.quantities)
+        for stage in self._state.modules():
+            self.call_listeners_of(stage, found.quantities)
 
-    def _modules(self) -> list[nn.Module]:
-        return [module for stage in self._state.modules() for module in stage.modules()]
+    def call_listeners_of(self, stage: nn.Module, quantities: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Call ``after_step`` of a stage's modules with the sums that each, or a module that it is in, observed."""
+        for module in filter(listens, stage.modules()):
+            parts = self._name_of(module, "").split(".")
+            around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+            observed = {key: value for layer in around for key, value in quantities.get(layer, {}).items()}
+            with torch.no_grad():
+                module.after_step(observed)  # type: ignore[operator]
 
-    def _counts_samples(self) -> bool:
+    @property
+    def counts_samples(self) -> bool:
         """Whether this process, one per replica, counts the replica's samples."""
         rank, first = self._executor.connection.rank, self._executor.programs.train.placement.replicas[0][0]
         return self._state.sharing.blocks.leads and rank in (None, first)
@@ -161,7 +157,7 @@ class Observations:
             self._own, self._declared = self.table(declared), {}
         return self._own
 
-    def table(self, declared: Mapping[tuple[int, int, int | None], Declared]) -> dict[Entry, Tensor]:
+    def table(self, declared: Mapping[ForwardKey, Declared]) -> dict[Entry, Tensor]:
         """The sums of some forwards, float64 on the CPU."""
         sums: dict[Entry, Tensor] = {}
         for key in sorted(declared, key=lambda key: (key[0], key[1], key[2] or 0)):  # micro-batches in order
@@ -186,22 +182,30 @@ class Observations:
         return self._names.get(module) or default
 
 
-def call_listener(module: Any, name: str, quantities: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Call a module's ``after_step`` with what it, or the layer that it is in, observed.
-
-    Args:
-        module: has ``after_step(observed)``, where `observed` has the sums of the step by name, float64 on the CPU.
-        name: of the module.
-        quantities: by layer and name.
-    """
-    parts = name.split(".")
-    outside = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-    observed = {key: value for layer in outside for key, value in quantities.get(layer, {}).items()}
-    with torch.no_grad():
-        module.after_step(observed)
+def vector_of(own: Mapping[Entry, Tensor], entries: Sequence[Entry], samples: float) -> Tensor:
+    """The sums of a process as a vector in the order of `entries`, behind a number of samples."""
+    parts = [torch.tensor([float(samples)], dtype=torch.float64)]
+    for entry in entries:
+        part = own.get(entry)
+        parts.append(torch.zeros(entry.length, dtype=torch.float64) if part is None else part.flatten())
+    return torch.cat(parts)
 
 
-def _listens(module: nn.Module) -> bool:
+def observed_in(entries: Sequence[Entry], summed: Tensor) -> Observed:
+    """What the sum of `vector_of` over all processes says."""
+    samples, *parts = torch.split(summed, [1, *(entry.length for entry in entries)])
+    found = Observed({}, {})
+    for entry, part in zip(entries, parts, strict=True):
+        if entry.shape is None:
+            value, weighted = (part / samples).tolist()
+            found.losses.setdefault(entry.layer, {})[entry.name] = AuxiliaryValue(value, weighted)
+        else:
+            found.quantities.setdefault(entry.layer, {})[entry.name] = part.view(entry.shape).clone()
+    return found
+
+
+def listens(module: nn.Module) -> bool:
+    """Whether a module wants what it observed after every step."""
     return callable(getattr(module, "after_step", None))
 
 

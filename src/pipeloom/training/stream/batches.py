@@ -44,6 +44,7 @@ class StreamBatches:
             inputs=self._inputs if self._reads_inputs else (),
             targets=self._targets if self._reads_targets else None,
             weights=self._weights,
+            collects=True,
         )
 
     def finish(self) -> None:

@@ -2,8 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.errors import CallerError, one_line
 from pipeloom.ir.versions import num_updates
+from pipeloom.training.observations import AuxiliaryValue, Observed
 from pipeloom.training.stream.stream_rank import StreamPlan
 
 OnUpdate = Callable[[int, float], None]
@@ -24,11 +25,15 @@ class StreamUpdate:
         batch: its index, counted over all runs.
         loss: the mean over its samples, each micro-batch with the parameters that it used.
         grad_norm: the 2-norm over all stages of the gradients of the updates with this batch, before clipping.
+        auxiliary_losses: as of `Pipeline.auxiliary_losses`.
+        observations: as of `Pipeline.observations`.
     """
 
     batch: int
     loss: float
     grad_norm: float
+    auxiliary_losses: dict[str, dict[str, AuxiliaryValue]] = field(default_factory=dict, compare=False)
+    observations: dict[str, dict[str, Tensor]] = field(default_factory=dict, compare=False)
 
 
 class StreamResults:
@@ -88,12 +93,16 @@ class StreamResults:
             self._num_reported += 1
 
     def gather(
-        self, norms: Mapping[int, Mapping[tuple[int, int], float]], sum_over_processes: Callable[[Tensor], Tensor]
+        self,
+        norms: Mapping[int, Mapping[tuple[int, int], float]],
+        observed: Sequence[Observed],
+        sum_over_processes: Callable[[Tensor], Tensor],
     ) -> list[StreamUpdate]:
         """All results, on every process.
 
         Args:
             norms: for each rank of this process, by stage and update.
+            observed: of each batch, on every process.
             sum_over_processes: sums a table over all processes.
         """
         self.receive(wait=True)
@@ -109,6 +118,6 @@ class StreamResults:
         table = sum_over_processes(torch.cat([losses.view(-1, size), squares], 1))
         first = self._plan.batches_before
         return [
-            StreamUpdate(first + number, sum(row[:size]), math.sqrt(sum(row[size:])))
+            StreamUpdate(first + number, sum(row[:size]), math.sqrt(sum(row[size:])), *observed[number])
             for number, row in enumerate(table.tolist())
         ]

@@ -20,6 +20,7 @@ from pipeloom.passes import lower, stretch
 from pipeloom.processes.agreement import first_difference, gather_json
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.stream.batches import StreamBatches
+from pipeloom.training.stream.observed import StreamObservations, check_listeners
 from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpdate
 from pipeloom.training.stream.stream_optimizer import Rules, StreamOptimizer
 from pipeloom.training.stream.stream_rank import StreamPlan, StreamRank
@@ -89,6 +90,7 @@ class Stream:
             )
         if on_update is not None and not callable(on_update):
             raise InputError(f"on_update={on_update!r}: must be callable. Pass a function of a batch and its loss.")
+        check_listeners(pipeline.executor.workers, schedule)
         self._pipeline = pipeline
         self._options = UpdateOptions(
             max_norm=max_norm,
@@ -153,8 +155,9 @@ class Stream:
         exchange = ResultExchange(connection.rank, program.schedule, connection.transport)
         results = StreamResults(connection.rank, exchange, plan, self._on_update, live)
         ownership = self._pipeline.state.ownership
+        observed = StreamObservations(self._pipeline.observed, taken.batch.declared, plan.batch_size)
         ranks = {
-            rank: StreamRank(worker, plan, taken, self._optimizer, ownership, results.add, results.receive)
+            rank: StreamRank(worker, plan, taken, self._optimizer, ownership, observed, results.add, results.receive)
             for rank, worker in executor.workers.items()
         }
         updates: list[StreamUpdate] = []
@@ -169,7 +172,8 @@ class Stream:
         def finish() -> None:
             taken.finish()
             norms = {rank: part.norms for rank, part in ranks.items()}
-            updates.extend(results.gather(norms, sum_over_pipelines))
+            found = observed.gather(count, taken.num_samples, sum_over_pipelines)
+            updates.extend(results.gather(norms, found, sum_over_pipelines))
 
         records = {rank: part.records.copy for rank, part in ranks.items()}  # keeps nothing else alive
         self._optimizer.begin()

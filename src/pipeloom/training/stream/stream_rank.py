@@ -28,11 +28,13 @@ from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.versions import num_updates
 from pipeloom.training.stream.batches import StreamBatches
+from pipeloom.training.stream.observed import StreamObservations
 from pipeloom.training.stream.replica_gradients import Mailbox, ReplicaGradients
 from pipeloom.training.stream.stream_optimizer import StreamOptimizer
 from pipeloom.training.stream.update_options import StageUpdate
 from pipeloom.training.stream.weight_versions import WeightVersions
 from pipeloom.transport.call_numbers import call_number, num_samples_of
+from pipeloom.transport.values import microbatch_sizes
 
 _NUM_RECORDS = 1 << 16  # kept of the end of a run
 _BLOCK = 1 << 13  # actions that are bound at once: a kilobyte or two each
@@ -86,7 +88,7 @@ class StreamRank:
     Args:
         worker: of the rank.
         plan: of the run; the same on all ranks.
-        batches, optimizer, ownership: of this process.
+        batches, optimizer, ownership, observed: of this process.
         on_losses: called on ranks with the last stage, after each of its updates, with the losses of the micro-batches
             that ran here, each times its share of its batch.
         poll: called after every update.
@@ -104,11 +106,12 @@ class StreamRank:
         batches: StreamBatches,
         optimizer: StreamOptimizer,
         ownership: Ownership,
+        observed: StreamObservations,
         on_losses: Callable[[dict[int, float]], None],
         poll: Callable[[], None],
     ) -> None:
         self._worker, self._plan, self._batches, self._optimizer = worker, plan, batches, optimizer
-        self._ownership, self._on_losses, self._poll = ownership, on_losses, poll
+        self._ownership, self._observed, self._on_losses, self._poll = ownership, observed, on_losses, poll
         self._calls: dict[int, int] = {}  # by batch: the call number of its messages, which has its number of samples
         self._weights: dict[int, WeightVersions] = {}
         self._replicas: dict[int, ReplicaGradients] = {}
@@ -128,6 +131,7 @@ class StreamRank:
         """The whole run; yields where it has to wait and the transport does not block."""
         worker, state = self._worker, self._worker.state
         state.begin(self._batches.batch, self._plan.call)
+        state.count_samples = self._count_samples
         try:
             self._begin()
             order = self._plan.program.orders[worker.rank]
@@ -141,6 +145,7 @@ class StreamRank:
             for weights in self._weights.values():
                 weights.close()
             state.clear()
+            state.count_samples = None
 
     def _begin(self) -> None:
         """Make version 0 of every stage, and the exchanges of its replicas."""
@@ -218,6 +223,12 @@ class StreamRank:
             raise RunError(f"batch {batch}: {sample_mismatch(*pair)}")
         self._calls[batch] = self._plan.call + call_number(0, False, own)
 
+    def _count_samples(self, microbatch: int) -> tuple[int, int]:
+        """The samples of a micro-batch that has arrived here, and of its batch."""
+        batch, place = divmod(microbatch, self._plan.batch_size)
+        count = num_samples_of(self._calls[batch])
+        return microbatch_sizes(count, self._plan.batch_size)[place], count
+
     def _send_gradients(self, stage: int, update: int) -> None:
         weights = self._weights[stage]
         rates = self._rates[stage, update] = self._optimizer.rates(self._plan.describe(stage, update))
@@ -238,6 +249,7 @@ class StreamRank:
             if found:
                 torch._foreach_mul_(found, 1 / what.num_batches)
         self.norms[stage, update] = self._optimizer.apply(weights, gradients, what, rates)
+        self._observed.update(self._worker, stage, self._plan.microbatches_of(stage, update))
         self._note_bytes()
         if losses:
             self._on_losses(losses)
