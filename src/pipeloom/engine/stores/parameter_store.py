@@ -79,7 +79,10 @@ class ParameterStore:
         return PeakBytes(0, self.held_bytes().gradients if self.records_peaks else 0)
 
     def unit_bytes(self) -> dict[int, list[tuple[int, int]]]:
-        """By stage, the bytes of each unit's full parameters when gathered, and of its gradients when reduced."""
+        """By stage, the bytes of each unit's full parameters when gathered, and of its gradients when reduced.
+
+        Experts that no other replica shares are left out. Those that some share count as what all replicas would send.
+        """
         return {}
 
     @property

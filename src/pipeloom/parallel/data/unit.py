@@ -200,9 +200,19 @@ class Unit:
             self._shard.drop()
 
     @property
-    def sent_bytes(self) -> tuple[int, int]:
-        """Bytes of the full parameters when they are gathered, and of their gradients when they are reduced."""
-        elements, formats = self._layout.num_elements, self._formats
+    def is_alone(self) -> bool:
+        """Whether no other replica has these parameters."""
+        return self._replicas.degree == 1
+
+    def sent_bytes(self, replicas: int) -> tuple[int, int]:
+        """Bytes of the full parameters when they are gathered, and of their gradients when they are reduced.
+
+        Of experts, which fewer replicas share: the bytes whose collectives between all `replicas` send as much.
+        """
+        elements, formats, degree = self._layout.num_elements, self._formats, self._replicas.degree
+        if degree < replicas:
+            own, every = degree - 1, replicas - 1
+            elements = round(elements * own / every * (1 if self._strategy.has_server else replicas / degree))
         return elements * formats.compute.itemsize, elements * formats.gradient.itemsize
 
     @property

@@ -11,7 +11,7 @@ No torch here: runs and predictions (`pipeloom.plan.memory`) use this file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 from pipeloom.ir import DataAxis, DataStrategy
@@ -34,6 +34,22 @@ def own_segment(strategy: DataStrategy, replica: int) -> int | None:
             return replica
         case _:
             assert_never(strategy)
+
+
+def expert_axis(data: DataAxis, degree: int, *, offloads: bool) -> DataAxis:
+    """The data axis of experts, which fewer replicas share.
+
+    A replica that shares its experts with no other one, without masters and offload, updates the parameters that it
+    computes with: zero3 would keep two copies of them.
+
+    Args:
+        data: of all replicas.
+        degree: number of replicas with the same experts.
+        offloads: whether main parameters are offloaded.
+    """
+    is_copied = degree > 1 or data.separate_master or offloads
+    strategy = data.strategy if is_copied or not data.strategy.shards_parameters else DataStrategy.ZERO2
+    return replace(data, degree=degree, strategy=strategy)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,14 +13,14 @@ from pipeloom.engine.stores.held_bytes import Gauge, HeldBytes, Offloaded, PeakB
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.engine.stores.sharing import RankModules
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Action, DataAxis, DataStrategy, Op, Program
+from pipeloom.ir import Action, DataAxis, Op, Program
 from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
 from pipeloom.parallel.data.layer_hooks import LayerHooks, parameter_uses
 from pipeloom.parallel.data.reductions import Reductions
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.replica_groups import ReplicaGroups
 from pipeloom.parallel.data.unit import Unit
-from pipeloom.parallel.data.unit_layout import FlatLayout
+from pipeloom.parallel.data.unit_layout import FlatLayout, expert_axis
 from pipeloom.parallel.mixed_precision import DTYPES, NumberFormats, cast_tables, with_statistics
 from pipeloom.parallel.offload.main_parameters import offloaded_parameter
 from pipeloom.parallel.offload.mover import Mover
@@ -99,11 +98,7 @@ class UnitStore(ParameterStore):
     ) -> Unit:
         axis, formats = self._axis, self._formats(next(iter(parameters.values())))
         if replicas is not self._replicas.every:
-            axis = replace(axis, degree=replicas.degree)
-            # Without other replicas and masters, shards would be second copies of the full parameters.
-            plain = formats.compute == formats.main and self._mover is None
-            if replicas.degree == 1 and axis.strategy.shards_parameters and plain:
-                axis = replace(axis, strategy=DataStrategy.ZERO2)
+            axis = expert_axis(axis, replicas.degree, offloads=self._mover is not None)
         layout = FlatLayout.of_unit([parameter.numel() for parameter in parameters.values()], axis, loads)
         return Unit(parameters, layout, formats, axis.strategy, replicas, self.gathered, self._mover)
 
@@ -220,7 +215,11 @@ class UnitStore(ParameterStore):
             self.reduced.set(self.held_bytes().gradients + (0 if flat is None else flat.nbytes))
 
     def unit_bytes(self) -> dict[int, list[tuple[int, int]]]:
-        return {stage: [unit.sent_bytes for unit in units] for stage, units in self._by_stage.items()}
+        every = self._replicas.every.degree
+        return {
+            stage: [unit.sent_bytes(every) for unit in units if not unit.is_alone or every == 1]
+            for stage, units in self._by_stage.items()
+        }
 
     def held_bytes(self) -> HeldBytes:
         return HeldBytes.of(self._modules, self.parameters.values(), self._reductions.tensors())

@@ -9,13 +9,14 @@ Not counted: messages in flight, the workspace of single operations, and torch's
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Granularity, Op, Program
 from pipeloom.ir.unit_actions import gathers_inside, unit_actions
 from pipeloom.ir.versions import weight_version_bytes
 from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
+from pipeloom.parallel.data.unit_layout import expert_axis
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.state_bytes import NumberBytes, UnitBytes, unit_bytes
 
@@ -131,13 +132,13 @@ class _Walk:
         for stage, units in units_of_rank(program, model, rank).items():
             layers, degree, made = model.stages[stage], data.degree if data else 1, {}
             loads = [0] * degree
-            of_experts = [0] * (degree // model.expert)
+            of_experts, offloads = [0] * (degree // model.expert), "masters" in model.elsewhere
             for first, uses in units.items():
                 apart = uses[0].kind == _EXPERTS  # their replicas are every `expert`-th one
                 of_unit = of_experts if apart else [0] * degree if len(uses[0].stages) > 1 else loads
                 made[first] = unit_bytes(
                     {use.name: layers[use.layers[0]].parameters[use.name] for use in uses},
-                    data=replace(data, degree=degree // model.expert) if apart and data else data,
+                    data=expert_axis(data, degree // model.expert, offloads=offloads) if apart and data else data,
                     formats=self._formats,
                     optimizer=model.optimizer,
                     in_blocks={use.name for use in uses if layers[use.layers[0]].is_block},
