@@ -55,15 +55,15 @@ def test_every_other_block_of_glam_has_experts():
 
 def test_rows_are_those_that_leave_and_come():
     counts = [[3, 0, 2, 1], [0, 4, 0, 2]]  # of two processes to four experts, two on each
-    assert rows_of(counts, 0) == Rows(sent=3, received=4)
-    assert rows_of(counts, 1) == Rows(sent=4, received=3)
-    assert balanced_rows(EIGHT, 16, 4) == Rows(24, 24)
-    assert balanced_rows(EIGHT, 16, 4, imbalance=1.5) == Rows(24, 36)
+    assert rows_of(counts, 0) == Rows(own=6, sent=3, received=4)
+    assert rows_of(counts, 1) == Rows(own=6, sent=4, received=3)
+    assert balanced_rows(EIGHT, 16, 4) == Rows(32, 24, 24)
+    assert balanced_rows(EIGHT, 16, 4, imbalance=1.5) == Rows(32, 24, 36)
 
 
 def test_dispatch_sends_rows_there_and_back():
     sizes = {"tokens": 16, "width": 8, "element": 4}
-    found = dispatch_traffic(EIGHT, 4, **sizes, rows=Rows(5, 7))
+    found = dispatch_traffic(EIGHT, 4, **sizes, rows=Rows(9, 5, 7))
     key = ("ep", "all_to_all")
     assert found.forward[key] == (3, 8 * 8 * 3 // 4 + 12 * 32)
     assert found.backward[key] == (2, 12 * 32)

@@ -8,7 +8,7 @@ from typing import Literal
 from pipeloom.errors import InputError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.context.traffic import attention_traffic
-from pipeloom.parallel.expert.traffic import Exchange, Rows, dispatch_traffic
+from pipeloom.parallel.expert.traffic import Exchange, Rows, balanced_rows, dispatch_traffic
 from pipeloom.parallel.placed import Place
 from pipeloom.parallel.tensor.grids.shape import GridShape
 from pipeloom.parallel.tensor.grids.traffic import GridTraffic
@@ -180,8 +180,18 @@ class StageTraffic:
         full = recompute is Recompute.FULL
         if not experts:
             return self._layers.block(attention, repeated, full=full)
+        sizes, inside = self._sizes, self._inside
         assert isinstance(self._layers, OneDTraffic)
-        return self._layers.expert_block(attention, repeated, self.dispatch(rows), full=full)
+        assert sizes.experts is not None
+        rows = rows or balanced_rows(sizes.experts, sizes.tokens, inside.expert)
+        return self._layers.expert_block(
+            attention,
+            repeated,
+            self.dispatch(rows),
+            full=full,
+            assignments=rows.own,
+            shared=sizes.experts.shared > 0,
+        )
 
     def dispatch(self, rows: Rows | None = None) -> Traffic:
         """What a layer of experts sends along ep; `rows` as in `block`."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, cast
 
 from pipeloom.common.json_reader import Entry, parse_file, read_json
 from pipeloom.errors import InputError
+from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.parallel.traffic import LayerSizes
@@ -98,6 +99,8 @@ class Architecture:
             positions=sizes.positions,
             tie_embeddings=sizes.tie_embeddings,
             dropout=sizes.dropout,
+            experts=_experts_of(sizes) if sizes.experts else None,
+            experts_every=sizes.experts_every,
         )
 
     @property
@@ -149,6 +152,25 @@ class Architecture:
             element=element,
             experts=self.experts,
         )
+
+
+def _experts_of(sizes: GPTConfig) -> ExpertSizes:
+    """The experts of pipeloom's GPT."""
+    settings, kind = ExpertSettings.of(**sizes.expert_settings), ROUTERS[sizes.router]
+    by_expert = settings.router == "expert-choice"
+    factor = settings.capacity_factor
+    if by_expert:  # the factor is the mean number of experts per token
+        factor = 1.0 if factor is None else factor / settings.top_k
+    return ExpertSizes(
+        experts=sizes.experts,
+        top_k=settings.top_k,
+        expert_width=sizes.width_of_expert,
+        shared=sizes.shared_experts,
+        capacity_factor=factor,
+        by_expert=by_expert,
+        noisy=kind.gates > 1,
+        biased=settings.router == "sigmoid",
+    )
 
 
 NAMED: Mapping[str, Architecture] = {

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,7 @@ class ExpertSizes:
         gated: whether an expert has two matrices of width x expert_width.
         shared: experts that every token passes.
         capacity_factor: capacity over the mean number of assignments per expert; None: no limit.
+        by_expert: whether experts choose tokens, each of them at most once.
         noisy: whether the router has a second matrix, for noise.
         biased: whether the router has a bias per expert, a buffer.
     """
@@ -25,6 +27,7 @@ class ExpertSizes:
     gated: bool = False
     shared: int = 0
     capacity_factor: float | None = None
+    by_expert: bool = False
     noisy: bool = False
     biased: bool = False
 
@@ -32,7 +35,8 @@ class ExpertSizes:
         """Most assignments of an expert, of one process's group of `tokens`."""
         if self.capacity_factor is None:
             return tokens
-        return min(tokens, math.ceil(self.top_k * tokens / self.experts * self.capacity_factor))
+        most = math.ceil(Fraction(str(self.capacity_factor)) * self.top_k * tokens / self.experts)
+        return min(tokens, most) if self.by_expert else most
 
     def matrix_numbers(self, width: int) -> int:
         """Numbers in the matrices of one expert, for a residual stream of `width`."""

@@ -24,13 +24,15 @@ _COUNT_BYTES = 8
 
 
 class Rows(NamedTuple):
-    """Tokens of one process that pass a layer of experts.
+    """Assignments of tokens to experts, of one process; a row is one of them.
 
     Attributes:
-        sent: assignments of its tokens to experts of other processes.
-        received: assignments of other processes' tokens to its experts.
+        own: of its tokens, without dropped ones.
+        sent: those to experts of other processes.
+        received: of other processes' tokens to its experts.
     """
 
+    own: int
     sent: int
     received: int
 
@@ -38,10 +40,10 @@ class Rows(NamedTuple):
 def rows_of(counts: Sequence[Sequence[int]], place: int) -> Rows:
     """The rows of process `place` from the assignments of every process to every expert, `counts[process][expert]`."""
     each = len(counts[0]) // len(counts)
-    own = range(place * each, (place + 1) * each)
-    sent = sum(number for expert, number in enumerate(counts[place]) if expert not in own)
-    received = sum(row[expert] for process, row in enumerate(counts) if process != place for expert in own)
-    return Rows(sent, received)
+    here = range(place * each, (place + 1) * each)
+    sent = sum(number for expert, number in enumerate(counts[place]) if expert not in here)
+    received = sum(row[expert] for process, row in enumerate(counts) if process != place for expert in here)
+    return Rows(sum(counts[place]), sent, received)
 
 
 def balanced_rows(sizes: ExpertSizes, tokens: int, degree: int, imbalance: float = 1.0) -> Rows:
@@ -50,8 +52,9 @@ def balanced_rows(sizes: ExpertSizes, tokens: int, degree: int, imbalance: float
     Args:
         tokens: of one process.
     """
-    rows = sizes.top_k * tokens * (degree - 1) // degree
-    return Rows(rows, round(rows * imbalance))
+    own = sizes.top_k * tokens
+    sent = own * (degree - 1) // degree
+    return Rows(own, sent, round(sent * imbalance))
 
 
 def dispatch_traffic(

@@ -9,6 +9,7 @@
     row            all-reduce    -               reduce-scatter    all-gather
     head           -             all-reduce      all-gather        all-gather (again) and reduce-scatter
     loss           all-reduce of T and of 2 T numbers of at least 4 bytes
+    experts        as column (gathered tokens are kept) and row; all-reduce of the gates' gradients in backward
 
 each of n = e T W bytes. Layers that read the same input, such as the two of a gated MLP, enter it once. In a block that
 is recomputed as a whole, gathered tokens are kept from its recomputation to its backward, which does not gather again.
@@ -17,7 +18,7 @@ The recomputation stops where everything needed is there: the last row layer's o
 Sums of gradients over `Placed.sum_over`, once per step, are not counted here.
 """
 
-from pipeloom.parallel.traffic import LayerSizes, Table, Traffic, sends, total
+from pipeloom.parallel.traffic import LayerSizes, Table, Traffic, sends, together, total
 
 _TP = "tp"
 
@@ -70,16 +71,27 @@ class OneDTraffic:
             repeated = total([column.forward, attention.forward, row.forward, column.forward])
         return Traffic(forward, total([*backward, repeated]))
 
-    def expert_block(self, attention: Traffic, repeated: Table, dispatch: Traffic, *, full: bool) -> Traffic:
-        """A block with experts in place of an MLP, whose inner features are cut.
+    def expert_block(
+        self, attention: Traffic, repeated: Table, dispatch: Traffic, *, full: bool, assignments: int, shared: bool
+    ) -> Traffic:
+        """A block with experts in place of an MLP.
 
         Args:
             attention, repeated, full: as for `block`.
             dispatch: what the experts send along ep.
+            assignments: of tokens of this process to experts, whose gates have a gradient on every process.
+            shared: whether there are shared experts.
         """
-        dense = self.block(attention, repeated, full=full)
-        again = dispatch.forward if full else {}
-        return Traffic(total([dense.forward, dispatch.forward]), total([dense.backward, dispatch.backward, again]))
+        column, row, kept = self.column(again=not full), self.row(), self.column(again=False)
+        gates = sends(_TP, "all_reduce", self.degree, assignments * self.sizes.wide)
+        others = together([column, row]) if shared else Traffic({}, {})
+        again = repeated
+        if full:  # up to the last layer whose input is needed; its output is not
+            again = total([column.forward, attention.forward, row.forward, kept.forward, dispatch.forward])
+            again = total([again, row.forward, column.forward]) if shared else again
+        forward = [column.forward, attention.forward, row.forward, kept.forward, dispatch.forward, row.forward]
+        backward = [column.backward, attention.backward, row.backward, kept.backward, gates, dispatch.backward]
+        return Traffic(total([*forward, others.forward]), total([*backward, row.backward, others.backward, again]))
 
     def norm(self) -> Traffic:
         return Traffic({}, {})
