@@ -42,6 +42,9 @@ def model_of(path: Path) -> GPT:
     [
         {"experts": 4, "experts_every": 2},
         {"experts": 3, "top_k": 1},
+        {"experts": 4, "router": "noisy-topk", "top_k": 3},
+        {"experts": 4, "router": "sigmoid", "experts_every": 4},
+        {"experts": 4, "router": "glam", "capacity_factor": 4.0},
     ],
     ids=str,
 )

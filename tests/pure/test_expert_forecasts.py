@@ -15,10 +15,10 @@ from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.parallel.expert.traffic import Rows, balanced_rows, dispatch_traffic, rows_of
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.passes import lower
-from pipeloom.plan.architecture import NAMED, parse_architecture
 from pipeloom.plan.cluster import CLUSTERS, device_link
 from pipeloom.plan.memory import LayerMemory, MemoryModel, memory_of_ranks, num_parameters, transformer_layers
 from pipeloom.plan.memory.choose import stage_bytes
+from pipeloom.plan.named_architectures import NAMED, parse_architecture
 from pipeloom.plan.stage_times import StageTimes
 
 MIXTRAL, GLAM, H100 = NAMED["mixtral-8x7b"], NAMED["glam-64b"], CLUSTERS["h100"]

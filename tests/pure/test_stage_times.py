@@ -12,9 +12,10 @@ from pipeloom.errors import InputError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.traffic import sends
-from pipeloom.plan.architecture import NAMED, Architecture, find_architecture, parse_architecture
+from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import CLUSTERS, LinkRate, device_link
 from pipeloom.plan.memory import gpt_layers, num_parameters, transformer_layers
+from pipeloom.plan.named_architectures import NAMED, find_architecture, parse_architecture
 from pipeloom.plan.stage_times import StageTimes, table_seconds
 from tests.pure.test_import_rule import modules_after
 

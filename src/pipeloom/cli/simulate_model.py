@@ -14,7 +14,7 @@ from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.options import DType, Precision
 from pipeloom.passes import lower
-from pipeloom.plan.architecture import NAMED, Architecture, find_architecture
+from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import CLUSTERS, Cluster, data_links, device_link, parse_cluster
 from pipeloom.plan.memory import (
     KINDS,
@@ -26,6 +26,7 @@ from pipeloom.plan.memory import (
     transformer_layers,
 )
 from pipeloom.plan.memory.choose import stage_bytes
+from pipeloom.plan.named_architectures import NAMED, find_architecture
 from pipeloom.plan.stage_times import StageTimes
 from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.costs import MOST_UNITS

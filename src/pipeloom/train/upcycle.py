@@ -28,7 +28,7 @@ from pipeloom.train.config.sections import ModelConfig
 
 _UNEQUAL = {
     "switch": "multiplies the expert's result by its probability, about 1 / experts",
-    "gshard": "leaves out second choices at random",
+    "gshard": "leaves out second choices at random, and their gates with them",
     "expert-choice": "gives a token any number of experts, whose gates do not sum to one",
 }
 _FIRST, _SECOND = "mlp_up.weight", "mlp_down.weight"
@@ -74,7 +74,7 @@ def upcycle(
         out: a new output directory.
         experts: number of experts per block that has experts.
         optimizer: "copy" gives every expert the optimizer state of its MLP; "drop" starts all states anew. A router has
-            none at first, and an expert none where the optimizer treats matrices and experts differently (Muon).
+            none at first.
         seed: of the routers.
         settings: more fields of `GPTConfig`: experts_every, router, top_k, capacity_factor, ...
 
@@ -194,26 +194,20 @@ def _optimizer(
     state = saved.optimizer_state()
     if state is None:
         return None
-    tied = {name: group for group in state.groups for name in group["parameters"]}
-    others = next((group for group in state.groups if group["options"].get("algorithm") == "adamw"), None)
+    groups = {name: group for group in state.groups for name in group["parameters"]}
     for index in blocks:
         for old, new in ((_FIRST, "experts.up"), (_SECOND, "experts.down")):
             name, expert = f"blocks.{index}.{old}", f"blocks.{index}.{new}"
-            group = tied[name]
-            by_matrix = group["options"].get("algorithm") == "muon"
-            group["parameters"].remove(name)
+            parameters, shape = groups[name]["parameters"], saved.tensor(name).shape
+            parameters[parameters.index(name)] = expert
             if old == _FIRST:
                 prefix = f"blocks.{index}.experts.router."
-                group["parameters"] += [key for key in tensors if key.startswith(prefix) and tensors[key].dim() > 1]
-            (others if by_matrix and others is not None else group)["parameters"].append(expert)
-            found, values = state.tensors.pop(name, {}), state.values.pop(name, {})
-            if not by_matrix:
-                experts, shape = tensors[expert].shape[0], saved.tensor(name).shape
-                state.tensors[expert] = {
-                    key: value.expand(experts, *shape).contiguous() if value.shape == shape else value
-                    for key, value in found.items()
-                }
-                state.values[expert] = values
+                parameters += [key for key in tensors if key.startswith(prefix) and tensors[key].dim() > 1]
+            state.tensors[expert] = {
+                key: value.expand(tensors[expert].shape).contiguous() if value.shape == shape else value
+                for key, value in state.tensors.pop(name, {}).items()
+            }
+            state.values[expert] = state.values.pop(name, {})
     if not copy:
         state.tensors.clear()
         state.values.clear()

@@ -59,8 +59,8 @@ def state_elements(optimizer: str, shape: Sequence[int], *, in_block: bool) -> f
     if optimizer not in OPTIMIZERS:
         raise InputError(f"optimizer={optimizer!r}: unknown optimizer. Use one of {', '.join(OPTIMIZERS)}.")
     count = math.prod(shape)
-    if optimizer == "adafactor":  # arXiv:1804.04235: r + c numbers for a matrix of r x c, vectors whole
-        return sum(shape) if len(shape) > 1 else count
+    if optimizer == "adafactor":  # arXiv:1804.04235: r + c numbers for each matrix of r x c, vectors whole
+        return count // shape[-1] + count // shape[-2] if len(shape) > 1 else count
     if optimizer == "muon" and not (in_block and len(shape) > 1):
         return OPTIMIZERS["adamw"] * count
     return OPTIMIZERS[optimizer] * count
