@@ -10,6 +10,7 @@ D = W / number of query heads, V vocabulary. Layers take the sizes that their in
 holds a part of a layer (`GPT.tensor_plan`), these are the sizes of its part.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -205,6 +206,12 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        if config.experts and config.router == "expert-choice":
+            warnings.warn(
+                "router 'expert-choice' in a causal model: whether an expert takes a token depends on later tokens, so "
+                "training and evaluation see the future, and generation does not.",
+                stacklevel=2,
+            )
         self.config = config
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))

@@ -147,7 +147,7 @@ class GPTConfig:
         block = (self.width + rows_qkv) * self.width + 2 * self.width
         mixtures = self.layers // self.experts_every if self.experts else 0
         mlps = (self.layers - mixtures) * 2 * self.mlp_ratio * self.width**2
-        routers = ROUTERS[self.router].gates * self.experts
+        routers = ROUTERS[self.router].matrices * self.experts
         experts = (2 * (self.experts + self.shared_experts) * self.width_of_expert + routers) * self.width
         tables = self.vocabulary_size * (1 if self.tie_embeddings else 2)
         tables += self.sequence_length if self.positions == "learned" else 0

@@ -157,6 +157,6 @@ def _experts_of(sizes: GPTConfig) -> ExpertSizes:
         shared=sizes.shared_experts,
         capacity_factor=factor,
         by_expert=by_expert,
-        noisy=kind.gates > 1,
+        noisy=kind.matrices > 1,
         biased=settings.router == "sigmoid",
     )

@@ -24,8 +24,6 @@ class NoisyTopK(Router):
         noise: [E, W].
     """
 
-    draws_random_numbers = True
-
     def __init__(self, width: int, settings: ExpertSettings) -> None:
         super().__init__(width, settings)
         self.noise = nn.Parameter(torch.empty(settings.experts, width))

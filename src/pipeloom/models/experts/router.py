@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pipeloom.errors import InputError
 from pipeloom.models.experts.routing import Routing
-from pipeloom.models.experts.settings import ExpertSettings
+from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
 from pipeloom.slicing.dropout_parts import dropout_parts
 
 
@@ -27,11 +27,11 @@ class Router(nn.Module):
     """
 
     sliceable: bool | str = True
-    draws_random_numbers = False
 
     def __init__(self, width: int, settings: ExpertSettings) -> None:
         super().__init__()
         self.settings = settings
+        self.draws_random_numbers = ROUTERS[settings.router].draws
         self.weight = nn.Parameter(torch.empty(settings.experts, width))
         self.init_std: dict[str, float] = {}
 

@@ -19,7 +19,8 @@ class RouterKind(NamedTuple):
         balance_weight: of the balance loss with `experts` experts, times experts ** `balance_power`.
         balance_power: 2 where the paper's loss is 1 / experts**2 for even loads, so that its weight means the same.
         fixed_k: whether `top_k` cannot be changed.
-        gates: whether the router needs matrices besides `weight`: their number.
+        matrices: of the router, [E, W] each.
+        draws: whether training draws random numbers.
     """
 
     top_k: int
@@ -27,14 +28,15 @@ class RouterKind(NamedTuple):
     balance_weight: float
     balance_power: int = 0
     fixed_k: bool = False
-    gates: int = 1
+    matrices: int = 1
+    draws: bool = False
 
 
 ROUTERS: dict[str, RouterKind] = {
-    "switch": RouterKind(1, 1.25, 0.01, fixed_k=True),
-    "gshard": RouterKind(2, 1.0, 0.01, balance_power=2, fixed_k=True),
+    "switch": RouterKind(1, 1.25, 0.01, fixed_k=True, draws=True),
+    "gshard": RouterKind(2, 1.0, 0.01, balance_power=2, fixed_k=True, draws=True),
     "glam": RouterKind(2, 1.0, 0.01, balance_power=2, fixed_k=True),
-    "noisy-topk": RouterKind(2, None, 0.1, gates=2),
+    "noisy-topk": RouterKind(2, None, 0.1, matrices=2, draws=True),
     "topk": RouterKind(2, None, 0.01),
     "sigmoid": RouterKind(2, None, 0.0),
     "expert-choice": RouterKind(2, None, 0.0),

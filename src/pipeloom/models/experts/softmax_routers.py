@@ -38,7 +38,7 @@ class Switch(Router):
     tenth of the variance that those of the other routers have; the experts' too.
 
     Attributes:
-        jitter: 0.01; 0: none.
+        jitter: 0.01.
     """
 
     jitter = 0.01
@@ -47,14 +47,10 @@ class Switch(Router):
         super().__init__(width, settings)
         self.init_std["weight"] = _STD * 0.1**0.5
 
-    @property
-    def draws_random_numbers(self) -> bool:  # type: ignore[override]
-        return self.jitter > 0
-
     def forward(self, x_NW: Tensor, groups: int = 1) -> Routing:
         settings = self.settings
         x_NW = x_NW.to(torch.promote_types(x_NW.dtype, torch.float32))
-        if self.training and self.jitter > 0:
+        if self.training:
             self.check_draws()
             x_NW = x_NW * torch.empty_like(x_NW).uniform_(1 - self.jitter, 1 + self.jitter)
         logits_NE = self.logits(x_NW)
@@ -74,8 +70,6 @@ class GShard(Router):
     authors' code. The balance loss is 1/E * sum over experts of c_e / S * m_e: c_e first choices for e of S tokens,
     before drops, and m_e the mean gate. Its weight is by default 0.01 * E**2, the factor of the authors' code.
     """
-
-    draws_random_numbers = True
 
     def forward(self, x_NW: Tensor, groups: int = 1) -> Routing:
         E = self.settings.experts
@@ -108,8 +102,6 @@ class GLaM(GShard):
 
     GLaM has 64 experts, two per token, in every other block: ``experts=64, experts_every=2``.
     """
-
-    draws_random_numbers = False
 
     def sent(self, gate_NK: Tensor) -> Tensor | None:
         return None

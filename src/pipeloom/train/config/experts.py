@@ -3,12 +3,13 @@
 import math
 
 from pipeloom.errors import InputError
-from pipeloom.models.experts.settings import ExpertSettings
+from pipeloom.ir import Schedule
+from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
 from pipeloom.train.config.train_config import TrainConfig
 
 
-def check_experts(config: TrainConfig) -> None:
-    """Validate that the experts of the model can be shared as configured.
+def check_experts(config: TrainConfig, schedule: Schedule) -> None:
+    """Validate that the router works as configured, and that the experts of the model can be shared.
 
     Raises:
         InputError: the first option that does not fit, with what would.
@@ -21,6 +22,7 @@ def check_experts(config: TrainConfig) -> None:
                 "or remove parallel.expert."
             )
         return
+    _check_router(config, schedule)
     if parallel.tensor > 1:
         _check_tensor(config)
     if parallel.expert == 1:
@@ -38,6 +40,21 @@ def check_experts(config: TrainConfig) -> None:
                 f"parallel.expert_exchange=capacity: the experts of model.router={model.router} have no capacity. Add "
                 "--model.capacity_factor, or use counts."
             )
+
+
+def _check_router(config: TrainConfig, schedule: Schedule) -> None:
+    router, parallel = config.model.router, config.parallel
+    if router == "expert-choice" and (parallel.slices is not None or schedule.num_slices > 1 or parallel.context > 1):
+        parts = f"parallel.context={parallel.context}" if parallel.context > 1 else "sequence slices"
+        raise InputError(
+            f"model.router=expert-choice: does not work with {parts}: experts choose among all tokens of a sequence. "
+            "Use another router, or whole sequences."
+        )
+    if ROUTERS[router].draws and config.num_threads > 1:
+        raise InputError(
+            f"model.router={router}: with --local and several ranks per stage, threads draw from one random generator. "
+            "Use router topk, or remove --local."
+        )
 
 
 def _check_tensor(config: TrainConfig) -> None:

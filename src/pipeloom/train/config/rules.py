@@ -74,7 +74,7 @@ def validate_settings(config: TrainConfig) -> None:
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
     _check_stream_options(config, schedule)
-    check_experts(config)
+    check_experts(config, schedule)
     check_inside_stage(config, schedule)
     _check_data_parallel(config, schedule)
     _check_memory(config, schedule)
