@@ -7,7 +7,8 @@ Messages and collectives pass through queues.
 import threading
 import time
 from collections.abc import Callable, Iterable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -136,10 +137,14 @@ def run_threads(size: int, function: Callable[[], T], *, timeout_seconds: float 
     results: dict[int, T] = {}
     errors: list[BaseException] = []
     gradients = torch.is_grad_enabled()
-    # Waited for in place of Thread.join: an interrupt inside join makes Python 3.11 take the thread for ended.
-    ended: SimpleQueue[int] = SimpleQueue()
+    ended: list[int] = []
+    news: SimpleQueue[None] = SimpleQueue()  # of `ended`
+    begin = threading.Event()  # set once all threads have started: an interrupt before ends them without a call
 
     def work(rank: int) -> None:
+        begin.wait()
+        if interrupted:
+            return
         act_as(ThreadMembers(world, rank))
         try:
             with torch.set_grad_enabled(gradients):
@@ -148,24 +153,36 @@ def run_threads(size: int, function: Callable[[], T], *, timeout_seconds: float 
             errors.append(error)
             world.fail(rank)
         finally:
-            ended.put(rank)
+            ended.append(rank)
+            news.put(None)
+
+    def wait_for_all() -> None:
+        """In place of Thread.join: an interrupt inside it makes Python 3.11 take the thread for ended.
+
+        Not in one long wait: Python misses a signal that arrives just before a thread begins to wait for a lock.
+        """
+        while len(ended) < size:
+            with suppress(Empty):
+                news.get(timeout=0.2)
 
     threads = [threading.Thread(target=work, args=(rank,), name=f"pipeloom-rank-{rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    left = size
+    interrupted = False
     try:
-        for _ in threads:
-            ended.get()
-            left -= 1
+        for thread in threads:
+            thread.start()
+        begin.set()
+        wait_for_all()
     except BaseException:  # an interrupt: threads stop where they next wait for each other
+        interrupted = not begin.is_set()
         world.fail(0)
-        for _ in range(left):
-            ended.get()
+        begin.set()
+        if not interrupted:
+            wait_for_all()
         raise
     finally:
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
