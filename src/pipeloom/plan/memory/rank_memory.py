@@ -190,6 +190,19 @@ class _Walk:
                     begun = now
         return (most, most, most) if gathers_inside(data) else (begun, most, sum(sizes))
 
+    def _sending(self, stage: int) -> float:
+        """Bytes of flat gradients while a stage is reduced, beside its full ones.
+
+        Units are reduced one after another from the last on. Sharded ones are smaller from then on.
+        """
+        units, data = self._units[stage], self._program.data
+        freed, most = 0.0, 0.0
+        for unit in reversed(units):
+            most = max(most, unit.sending - freed)
+            if data is not None and data.strategy.shards_optimizer and not self._fine_reductions:
+                freed += unit.full_gradients - unit.reduced
+        return most
+
     def moments(self) -> list[dict[str, float]]:
         """The bytes that come and go, during every action."""
         slices = self._program.schedule.num_slices
@@ -217,7 +230,7 @@ class _Walk:
                 again = self._model.recomputed_bytes(stage) / slices
             of_data = op is Op.REDUCE_GRAD and microbatch is not None and self._reduces and not stream
             if of_data:
-                sending = max((unit.sending for unit in self._units[stage]), default=0.0)
+                sending = self._sending(stage)
             moments.append(
                 {
                     "activations": activations,
