@@ -14,6 +14,7 @@ from pipeloom.sim import Timeline, measured_timeline
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
+from pipeloom.train.output.expert_metrics import declared_metrics
 from pipeloom.train.output.step_metrics import (
     Collectives,
     Records,
@@ -27,6 +28,7 @@ from pipeloom.train.output.step_metrics import (
 )
 from pipeloom.train.run_parts import Batches, Live, RunParts
 from pipeloom.training import BarrierStep, OptimizerStep, Pipeline, PostValidatedStep, Update
+from pipeloom.training.observations import Entry, observed_in
 
 _LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it overflow at any scale
 _NUM_OFFLOAD_NUMBERS = 4
@@ -58,6 +60,7 @@ class FlushSteps:
         self._records: Records = []  # of the last step on this process's ranks
         self._waits: Waits = {}  # inside its computations
         self._collectives: Collectives = []  # inside them too
+        self._declared: list[Entry] | None = None  # what the layers of all processes declare in a step
         self._steps_here = 0
         self.done = 0
 
@@ -103,13 +106,18 @@ class FlushSteps:
         self._parts.journal.enter(f"step {step}, update")
         self._probe.look(self._steps_here)
         cost = cost_numbers(self._parts.pipeline, self._records, self._parts.group)
-        return torch.cat([cost, _offload_numbers(self._parts.pipeline, self._parts.optimizer)])
+        if self._declared is None:
+            self._declared = pipeline.observed.entries()
+        declared = pipeline.observed.vector(self._declared)
+        return torch.cat([declared, cost, _offload_numbers(self._parts.pipeline, self._parts.optimizer)])
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """The metrics of the first step that is not final yet."""
         step, rate, scale, seconds = self._begun.popleft()
         parts, loss, norm = self._parts, float(update.loss), float(update.grad_norm)
-        cost = read_cost(update.numbers[:-_NUM_OFFLOAD_NUMBERS], parts.pipeline.schedule, parts.group.size)
+        declared = self._declared or []
+        own, numbers = update.numbers.tensor_split([1 + sum(entry.length for entry in declared)])
+        cost = read_cost(numbers[:-_NUM_OFFLOAD_NUMBERS], parts.pipeline.schedule, parts.group.size)
         parts.predictor.observe(cost)
         self._steps_here += 1
         # The first step warms up, and message times cost a collective.
@@ -122,8 +130,9 @@ class FlushSteps:
             "tokens_per_second": parts.config.batch.size * parts.config.model.sequence_length / seconds,
             "step_seconds": seconds,
             **cost_metrics(cost, parts.predictor, parts.pipeline.program, parts.group),
-            **_offload_metrics(parts.config, update.numbers[-_NUM_OFFLOAD_NUMBERS:]),
+            **_offload_metrics(parts.config, numbers[-_NUM_OFFLOAD_NUMBERS:]),
         }
+        row |= declared_metrics(*observed_in(declared, own))
         parts.journal.write(row)
         if not update.applied and not (update.skipped and scale >= _LEAST_LOSS_SCALE):
             raise RunError(

@@ -14,6 +14,7 @@ from pipeloom.passes import lower, stretch
 from pipeloom.sim import Collective, Timeline, measured_timeline
 from pipeloom.train.config.rules import staleness
 from pipeloom.train.optimizers import learning_rate, learning_rates
+from pipeloom.train.output.expert_metrics import declared_metrics
 from pipeloom.train.output.step_metrics import (
     Records,
     cost_metrics,
@@ -109,7 +110,8 @@ class StreamSteps:
         for step, (update, (begin, end)) in enumerate(zip(updates, pairwise(moments), strict=True), first):
             seconds = max(end - begin, 1e-9)
             row = {"step": step, "loss": update.loss, "grad_norm": update.grad_norm, "lr": self._rate(step - 1)}
-            rows.append(row | {"tokens_per_second": self._tokens / seconds, "step_seconds": seconds} | timing)
+            row |= {"tokens_per_second": self._tokens / seconds, "step_seconds": seconds} | timing
+            rows.append(row | declared_metrics(update.auxiliary_losses, update.observations))
         self._known = []
         return rows
 

@@ -97,9 +97,10 @@ def display(*, shown: bool, num_steps: int, done: int, log_steps: int) -> Iterat
 def describe(row: Mapping[str, Any]) -> str:
     """The metrics of a step in one line."""
     memory = "/".join(f"{size / 2**20:.0f}" for size in row["peak_memory_bytes"])
+    auxiliary = f" + {row['auxiliary_loss']:.4f}" if "auxiliary_loss" in row else ""
     skipped = f"  skipped {row['skipped_steps']}" if row.get("skipped_steps") else ""
     return (
-        f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+        f"loss {row['loss']:.4f}{auxiliary}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
         f"{row['tokens_per_second']:,.0f} tokens/s  "
         f"bubble {row['bubble_fraction']:.1%} (predicted {row['predicted_bubble_fraction']:.1%})  "
         f"memory {memory} MiB{skipped}"
