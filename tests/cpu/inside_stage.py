@@ -213,7 +213,7 @@ def train_and_compare(case: Case, mesh: pl.Mesh, layout: Layout | None = None, *
                 found = pipe.step(*own).item()
                 assert abs(found - loss) <= tolerance * abs(loss), f"{case}: loss {step}: {found}, not {loss}"
                 if dtype is torch.float64 and step == 0:
-                    _compare_gradients(pipe, wanted.gradients, str(case))
+                    compare_gradients(pipe, wanted.gradients, str(case))
                 pl.clip_grad_norm(pipe, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -232,7 +232,7 @@ def _made(case: Case, layout: Layout, mesh: pl.Mesh, dtype: torch.dtype) -> nn.M
     return model if layout.options is None else pl.parallelize(model, mesh, **layout.options)
 
 
-def _compare_gradients(pipe: pl.Pipeline, wanted: dict[str, Tensor], what: str) -> None:
+def compare_gradients(pipe: pl.Pipeline, wanted: dict[str, Tensor], what: str) -> None:
     """This rank's block, or shard of the block, of each gradient, relative to the largest element of the gradient."""
     names = [name for name, _ in pipe.named_parameters()]
     assert names, what

@@ -1,0 +1,60 @@
+"""Experts on several processes x schedules x data strategies x routers x recomputation: each trains as one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cpu.expert_cases import (
+    Case,
+    Expected,
+    draw_equally,
+    expected_of,
+    grid,
+    in_threads,
+    pairs,
+    pairwise,
+    size_of_mesh,
+    train_and_compare,
+)
+from tests.cpu.ranks import run_ranks
+
+CASES = pairwise()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pairs_of_all_factors_train_as_one_process(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    draw_equally(monkeypatch)
+    in_threads(case, updates=2)
+
+
+@pytest.mark.parametrize("sharing", ["ep 2 of 4", "ep 2 tp 2 sequence"])
+def test_ten_updates_train_as_one_process(sharing: str) -> None:
+    in_threads(Case(sharing, "1f1b", "zero1", "drops", "none", "counts"))
+
+
+def test_any_two_values_meet() -> None:
+    assert set().union(*map(pairs, CASES)) == set().union(*map(pairs, grid()))
+
+
+def test_tokens_are_dropped() -> None:
+    """Where the matrix says so: the numbers of dropped tokens that it compares are not 0."""
+    wanted = expected_of(Case("ep 2", "1f1b", "ddp", "drops", "none", "counts"), 2)
+    assert all(values > 0 for step in wanted.observed for (_, name), values in step.items() if name == "dropped")
+
+
+@pytest.mark.whole_grid
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", grid(), ids=str)
+def test_every_combination_trains_as_one_process(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    draw_equally(monkeypatch)
+    in_threads(case)
+
+
+def _in_process(rank: int, case: Case, wanted: Expected) -> None:
+    train_and_compare(case, wanted)
+
+
+def test_eight_processes_train_as_one() -> None:
+    """pp 2 x ep 2 x tp 2."""
+    case = Case("ep 2 tp 2 sequence", "zb-v", "zero1", "drops", "full", "counts")
+    run_ranks(_in_process, size_of_mesh(case.sharing), case, expected_of(case, 2))
