@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ __all__ = ["text"]  # a fixture
 CONFIG = GPTConfig(vocabulary_size=17, layers=4, width=16, heads=2, sequence_length=12)
 
 
-def model() -> GPT:
-    net = GPT(CONFIG)
+def model(**sizes: Any) -> GPT:
+    net = GPT(replace(CONFIG, **sizes))
     init_parameters(net, seed=3)
     return net
 
@@ -78,6 +79,24 @@ def test_a_plan_knows_processes_that_share_a_stage() -> None:
         return len(planned) > 1 and all(torch.equal(a, b) for a, b in zip(planned, expected, strict=True))
 
     assert all(pl.run_threads(8, each, timeout_seconds=120.0))
+
+
+def test_a_plan_knows_processes_that_share_experts() -> None:
+    made = pl.Plan(schedule="1f1b", pipeline=2, microbatches=2, data=2, expert=2)
+
+    def each() -> bool:
+        with pl.Mesh(pp=2, dp=2, ep=2) as mesh, pl.Mesh(pp=2, dp=2) as other:
+            cut = pl.parallelize(model(experts=4, experts_every=2), mesh)
+            with pytest.raises(InputError, match=r"the plan has expert=2, and no mesh is given\. Cut the model with"):
+                pl.Pipeline(cut, made, loss_fn=loss_fn)
+            with pytest.raises(InputError, match=r"mesh has ep=1: the plan has 2\. Use ep=2\."):
+                pl.Pipeline(cut, made, loss_fn=loss_fn, mesh=other)
+            planned = gradients(cut, made, mesh=mesh)
+            again = pl.parallelize(model(experts=4, experts_every=2), mesh)
+            expected = gradients(again, made.make_schedule(), mesh=mesh)
+        return len(planned) > 1 and all(torch.equal(a, b) for a, b in zip(planned, expected, strict=True))
+
+    assert all(pl.run_threads(4, each, timeout_seconds=120.0))
 
 
 def test_offloaded_activations_of_a_plan_move_to_a_file(tmp_path: Path) -> None:

@@ -55,6 +55,9 @@ def plans(draw):
         chosen |= {"tensor_layout": layout, "tensor_depth": depth, "sequence": layout is None and draw(st.booleans())}
     if kind in ("flush", "virtual") and draw(st.booleans()):
         chosen |= {"context": 2, "context_kind": draw(st.sampled_from([None, "ring", "ulysses"]))}
+    if chosen.get("data", 1) > 1 and chosen.get("tensor_layout") is None and draw(st.booleans()):
+        chosen |= {"expert": chosen["data"], "expert_axes": draw(st.sampled_from([None, "data", "data,context"]))}
+        chosen["expert_exchange"] = draw(st.sampled_from([None, "counts", "capacity"]))
     plan = Plan(**chosen)
     stages = plan.make_schedule().num_stages
     counts = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
@@ -117,12 +120,18 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 3}, "version=3: this pipeloom reads versions 1 to 2. Make the plan again with this"),
-        ({"version": "1"}, "version='1': this pipeloom reads versions 1 to 2."),
-        ({"version": True}, "version=True: this pipeloom reads versions 1 to 2."),
-        ({"version": 1.0}, "version=1.0: this pipeloom reads versions 1 to 2."),
+        ({"version": 4}, "version=4: this pipeloom reads versions 1 to 3. Make the plan again with this"),
+        ({"version": "1"}, "version='1': this pipeloom reads versions 1 to 3."),
+        ({"version": True}, "version=True: this pipeloom reads versions 1 to 3."),
+        ({"version": 1.0}, "version=1.0: this pipeloom reads versions 1 to 3."),
         ({"tensor": 2}, "the plan: unknown key 'tensor'. Remove it"),
         ({"version": 2, "expert": 2}, "the plan: unknown key 'expert'. Remove it"),
+        ({"version": 3, "data": 4, "expert": 3}, "expert=3: must divide the 4 processes along data. Use 1, 2, 4."),
+        ({"version": 3, "expert_axes": "data"}, "expert_axes=data: has no effect with expert=1. Remove it, or raise"),
+        (
+            {"version": 3, "data": 2, "expert": 2, "tensor": 4, "tensor_layout": "2d"},
+            "expert=2: works with tensor_layout='1d' alone, not '2d'.",
+        ),
         ({"version": 2, "tensor": 0}, "tensor=0: must be at least 1"),
         ({"version": 2, "tensor_layout": "2d"}, "tensor_layout=2d: has no effect with tensor=1. Remove it, or raise"),
         ({"version": 2, "context_kind": "ring"}, "context_kind=ring: has no effect with context=1"),
@@ -259,6 +268,7 @@ def test_a_plan_explains_itself():
         "data_strategy": "zero3",
         "tensor": "1",
         "context": "1",
+        "expert": "1",
         "predicted_step_seconds": "250 ms",
         "predicted_memory_bytes": "1 GiB, 512 MiB",
     }

@@ -200,6 +200,7 @@ class StageTraffic:
         return dispatch_traffic(
             sizes.experts,
             inside.expert,
+            samples=sizes.samples,
             tokens=sizes.tokens,
             width=sizes.width,
             element=sizes.element,

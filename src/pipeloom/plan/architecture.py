@@ -156,6 +156,7 @@ def _experts_of(sizes: GPTConfig) -> ExpertSizes:
         expert_width=sizes.width_of_expert,
         shared=sizes.shared_experts,
         capacity_factor=factor,
+        by_sequence=settings.capacity_by == "sequence",
         by_expert=by_expert,
         noisy=kind.matrices > 1,
         biased=settings.router == "sigmoid",

@@ -1,13 +1,13 @@
 """`Plan`: everything that a run needs, as immutable data with a versioned JSON form.
 
-    {"version": 2, "schedule": "1f1b", "pipeline": 4, "microbatches": 8, "data": 2, "cut": [6, 6, 7, 5], ...}
+    {"version": 3, "schedule": "1f1b", "pipeline": 4, "microbatches": 8, "data": 2, "cut": [6, 6, 7, 5], ...}
 
 The planning commands write plans (`pipeloom partition`, `slice`, `memory` and `simulate` with ``--out plan.json``).
 `pipeloom train --plan plan.json` and ``pipeloom.Pipeline(model, plan)`` run them.
 
 Versions: every new key raises the version, and its default is what older plans did. So a newer pipeloom reads older
 plans, and an older pipeloom refuses a newer plan in one line instead of ignoring a degree that it does not know. The
-keys of tensor and context parallelism came with version 2.
+keys of tensor and context parallelism came with version 2, those of expert parallelism with version 3.
 """
 
 import json
@@ -28,8 +28,11 @@ from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.plan.plan_rules import check_schedule, check_values
 from pipeloom.schedules import build, find, is_file, steady_length
 
-VERSION = 2
-_SINCE_2 = ("tensor", "tensor_layout", "tensor_depth", "sequence", "context", "context_kind")
+VERSION = 3
+_SINCE = {
+    2: ("tensor", "tensor_layout", "tensor_depth", "sequence", "context", "context_kind"),
+    3: ("expert", "expert_axes", "expert_exchange"),
+}
 _build = lru_cache(maxsize=2)(build)  # a plan builds its schedule to check itself, and again for its run
 _SEQUENCES = ("cut", "replicas", "slices", "recompute", "predicted_memory_bytes", "why")
 
@@ -63,6 +66,9 @@ class Plan:
         sequence: Megatron's sequence parallelism, with layout "1d".
         context: context-parallel degree: processes that share the sequences.
         context_kind: how attention communicates: "ring", "ring-plain", "ring-self-attention" or "ulysses". None: ring.
+        expert: expert-parallel degree: processes that share the experts of a layer; no more processes.
+        expert_axes: whose processes share experts: "data", "context" or "data,context". None: data.
+        expert_exchange: how tokens are sent to experts: "counts" or "capacity". None: counts.
         precision: "fp32", "bf16" or "fp16".
         gradients: format of accumulated gradients: "float32" or "same".
         offload: offload target: "cpu" or "disk:PATH". None leaves all four offload options to the run.
@@ -97,6 +103,9 @@ class Plan:
     sequence: bool = False
     context: int = 1
     context_kind: Literal["ring", "ring-plain", "ring-self-attention", "ulysses"] | None = None
+    expert: int = 1
+    expert_axes: Literal["data", "context", "data,context"] | None = None
+    expert_exchange: Literal["counts", "capacity"] | None = None
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     gradients: Literal["float32", "same"] | None = None
     offload: str | None = None
@@ -134,6 +143,12 @@ class Plan:
     def num_processes(self) -> int:
         """Processes of all data-parallel replicas."""
         return self.num_ranks * self.data * self.tensor * self.context
+
+    @property
+    def expert_mesh_axes(self) -> tuple[str, ...]:
+        """`expert_axes` as `pipeloom.Mesh` names them, in its order."""
+        names = {"data": "dp", "context": "cp"}
+        return tuple(names[name] for name in (self.expert_axes or "data").split(","))
 
     @property
     def num_slices(self) -> int:
@@ -209,7 +224,7 @@ class Plan:
             rule = f"this pipeloom reads versions 1 to {VERSION}. Make the plan again with this pipeloom."
             raise InputError(f"version={folded(version)}: {rule}")
         required = [field.name for field in fields(cls) if field.default is MISSING]
-        unknown = _SINCE_2 if version == 1 else ()
+        unknown = [name for since, names in _SINCE.items() if version < since for name in names]
         optional = [each.name for each in fields(cls) if each.default is not MISSING and each.name not in unknown]
         data = {name: value.value for name, value in entry.fields(("version", *required), optional).items()}
         del data["version"]

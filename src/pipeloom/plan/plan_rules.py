@@ -15,7 +15,11 @@ from pipeloom.schedules import find
 
 CUTS = ("layers", "parameters", "time")
 _LEAST_1 = ("pipeline", "microbatches", "data", "virtual_stages", "batch_size", "replicas", "slices")
-_INSIDE = {"tensor": ("tensor_layout", "tensor_depth", "sequence"), "context": ("context_kind",)}
+_INSIDE = {
+    "tensor": ("tensor_layout", "tensor_depth", "sequence"),
+    "context": ("context_kind",),
+    "expert": ("expert_axes", "expert_exchange"),
+}
 _OFFLOADED = ("offload_states", "offload_parameters", "offload_activations")
 
 
@@ -116,12 +120,18 @@ def check_schedule(given: Mapping[str, Any], schedule: Schedule) -> None:
 
 
 def _check_inside(given: Mapping[str, Any]) -> None:
-    """Raises InputError for values of tensor and context parallelism that contradict each other."""
+    """Raises InputError for values of tensor, context and expert parallelism that contradict each other."""
     for degree, names in _INSIDE.items():
         for name in names:
             if name in given and given[degree] == 1:
                 raise _refusal(given, name, f"has no effect with {degree}=1. Remove it, or raise {degree}.")
     layout = given.get("tensor_layout", "1d")
+    axes = given.get("expert_axes", "data").split(",")
+    if (number := math.prod(given[name] for name in axes)) % given["expert"]:
+        fits = ", ".join(str(degree) for degree in range(1, number + 1) if number % degree == 0)
+        raise _refusal(given, "expert", f"must divide the {number} processes along {' and '.join(axes)}. Use {fits}.")
+    if given["expert"] > 1 and layout != "1d":
+        raise _refusal(given, "expert", f"works with tensor_layout='1d' alone, not {layout!r}. Remove one of them.")
     if layout != "1d":
         GridShape.of(given["tensor"], layout, given.get("tensor_depth"))
         if "sequence" in given:

@@ -19,6 +19,7 @@ _ALWAYS = {
     "parallel.data": "data",
     "parallel.tensor": "tensor",
     "parallel.context": "context",
+    "parallel.expert": "expert",
     "batch.microbatches": "microbatches",
 }
 _IF_GIVEN = {
@@ -32,6 +33,7 @@ _IF_GIVEN = {
     "memory.recompute": "recompute",
 }
 _TENSOR = ("tensor_layout", "tensor_depth", "sequence")
+_EXPERT = {"expert_axes": "data", "expert_exchange": "counts"}  # and what None means
 _OFFLOAD = ("offload", "offload_states", "offload_parameters", "offload_activations")
 
 
@@ -51,6 +53,8 @@ def options_of_plan(plan: Plan, path: str | None = None) -> dict[str, Any]:
         found["parallel.tensor_layout"] = plan.tensor_layout or "1d"
     if plan.context > 1:
         found["parallel.context_kind"] = plan.context_kind or "ring"
+    if plan.expert > 1:
+        found |= {f"parallel.{name}": getattr(plan, name) or usual for name, usual in _EXPERT.items()}
     if plan.offload is not None:
         found |= {f"memory.{name}": getattr(plan, name) for name in _OFFLOAD}
     if plan.recompute is not None:
@@ -89,6 +93,8 @@ def plan_of_options(options: Mapping[str, Any], schedule: Schedule, **predicted:
         given |= {name: options[f"parallel.{name}"] for name in _TENSOR}
     if given["context"] > 1:
         given["context_kind"] = options["parallel.context_kind"]
+    if given["expert"] > 1:
+        given |= {name: options[f"parallel.{name}"] for name in _EXPERT}
     given["schedule"] = schedule if is_file(options["schedule"]) else schedule.name
     given["in_flight"] = given["in_flight"] if stream else None
     return Plan(**{**given, **predicted})

@@ -175,17 +175,22 @@ def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> Pipelin
 
 
 def _mesh(plan: Plan, mesh: Mesh | None) -> Mesh | None:
-    degrees = {"dp": plan.data, "pp": plan.num_ranks, "cp": plan.context, "tp": plan.tensor}
+    degrees = {"dp": plan.data, "pp": plan.num_ranks, "cp": plan.context, "tp": plan.tensor, "ep": plan.expert}
     if mesh is None:
-        if plan.tensor > 1:
+        name = "tensor" if plan.tensor > 1 else "expert"
+        if plan.tensor > 1 or plan.expert > 1:
             raise InputError(
-                f"the plan has tensor={plan.tensor}, and no mesh is given. Cut the model with "
+                f"the plan has {name}={getattr(plan, name)}, and no mesh is given. Cut the model with "
                 "pipeloom.parallelize(model, mesh), and pass mesh=."
             )
         return None if plan.data * plan.context == 1 else Mesh(pp=plan.num_ranks, dp=plan.data, cp=plan.context)
     for axis, degree in degrees.items():
         if hasattr(mesh, "degree") and mesh.degree(axis) != degree:
             raise InputError(f"mesh has {axis}={mesh.degree(axis)}: the plan has {degree}. Use {axis}={degree}.")
+    if plan.expert > 1 and hasattr(mesh, "shape") and mesh.shape.expert_axes != plan.expert_mesh_axes:
+        raise InputError(
+            f"mesh has expert_axes={mesh.shape.expert_axes}: the plan has {plan.expert_mesh_axes}. Use those."
+        )
     return mesh
 
 

@@ -65,4 +65,8 @@ def plan_fields(inside: InsideStage) -> dict[str, Any]:
         found |= {"tensor_layout": inside.layout, "tensor_depth": inside.depth, "sequence": inside.sequence}
     if inside.context > 1:
         found["context_kind"] = inside.context_kind
+    if inside.expert > 1:
+        names = {"dp": "data", "cp": "context"}
+        found |= {"expert": inside.expert, "expert_exchange": inside.exchange}
+        found["expert_axes"] = ",".join(names[axis] for axis in inside.expert_axes)
     return found

@@ -17,10 +17,12 @@ from pipeloom.train.config.schedule import check_replicas, parse_cut
 from pipeloom.train.config.train_config import TrainConfig, options
 
 _USUAL = {
-    **dict.fromkeys(("parallel.chunks", "parallel.data", "parallel.tensor", "parallel.context"), 1),
+    **dict.fromkeys((f"parallel.{name}" for name in ("chunks", "data", "tensor", "context", "expert")), 1),
     "parallel.tensor_layout": "1d",
     "parallel.sequence": False,
     "parallel.context_kind": "ring",
+    "parallel.expert_axes": "data",
+    "parallel.expert_exchange": "counts",
     "parallel.in_flight": "noam",
     "batch.microbatches": 1,
 }

@@ -16,6 +16,7 @@ class ExpertSizes:
         gated: whether an expert has two matrices of width x expert_width.
         shared: experts that every token passes.
         capacity_factor: capacity over the mean number of assignments per expert; None: no limit.
+        by_sequence: whether the tokens of each sequence have a capacity of their own, not all of a micro-batch.
         by_expert: whether experts choose tokens, each of them at most once.
         noisy: whether the router has a second matrix, for noise.
         biased: whether the router has a bias per expert, a buffer.
@@ -27,16 +28,19 @@ class ExpertSizes:
     gated: bool = False
     shared: int = 0
     capacity_factor: float | None = None
+    by_sequence: bool = False
     by_expert: bool = False
     noisy: bool = False
     biased: bool = False
 
-    def capacity(self, tokens: int) -> int:
-        """Most assignments of an expert, of one process's group of `tokens`."""
+    def capacity(self, samples: int, tokens: int) -> int:
+        """Most assignments of one process's micro-batch of `samples`, with `tokens` in all, to one expert."""
         if self.capacity_factor is None:
             return tokens
-        most = math.ceil(Fraction(str(self.capacity_factor)) * self.top_k * tokens / self.experts)
-        return min(tokens, most) if self.by_expert else most
+        groups = samples if self.by_sequence else 1
+        group = tokens // groups
+        most = math.ceil(Fraction(str(self.capacity_factor)) * self.top_k * group / self.experts)
+        return groups * (min(group, most) if self.by_expert else most)
 
     def matrix_numbers(self, width: int) -> int:
         """Numbers in the matrices of one expert, for a residual stream of `width`."""

@@ -61,6 +61,7 @@ def dispatch_traffic(
     sizes: ExpertSizes,
     degree: int,
     *,
+    samples: int,
     tokens: int,
     width: int,
     element: int,
@@ -72,7 +73,7 @@ def dispatch_traffic(
     Args:
         sizes: of the experts.
         degree: number of expert-parallel processes.
-        tokens: of this process.
+        samples, tokens: of this process.
         width: of a row.
         element: bytes per element.
         exchange: how rows are exchanged.
@@ -82,7 +83,7 @@ def dispatch_traffic(
         return Traffic({}, {})
     row = width * element
     if exchange == "capacity":
-        slots = sends(_EP, "all_to_all", degree, sizes.experts * sizes.capacity(tokens) * row)
+        slots = sends(_EP, "all_to_all", degree, sizes.experts * sizes.capacity(samples, tokens) * row)
         both = total([slots, slots])
         return Traffic(both, both)
     rows = balanced_rows(sizes, tokens, degree) if rows is None else rows
