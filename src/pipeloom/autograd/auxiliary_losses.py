@@ -118,7 +118,10 @@ def auxiliary_loss(
         raise InputError(f"auxiliary_loss {name!r} has weight={folded(weight)}: must be a finite number.")
     found = _open()
     if found is not None:
-        found.losses.append(DeclaredLoss(module or running.layer, name, value, float(weight)))
+        # A copy: the value may be a parameter, whose memory is freed between computations, or a view of one.
+        found.losses.append(
+            DeclaredLoss(running.layer if module is None else module, name, value.clone(), float(weight))
+        )
 
 
 def observe(name: str, values: Tensor, *, module: nn.Module | None = None) -> None:
@@ -143,7 +146,9 @@ def observe(name: str, values: Tensor, *, module: nn.Module | None = None) -> No
     _check_name("observe", name)
     found = _open()
     if found is not None:
-        found.observed.append(ObservedQuantity(module or running.layer, name, values.detach().clone()))
+        found.observed.append(
+            ObservedQuantity(running.layer if module is None else module, name, values.detach().clone())
+        )
 
 
 @contextmanager

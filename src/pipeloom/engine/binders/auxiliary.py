@@ -25,22 +25,16 @@ def keep_declared(state: RankState, action: Action, program: Program, found: Col
     if state.wiring.sliced:
         extent = Extent(*output[1].tolist())
         samples *= (extent.end - extent.start) / extent.length
-    # Copies: the memory of a parameter may be freed between computations.
-    values = [loss._replace(value=loss.value.detach().clone()) for loss in found.losses]
+    values = [loss._replace(value=loss.value.detach()) for loss in found.losses]
     state.batch.declared[stage, microbatch, piece] = Declared(samples, values, found.observed)
     roots = [
-        DeclaredRoot(root_of(_with_node(loss.value)), value.value, value.weight, samples)
+        DeclaredRoot(root_of(loss.value), value.value, value.weight, samples)
         for loss, value in zip(found.losses, values, strict=True)
         if loss.value.requires_grad and not program.schedule.forward_only
     ]
     if roots:
         state.declared[stage, microbatch, piece] = roots
     return bool(roots)
-
-
-def _with_node(value: Tensor) -> Tensor:
-    """The value as the result of an operation: a backward starts at a node of the graph, not at a leaf."""
-    return value.view_as(value) if value.grad_fn is None else value
 
 
 def add_declared(state: RankState, action: Action, roots: list[Root], gradients: list[Tensor]) -> None:
