@@ -71,12 +71,9 @@ def _grouped_mm_runs(x: Tensor, *sizes: int) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and all(size % _ALIGNED == 0 for size in sizes)
 
 
-def _ranges(counts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Index, start and end of each group."""
-    start = 0
-    for index, count in enumerate(counts.tolist()):
-        yield index, start, start + count
-        start += count
+def _parts(sizes: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The groups of rows of each tensor."""
+    return (torch.split(tensor, sizes) for tensor in tensors)
 
 
 @torch.no_grad()
@@ -85,9 +82,10 @@ def _rows(x: Tensor, weight_EKM: Tensor, counts: Tensor) -> Tensor:
     if _grouped_mm_runs(x, *weight_EKM.shape[1:]):
         return torch._grouped_mm(x.contiguous(), weight_EKM, offs=counts.cumsum(0, dtype=torch.int32))
     result = x.new_empty(x.shape[0], weight_EKM.shape[2])
-    for index, start, end in _ranges(counts):
-        if end > start:
-            torch.mm(x[start:end], weight_EKM[index], out=result[start:end])
+    sizes = counts.tolist()
+    for size, rows, out, matrix in zip(sizes, *_parts(sizes, x, result), weight_EKM.unbind(), strict=True):
+        if size:
+            torch.mm(rows, matrix, out=out)
     return result
 
 
@@ -99,9 +97,10 @@ def _weights(x: Tensor, gradient: Tensor, counts: Tensor, *, transposed: bool) -
         offsets = counts.cumsum(0, dtype=torch.int32)
         return torch._grouped_mm(left.contiguous().t(), right.contiguous(), offs=offsets)
     result = x.new_empty(counts.shape[0], left.shape[1], right.shape[1])
-    for index, start, end in _ranges(counts):
-        if end > start:
-            torch.mm(left[start:end].t(), right[start:end], out=result[index])
+    sizes = counts.tolist()
+    for size, a, b, out in zip(sizes, *_parts(sizes, left, right), result.unbind(), strict=True):
+        if size:
+            torch.mm(a.t(), b, out=out)
         else:
-            result[index].zero_()
+            out.zero_()
     return result

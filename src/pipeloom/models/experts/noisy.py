@@ -29,14 +29,16 @@ class NoisyTopK(Router):
         self.noise = nn.Parameter(torch.empty(settings.experts, width))
         self.init_std |= {"weight": 0.0, "noise": 0.0}
 
+    def draw(self, like: Tensor) -> Tensor:
+        return torch.randn_like(like)
+
     def forward(self, x_NW: Tensor, groups: int = 1) -> Routing:
         E, K = self.settings.experts, self.settings.top_k
         clean_NE = self.logits(x_NW)
         std_NE = F.softplus(self.logits(x_NW, self.noise))
         noisy_NE = clean_NE
         if self.training:
-            self.check_draws()
-            noisy_NE = clean_NE + torch.randn_like(clean_NE) * std_NE
+            noisy_NE = clean_NE + self.random(clean_NE) * std_NE
         best_NL, expert_NL = noisy_NE.topk(min(K + 1, E), -1)
         expert_NK = expert_NL[:, :K]
         gate_NK = F.softmax(best_NL[:, :K], -1)

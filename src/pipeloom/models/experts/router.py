@@ -80,16 +80,32 @@ class Router(nn.Module):
             }
         return routing
 
-    def check_draws(self) -> None:
-        """Raise InputError where tensor-parallel ranks are threads, so that their random numbers would differ."""
+    def draw(self, like: Tensor) -> Tensor:
+        """Random numbers of shape, dtype and device of `like`, from the router's distribution."""
+        raise NotImplementedError
+
+    def random(self, like: Tensor) -> Tensor:
+        """`draw`. Raises InputError where tensor-parallel ranks are threads, so that their numbers would differ."""
         if dropout_parts(self).one_generator:
             raise InputError(
                 f"router {self.settings.router!r} on tensor-parallel ranks that are threads: they draw from one "
                 "generator, so their random numbers would differ. Use processes, or router 'topk'."
             )
+        return self.draw(like)
 
     def extra_repr(self) -> str:
         return f"{self.settings.router}, experts={self.settings.experts}, top_k={self.settings.top_k}"
+
+
+def largest(share_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` largest of each row and their indices, [N, k] each, in descending order."""
+    if k > 2:
+        return tuple(share_NE.topk(k, -1))  # type: ignore[return-value]
+    found = [share_NE.max(-1, keepdim=True)]  # several times as fast as topk on the CPU
+    if k == 2:
+        rest_NE = share_NE.scatter(1, found[0].indices, -torch.inf)
+        found.append(rest_NE.max(-1, keepdim=True))
+    return torch.cat([each.values for each in found], 1), torch.cat([each.indices for each in found], 1)
 
 
 def chosen_per_expert(expert_NK: Tensor, experts: int, groups: int = 1) -> Tensor:

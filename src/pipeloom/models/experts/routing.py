@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """``compute(rows_AW, counts_E)``: the results of the experts, [A, W]; rows sorted by expert, counts of each."""
@@ -46,7 +47,13 @@ class Routing:
 
     def combine(self, rows_AW: Tensor, tokens: int) -> Tensor:
         """Add the experts' results, times their gates, to their tokens: [A, W] -> [N, W]. Others get 0."""
-        weighted_AW = rows_AW * self.gate.to(rows_AW.dtype).unsqueeze(1)
+        gate_A = self.gate.to(rows_AW.dtype)
+        if rows_AW.device.type == "cpu" and rows_AW.shape[0]:  # one operation that reads each row once
+            sorted_token_A, place_A = torch.sort(self.token, stable=True)
+            start_N = torch.searchsorted(sorted_token_A, torch.arange(tokens))
+            gate_A = gate_A.index_select(0, place_A)
+            return F.embedding_bag(place_A, rows_AW, start_N, mode="sum", per_sample_weights=gate_A)
+        weighted_AW = rows_AW * gate_A.unsqueeze(1)
         return weighted_AW.new_zeros(tokens, rows_AW.shape[1]).index_add(0, self.token, weighted_AW)
 
 
@@ -95,7 +102,7 @@ def assign(
             held = held.clamp(max=capacity)
         order = order[kept]
         counts = held.view(experts, groups).sum(1)
-    return Routing(order % N, gate_NK.t().reshape(-1)[order], counts)
+    return Routing(order % N, gate_NK.t().reshape(-1).index_select(0, order), counts)
 
 
 def dispatch_here(x_NW: Tensor, routing: Routing, compute: Compute) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeloom.models.experts.router import Router, chosen_per_expert, mean_share, switch_balance
+from pipeloom.models.experts.router import Router, chosen_per_expert, largest, mean_share, switch_balance
 from pipeloom.models.experts.routing import Routing, assign
 from pipeloom.models.experts.settings import ExpertSettings
 
@@ -23,7 +23,7 @@ class TopK(Router):
         settings = self.settings
         logits_NE = self.logits(x_NW)
         share_NE = F.softmax(logits_NE, -1)
-        gate_NK, expert_NK = share_NE.topk(settings.top_k, -1)
+        gate_NK, expert_NK = largest(share_NE, settings.top_k)
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
         routing = assign(expert_NK, gate_NK, settings.experts, groups=groups, capacity=self.capacity(x_NW, groups))
         chosen_GE = chosen_per_expert(expert_NK, settings.experts, groups)
@@ -47,15 +47,17 @@ class Switch(Router):
         super().__init__(width, settings)
         self.init_std["weight"] = _STD * 0.1**0.5
 
+    def draw(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like).uniform_(1 - self.jitter, 1 + self.jitter)
+
     def forward(self, x_NW: Tensor, groups: int = 1) -> Routing:
         settings = self.settings
         x_NW = x_NW.to(torch.promote_types(x_NW.dtype, torch.float32))
         if self.training:
-            self.check_draws()
-            x_NW = x_NW * torch.empty_like(x_NW).uniform_(1 - self.jitter, 1 + self.jitter)
+            x_NW = x_NW * self.random(x_NW)
         logits_NE = self.logits(x_NW)
         share_NE = F.softmax(logits_NE, -1)
-        gate_NK, expert_NK = share_NE.max(-1, keepdim=True)
+        gate_NK, expert_NK = largest(share_NE, 1)
         routing = assign(expert_NK, gate_NK, settings.experts, groups=groups, capacity=self.capacity(x_NW, groups))
         chosen_GE = chosen_per_expert(expert_NK, settings.experts, groups)
         losses = {"balance": switch_balance(chosen_GE, mean_share(share_NE, groups))}
@@ -71,11 +73,14 @@ class GShard(Router):
     before drops, and m_e the mean gate. Its weight is by default 0.01 * E**2, the factor of the authors' code.
     """
 
+    def draw(self, like: Tensor) -> Tensor:
+        return torch.rand_like(like)
+
     def forward(self, x_NW: Tensor, groups: int = 1) -> Routing:
         E = self.settings.experts
         logits_NE = self.logits(x_NW)
         share_NE = F.softmax(logits_NE, -1)
-        gate_NK, expert_NK = share_NE.topk(2, -1)
+        gate_NK, expert_NK = largest(share_NE, 2)
         gate_NK = gate_NK / gate_NK.sum(-1, keepdim=True)
         sent_NK = self.sent(gate_NK)
         routing = assign(expert_NK, gate_NK, E, groups=groups, capacity=self.capacity(x_NW, groups), sent_NK=sent_NK)
@@ -92,9 +97,9 @@ class GShard(Router):
         """[N, 2], which choices are sent; None: all."""
         if not self.training:
             return None
-        self.check_draws()
-        drawn_N = torch.rand(gate_NK.shape[0], dtype=gate_NK.dtype, device=gate_NK.device)
-        return torch.stack([torch.ones_like(drawn_N, dtype=torch.bool), 2 * gate_NK[:, 1] > drawn_N], 1)
+        second_N = gate_NK[:, 1]
+        second_N = 2 * second_N > self.random(second_N)
+        return torch.stack([torch.ones_like(second_N), second_N], 1)
 
 
 class GLaM(GShard):
