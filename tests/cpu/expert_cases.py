@@ -11,9 +11,8 @@ import torch
 
 import pipeloom as pl
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
-from pipeloom.models.experts.noisy import NoisyTopK
 from pipeloom.models.experts.router import Router
-from pipeloom.models.experts.softmax_routers import GShard, Switch
+from pipeloom.models.experts.settings import ROUTERS as ROUTER_KINDS
 from tests.cpu.inside_stage import compare_gradients, optimizer_of, size_of
 
 if TYPE_CHECKING:
@@ -254,8 +253,8 @@ def draw_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     def uniform(x: Tensor, low: float, high: float, **_: Any) -> Tensor:
         return x.copy_(low + (high - low) * fractions(x))
 
-    for router in (Switch, GShard, NoisyTopK):
-        monkeypatch.setattr(router, "draws_random_numbers", False)
+    for name, kind in list(ROUTER_KINDS.items()):
+        monkeypatch.setitem(ROUTER_KINDS, name, kind._replace(draws=False))
     monkeypatch.setattr(Router, "check_draws", lambda router: None)
     monkeypatch.setattr(torch, "rand", lambda *shape, dtype, device: fractions(torch.empty(shape, dtype=dtype)))
     monkeypatch.setattr(torch, "randn_like", lambda like: 2 * fractions(like) - 1)

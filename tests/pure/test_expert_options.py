@@ -1,68 +1,60 @@
-"""Options of models with experts are validated before any process starts, in one line that says what would fit."""
+"""Options of expert parallelism: what does not fit is refused in one line; no torch."""
 
 from __future__ import annotations
 
 import pytest
 
+from pipeloom.cli.common.rank_order import order_lines, rank_order
 from pipeloom.errors import InputError
-from pipeloom.models import GPTConfig
 from pipeloom.train.config.rules import validate_settings
-from tests.pure.test_tensor_options import config
+from pipeloom.train.config.train_config import TrainConfig
 
-EIGHT = {"model__experts": 8}
-BAD = [
-    ({"model__top_k": 2}, "model top_k=2: has no effect without experts. Set experts, or remove top_k."),
-    ({"model__router": "switch"}, "model router=switch: has no effect without experts."),
-    ({"model__experts": -1}, "model experts=-1: must be 0 (no experts) or more."),
-    (
-        {**EIGHT, "model__experts_every": 7},
-        "model experts_every=7: must be from 1 to layers=6, else no",
-    ),
-    ({**EIGHT, "model__experts_every": 0}, "model experts_every=0: must be from 1 to layers=6"),
-    ({**EIGHT, "model__top_k": 9}, "model top_k=9: a token cannot have more than the 8 experts that there are."),
-    ({**EIGHT, "model__capacity_factor": 0.0}, "model capacity_factor=0.0: must be more than 0. Use 1.0 or more."),
-    ({**EIGHT, "model__expert_width": 0}, "model expert_width=0: must be at least 1."),
-    ({**EIGHT, "model__shared_experts": -1}, "model shared_experts=-1: must be at least 0."),
-    (
-        {**EIGHT, "model__router": "sigmoid", "model__balance_weight": 0.1},
-        "model balance_weight=0.1: router ",
-    ),
-    (
-        {**EIGHT, "model__router": "expert-choice", "parallel__slices": 2, "schedule": "seq1f1b"},
-        "model.router=expert-choice: does not work with sequence slices: experts choose among all tokens",
-    ),
-    (
-        {**EIGHT, "model__router": "expert-choice", "parallel__context": 2},
-        "model.router=expert-choice: does not work with parallel.context=2: experts choose among all tokens",
-    ),
-    (
-        {**EIGHT, "model__router": "switch", "parallel__data": 2, "local": True},
-        "model.router=switch: with --local and several ranks per stage, threads draw from one random generator.",
-    ),
-]
+MIXTURE = {"model.experts": 4, "model.layers": 2}
+TWO = {**MIXTURE, "parallel.data": 2, "parallel.expert": 2}
 
 
-@pytest.mark.parametrize(("options", "message"), BAD)
-def test_options_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(InputError) as refused:
-        validate_settings(config(**options))
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
+def configured(options: dict[str, object]) -> TrainConfig:
+    config = TrainConfig()
+    for key, value in options.items():
+        section, _, name = key.partition(".")
+        config = config.changed(section, **{name: value})
+    return config
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "words"),
     [
-        {"model__router": "switch", "local": True},
-        {"model__router": "topk", "parallel__data": 2, "local": True},
-        {"model__router": "gshard", "model__experts_every": 2, "model__capacity_by": "sequence"},
-        {"model__router": "sigmoid", "model__top_k": 4, "model__shared_experts": 1, "schedule": "zb-h1"},
+        ({"parallel.expert": 2, "parallel.data": 2}, "the model has no experts. Add --model.experts"),
+        ({**TWO, "model.experts": 3}, r"must divide model.experts=3. Use 1 or 3\."),
+        ({**TWO, "parallel.expert": 4}, r"that share experts, parallel.data=2. Use 1 or 2, or other degrees\."),
+        ({**TWO, "parallel.data": 1}, r"Use --parallel.data 2\."),
+        ({**TWO, "parallel.expert_axes": "context"}, r"parallel.context=1. Use --parallel.context 2\."),
+        ({**TWO, "parallel.expert": 4, "parallel.expert_axes": "data,context"}, "parallel.data=2 x parallel.context=1"),
+        ({**TWO, "parallel.expert_exchange": "capacity"}, "have no capacity. Add --model.capacity_factor"),
+        ({**TWO, "parallel.expert": 0}, "parallel.expert=0: must be at least 1"),
+        ({**MIXTURE, "parallel.tensor": 4, "parallel.tensor_layout": "2d"}, r"without experts alone.* Use 1d\."),
+        ({**MIXTURE, "parallel.tensor": 2, "model.expert_width": 7}, "must divide the width of an expert, 7"),
+        ({**MIXTURE, "parallel.expert_axes": "context"}, "has no effect with one expert-parallel rank"),
+        ({**MIXTURE, "parallel.expert_exchange": "capacity"}, "has no effect with one expert-parallel rank"),
     ],
 )
-def test_options_that_fit(options):
-    validate_settings(config(**EIGHT, **options))
+def test_options_that_do_not_fit_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        validate_settings(configured(options))
+    assert "\n" not in str(caught.value)
 
 
-def test_blocks_with_experts():
-    sizes = GPTConfig(layers=6, experts=4, experts_every=3)
-    assert [sizes.has_experts(block) for block in range(6)] == [False, False, True] * 2
+@pytest.mark.parametrize("more", [{}, {"parallel.tensor": 2}, {"parallel.data": -1}])
+def test_options_that_fit(more: dict[str, object]) -> None:
+    config = configured({**TWO, **more})
+    validate_settings(config)
+    shape = config.mesh_shape(8 if "parallel.data" in more else None)
+    assert shape.degree("ep") == 2
+
+
+def test_the_rank_order_has_the_processes_that_share_experts() -> None:
+    rows = rank_order(configured({**TWO, "parallel.data": 4, "parallel.tensor": 2}), 4)
+    assert [(row.axis, row.ranks) for row in rows][-2:] == [("dp", (0, 4, 8, 12)), ("ep", (0, 4))]
+    warning = order_lines(rows)[-1]
+    assert "warning: ep communicates in each layer" in warning
+    assert warning.endswith("Lower --parallel.expert.")

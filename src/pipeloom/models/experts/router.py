@@ -31,6 +31,7 @@ class Router(nn.Module):
     def __init__(self, width: int, settings: ExpertSettings) -> None:
         super().__init__()
         self.settings = settings
+        self.sliceable = type(self).sliceable  # a forward of a subclass would need a declaration of its own
         self.draws_random_numbers = ROUTERS[settings.router].draws
         self.weight = nn.Parameter(torch.empty(settings.experts, width))
         self.init_std: dict[str, float] = {}

@@ -184,7 +184,7 @@ def _check_data_parallel(config: TrainConfig, schedule: Schedule) -> None:
     degree, dtype = config.data_degree, config.precision.dtype
     config.data_parallel  # noqa: B018  # a granularity that the strategy does not have
     config.number_format  # noqa: B018  # gradients that the format does not have
-    config.mesh_shape(config.num_processes if config.parallel.data == -1 else None)
+    config.mesh_shape(config.num_processes * config.parallel.expert if config.parallel.data == -1 else None)
     unusual = f"precision.dtype={dtype}"
     if config.shared is not None and degree * config.parallel.context > 1:
         unusual = f"parallel.data={degree}" if degree > 1 else f"parallel.context={config.parallel.context}"
