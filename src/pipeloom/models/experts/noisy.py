@@ -24,6 +24,8 @@ class NoisyTopK(Router):
         noise: [E, W].
     """
 
+    sliceable = True
+
     def __init__(self, width: int, settings: ExpertSettings) -> None:
         super().__init__(width, settings)
         self.noise = nn.Parameter(torch.empty(settings.experts, width))

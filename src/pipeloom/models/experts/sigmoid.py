@@ -25,6 +25,7 @@ class Sigmoid(Router):
         gate_scale: factor of all gates; 1.
     """
 
+    sliceable = True
     bias: Tensor
     bias_rate = 0.001
     gate_scale = 1.0

@@ -19,6 +19,8 @@ class TopK(Router):
     that of Switch with f_e over all choices.
     """
 
+    sliceable = True
+
     def forward(self, x_NW: Tensor, groups: int = 1) -> Routing:
         settings = self.settings
         logits_NE = self.logits(x_NW)
@@ -40,6 +42,8 @@ class Switch(Router):
     Attributes:
         jitter: 0.01.
     """
+
+    sliceable = True
 
     jitter = 0.01
 
@@ -72,6 +76,8 @@ class GShard(Router):
     authors' code. The balance loss is 1/E * sum over experts of c_e / S * m_e: c_e first choices for e of S tokens,
     before drops, and m_e the mean gate. Its weight is by default 0.01 * E**2, the factor of the authors' code.
     """
+
+    sliceable = True
 
     def draw(self, like: Tensor) -> Tensor:
         return torch.rand_like(like)
