@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import pipeloom as pl
 from pipeloom.engine.batch import Extent
@@ -142,6 +143,16 @@ def test_repeated_warm_ups_count_once() -> None:
     assert sum(stepper.num_rollbacks.values()) > 0
     assert found == values
     assert all(torch.equal(speculative[name], value) for name, value in state.items())
+
+
+def test_wrapped_layers_keep_their_names_and_are_called_once() -> None:
+    model = nn.Sequential(*map(checkpoint_wrapper, make_model(layer=Counting)))
+    with pl.Pipeline(model, schedule_of("zb-v"), loss_fn=mse) as pipe:
+        loss = pipe.step(*BATCHES[0])
+        assert pipe.observations().keys() == expected(1).largest.keys()
+        torch.testing.assert_close(loss, expected(1).loss, rtol=1e-12, atol=0)
+        seen = {name.split(".")[0]: value for name, value in pipe.state_dict().items() if name.endswith("seen")}
+        assert all(torch.equal(seen[name], counts.double()) for name, counts in expected(1).largest.items())
 
 
 class InPlace(nn.Module):

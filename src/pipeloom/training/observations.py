@@ -20,7 +20,7 @@ from pipeloom.processes.agreement import gather_json
 from pipeloom.transport.call_numbers import num_samples_of
 
 _LOST = "another rank ended before all ranks had added up what their stages observed; see its error"
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and checkpointing, ignored
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # names that torch.compile and checkpointing add, ignored
 
 
 class Entry(NamedTuple):
@@ -176,9 +176,7 @@ class Observations:
         if module not in self._names:
             for stage in self._state.modules():
                 for name, part in stage.named_modules():
-                    for prefix in _WRAPPERS:
-                        name = name.replace(prefix, "")
-                    self._names.setdefault(part, name)
+                    self._names.setdefault(part, ".".join(each for each in name.split(".") if each not in _WRAPPERS))
         return self._names.get(module) or default
 
 
@@ -205,8 +203,8 @@ def observed_in(entries: Sequence[Entry], summed: Tensor) -> Observed:
 
 
 def listens(module: nn.Module) -> bool:
-    """Whether a module wants what it observed after every step."""
-    return callable(getattr(module, "after_step", None))
+    """Whether a module itself, not one that it wraps, wants what it observed after every step."""
+    return callable(vars(module).get("after_step") or getattr(type(module), "after_step", None))
 
 
 def _add(sums: dict[Entry, Tensor], entry: Entry, part: Tensor) -> None:
