@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from pipeloom.errors import InputError
-from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
+from pipeloom.models.experts.settings import ExpertSettings
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.parallel.traffic import LayerSizes
@@ -145,10 +145,9 @@ class Architecture:
 
 def _experts_of(sizes: GPTConfig) -> ExpertSizes:
     """The experts of pipeloom's GPT."""
-    settings, kind = ExpertSettings.of(**sizes.expert_settings), ROUTERS[sizes.router]
-    by_expert = settings.router == "expert-choice"
+    settings = ExpertSettings.of(**sizes.expert_settings)
     factor = settings.capacity_factor
-    if by_expert:  # the factor is the mean number of experts per token
+    if settings.router == "expert-choice":  # the factor is the mean number of experts per token
         factor = 1.0 if factor is None else factor / settings.top_k
     return ExpertSizes(
         experts=sizes.experts,
@@ -157,7 +156,6 @@ def _experts_of(sizes: GPTConfig) -> ExpertSizes:
         shared=sizes.shared_experts,
         capacity_factor=factor,
         by_sequence=settings.capacity_by == "sequence",
-        by_expert=by_expert,
-        noisy=kind.matrices > 1,
-        biased=settings.router == "sigmoid",
+        router=settings.router,
+        z_loss=settings.z_loss_weight > 0,
     )

@@ -10,9 +10,11 @@ tokens, each of which has its own capacity per expert.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +56,23 @@ class Routing:
             gate_A = gate_A.index_select(0, place_A)
             return F.embedding_bag(place_A, rows_AW, start_N, mode="sum", per_sample_weights=gate_A)
         weighted_AW = rows_AW * gate_A.unsqueeze(1)
-        return weighted_AW.new_zeros(tokens, rows_AW.shape[1]).index_add(0, self.token, weighted_AW)
+        combined: Tensor = _AddRows.apply(weighted_AW, self.token, tokens)  # type: ignore[no-untyped-call]
+        return combined
+
+
+class _AddRows(torch.autograd.Function):
+    """Adds rows [A, W] to tokens [N, W]. The backward of ``index_add`` would keep the rows for their shape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_AW: Tensor, token_A: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(token_A)
+        return rows_AW.new_zeros(tokens, rows_AW.shape[1]).index_add_(0, token_A, rows_AW)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NW: Tensor) -> tuple[Tensor, None, None]:
+        (token_A,) = ctx.saved_tensors
+        return gradient_NW.index_select(0, token_A), None, None
 
 
 def assign(

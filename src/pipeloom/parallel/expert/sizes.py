@@ -17,9 +17,8 @@ class ExpertSizes:
         shared: experts that every token passes.
         capacity_factor: capacity over the mean number of assignments per expert; None: no limit.
         by_sequence: whether the tokens of each sequence have a capacity of their own, not all of a micro-batch.
-        by_expert: whether experts choose tokens, each of them at most once.
-        noisy: whether the router has a second matrix, for noise.
-        biased: whether the router has a bias per expert, a buffer.
+        router: its name, see `pipeloom.models.experts.routers`.
+        z_loss: whether the router has a z-loss.
     """
 
     experts: int
@@ -29,9 +28,8 @@ class ExpertSizes:
     shared: int = 0
     capacity_factor: float | None = None
     by_sequence: bool = False
-    by_expert: bool = False
-    noisy: bool = False
-    biased: bool = False
+    router: str = "topk"
+    z_loss: bool = False
 
     def capacity(self, samples: int, tokens: int) -> int:
         """Most assignments of one process's micro-batch of `samples`, with `tokens` in all, to one expert."""
@@ -40,7 +38,11 @@ class ExpertSizes:
         groups = samples if self.by_sequence else 1
         group = tokens // groups
         most = math.ceil(Fraction(str(self.capacity_factor)) * self.top_k * group / self.experts)
-        return groups * (min(group, most) if self.by_expert else most)
+        return groups * (min(group, most) if self.router == "expert-choice" else most)
+
+    def assignments(self, samples: int, tokens: int) -> int:
+        """Assignments of a micro-batch, as for `capacity`, if no expert gets more than its capacity."""
+        return min(self.top_k * tokens, self.experts * self.capacity(samples, tokens))
 
     def matrix_numbers(self, width: int) -> int:
         """Numbers in the matrices of one expert, for a residual stream of `width`."""
@@ -49,4 +51,9 @@ class ExpertSizes:
     @property
     def router_matrices(self) -> int:
         """Matrices of the router, of experts x width each."""
-        return 2 if self.noisy else 1
+        return 2 if self.router == "noisy-topk" else 1
+
+    @property
+    def buffers(self) -> int:
+        """Elements of the router's buffers: a bias per expert."""
+        return self.experts if self.router == "sigmoid" else 0

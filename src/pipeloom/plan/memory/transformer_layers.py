@@ -26,7 +26,8 @@ recomputation:
     ring                   e T W / t more where 1 < K / t < H / t: the output in the order of heads
     ring self-attention    e T S H / t, the weights, in place of 4 T H / t
 
-The parts of a vocabulary of V' ids keep 4 T V' + 14 T + 8 in the head, and T more in the embedding.
+The parts of a vocabulary of V' ids keep 4 T V' + 14 T + 8 in the head, and T more in the embedding. `expert_bytes` has
+the bytes of a layer of experts.
 """
 
 from collections.abc import Mapping
@@ -37,6 +38,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.memory.expert_bytes import expert_bytes
 from pipeloom.plan.memory.memory_model import LayerMemory
 
 EXPERT_PARAMETERS = ("experts.up", "experts.gate_up", "experts.down")
@@ -82,7 +84,7 @@ def transformer_layers(
     def block(index: int) -> LayerMemory:
         experts = model.has_experts(index)
         parameters, kept_bytes, share = kinds[experts]
-        biases = model.experts.experts if experts and model.experts is not None and model.experts.biased else 0
+        biases = model.experts.buffers if experts and model.experts is not None else 0
         return LayerMemory(
             name=f"blocks.{index}",
             parameters={f"blocks.{index}.{name}": shape for name, shape in parameters.items()},
@@ -164,7 +166,7 @@ class _Shapes:
         sizes, width = self._model.experts, self._model.width
         assert sizes is not None
         found: dict[str, tuple[int, ...]] = {"experts.router.weight": (sizes.experts, width)}
-        if sizes.noisy:
+        if sizes.router == "noisy-topk":
             found["experts.router.noise"] = (sizes.experts, width)
         here, inner = sizes.experts // self._inside.expert, sizes.expert_width // self._cut
         found["experts.gate_up" if sizes.gated else "experts.up"] = (here, (1 + sizes.gated) * inner, width)
@@ -223,9 +225,12 @@ class _Kept:
         part = self.number_bytes * tokens * model.head_width  # of one head
         queries, keys_values = heads * part, 2 * inside.key_heads(model.key_heads) * part
         mlp = (4 if model.gated else 2) * model.mlp_width // inside.head_parts * self.number_bytes * tokens
-        if experts:
-            mlp = self._experts()
         stream = (4 + 2 * dropout) * self._whole + 2 * self._norm_numbers
+        if experts and model.experts is not None:
+            mlp = expert_bytes(
+                model.experts, model.width, samples=self.samples, tokens=tokens, e=self.number_bytes, inside=inside
+            )
+            stream -= 0.0 if self._keeps_shared_input else self._whole
         selective = stream + 2 * queries + keys_values + mlp
         if inside.context > 1 and inside.context_kind == "ulysses":
             keys = max(inside.key_heads(model.key_heads), inside.context)
@@ -242,14 +247,11 @@ class _Kept:
             selective += queries  # attention returns groups of heads, whose order the next layer changes in a copy
         return selective + 4 * tokens * heads
 
-    def _experts(self) -> float:
-        """A layer of experts, without its input."""
-        sizes, tokens = self.model.experts, self._tokens
-        assert sizes is not None
-        inner = (4 if sizes.gated else 2) * sizes.expert_width // self.inside.head_parts
-        rows = sizes.top_k * tokens
-        kept = rows * self.number_bytes * (2 * self.model.width + inner)
-        return kept + sizes.shared * tokens * self.number_bytes * inner + 4 * tokens * sizes.experts
+    @property
+    def _keeps_shared_input(self) -> bool:
+        """Whether shared experts keep their input beside the router's."""
+        experts = self.model.experts
+        return experts is not None and experts.shared > 0 and (self.number_bytes < 4 or self.inside.sequence)
 
     def norm(self) -> float:
         return self._whole + self._norm_numbers
