@@ -12,6 +12,12 @@ from pipeloom.models.experts.routing import Routing, assign
 from pipeloom.models.experts.settings import ExpertSettings
 
 
+def moved_bias(bias_E: Tensor, chosen_E: Tensor, rate: float) -> Tensor:
+    """The bias after a step in which experts were chosen so often: `rate` less above the mean load, more below it."""
+    chosen_E = chosen_E.to(bias_E.device, torch.float64)
+    return bias_E + rate * (chosen_E.mean() - chosen_E).sign().to(bias_E.dtype)
+
+
 class Sigmoid(Router):
     """Gates are sigmoids, normalized over the chosen experts; a bias per expert takes part in choosing alone.
 
@@ -55,8 +61,7 @@ class Sigmoid(Router):
     @torch.no_grad()
     def move_bias(self, observed: Mapping[str, Tensor]) -> None:
         """Move the bias by the loads of a step: ``observed["chosen"]`` [E], of all micro-batches and replicas."""
-        chosen_E = observed["chosen"].to(self.bias.device, torch.float64)
-        self.bias += self.bias_rate * (chosen_E.mean() - chosen_E).sign().to(self.bias.dtype)
+        self.bias.copy_(moved_bias(self.bias, observed["chosen"], self.bias_rate))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         before = self.bias

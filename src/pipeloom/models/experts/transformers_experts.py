@@ -1,0 +1,170 @@
+# ruff: noqa: N803  # shapes are part of the names
+"""Experts and routers of Hugging Face transformers, computed as those of `Experts`.
+
+Mixtures of transformers 5 (Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS and others) have a router, which returns logits,
+gates and chosen experts, and a module of fused experts:
+
+    gate_up_proj   [E, 2 F, W], or [E, W, 2 F] if `is_transposed`; gates and values in halves or alternating
+    down_proj      [E, W, F], or [E, F, W]
+    gate_up_proj_bias, down_proj_bias    [E, 2 F] and [E, W], if `has_bias`
+
+`take_over` changes the classes of these modules and leaves their parameters, names and settings as they are. Then each
+expert is one product of all its tokens, weight gradients wait for W, and `dispatch` can be replaced.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeloom.autograd.auxiliary_losses import auxiliary_loss, observe
+from pipeloom.autograd.grouped_linear import grouped_linear
+from pipeloom.errors import InputError
+from pipeloom.models.experts.router import chosen_per_expert, switch_balance
+from pipeloom.models.experts.routing import Compute, Routing, assign, dispatch_here
+from pipeloom.models.experts.sigmoid import moved_bias
+
+_BIAS = "e_score_correction_bias"  # DeepSeek-V3's, which takes part in choosing alone
+
+
+class FusedExperts(nn.Module):
+    """Base of the classes that `take_over` gives to modules of fused experts. Not to be made by itself.
+
+    Attributes:
+        num_experts: number of experts in all processes.
+        dispatch: as that of `pipeloom.models.experts.Experts`.
+    """
+
+    sliceable = True
+    has_capacity = False
+    dispatch: Callable[[Tensor, Routing, Compute], Tensor] = staticmethod(dispatch_here)
+    num_experts: int
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens [N, W], chosen experts [N, K] and their gates [N, K] -> [N, W]."""
+        routing = assign(top_k_index, top_k_weights, self.num_experts)
+        dispatch: Any = self.dispatch
+        result: Tensor = dispatch(hidden_states, routing, self.compute)
+        return result
+
+    def compute(self, rows_AW: Tensor, counts_E: Tensor) -> Tensor:
+        """The experts of this process: rows [A, W] sorted by expert, and rows per expert, -> [A, W]."""
+        inside = self._linear("gate_up_proj", rows_AW, counts_E)
+        gated: Tensor = getattr(self, "_apply_gate")(inside)  # noqa: B009  # of the class in transformers
+        return self._linear("down_proj", gated, counts_E)
+
+    def _linear(self, name: str, x_AK: Tensor, counts_E: Tensor) -> Tensor:
+        transposed = bool(getattr(self, "is_transposed", False))
+        result = grouped_linear(x_AK, getattr(self, name), counts_E, transposed=transposed)
+        if not getattr(self, "has_bias", False):
+            return result
+        bias_EM: Tensor = getattr(self, f"{name}_bias")
+        return result + bias_EM.repeat_interleave(counts_E, 0, output_size=result.shape[0]).to(result.dtype)
+
+
+class DeclaringRouter(nn.Module):
+    """Base of the classes that `take_over` gives to routers: they declare losses and report loads. Not to be made.
+
+    The names are those of `pipeloom.models.experts.Experts`. Gates and chosen experts are those of the class in
+    transformers. The bias of a router with `e_score_correction_bias` is moved after each step, as in `Sigmoid`.
+    """
+
+    sliceable = True
+    balance_weight = 0.0
+    z_loss_weight = 0.0
+    bias_rate = 0.001
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [N, E], gates [N, K] and chosen experts [N, K]."""
+        logits_NE, gate_NK, expert_NK = super().forward(hidden_states)
+        of_sigmoids = hasattr(self, _BIAS)
+        score_NE = logits_NE.float().sigmoid() if of_sigmoids else F.softmax(logits_NE.float(), -1)
+        share_NE = score_NE / score_NE.sum(-1, keepdim=True)
+        chosen_GE = chosen_per_expert(expert_NK, logits_NE.shape[1])
+        if self.balance_weight:
+            mean_GE = share_NE.mean(0, keepdim=True)
+            auxiliary_loss(switch_balance(chosen_GE, mean_GE), self.balance_weight, "balance", module=self)
+        if self.z_loss_weight:
+            auxiliary_loss(logits_NE.float().logsumexp(-1).square().mean(), self.z_loss_weight, "z", module=self)
+        with torch.no_grad():
+            observe("chosen", chosen_GE[0], module=self)
+            observe("dropped", torch.zeros((), dtype=torch.int64, device=logits_NE.device), module=self)
+            observe("tokens", torch.tensor(logits_NE.shape[0], device=logits_NE.device), module=self)
+            observe("entropy", torch.special.entr(share_NE).sum(), module=self)
+        return logits_NE, gate_NK, expert_NK
+
+
+class _BiasRouter(DeclaringRouter):
+    @torch.no_grad()
+    def after_step(self, observed: Mapping[str, Tensor]) -> None:
+        """Move the bias by the loads of a step, see `Sigmoid.move_bias`."""
+        bias: Tensor = getattr(self, _BIAS)
+        bias.copy_(moved_bias(bias, observed["chosen"], self.bias_rate))
+
+
+def take_over(model: nn.Module, *, balance_weight: float = 0.0, z_loss_weight: float = 0.0) -> list[str]:
+    """Compute the experts of a model of transformers as those of `Experts`. Parameters and their names stay.
+
+    Args:
+        model: the model, or a part of it.
+        balance_weight, z_loss_weight: of the losses that its routers declare; 0: none. Models of transformers add the
+            former to their own loss if they are given ``output_router_logits``; then leave it out here.
+
+    Returns:
+        The names of the modules of experts.
+
+    Raises:
+        InputError: the model has no fused experts, or experts that this function does not support.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, FusedExperts):
+            found.append(name)
+        elif _is_fused(module):
+            _check(name, module)
+            module.__class__ = _joined(FusedExperts, type(module))
+            found.append(name)
+    if not found:
+        raise InputError(
+            f"{type(model).__name__} has no experts with fused weights gate_up_proj and down_proj [experts, ..., ...]. "
+            "Name a mixture of experts of transformers 5."
+        )
+    for name in found:
+        for router in model.get_submodule(name.rpartition(".")[0]).children():
+            if hasattr(router, "top_k") and isinstance(getattr(router, "weight", None), nn.Parameter):
+                if not isinstance(router, DeclaringRouter):
+                    base = _BiasRouter if hasattr(router, _BIAS) else DeclaringRouter
+                    router.__class__ = _joined(base, type(router))
+                declaring: Any = router
+                declaring.balance_weight, declaring.z_loss_weight = balance_weight, z_loss_weight
+    return found
+
+
+def _is_fused(module: nn.Module) -> bool:
+    return all(
+        isinstance(parameter := module._parameters.get(name), nn.Parameter) and parameter.dim() == 3
+        for name in ("gate_up_proj", "down_proj")
+    )
+
+
+def _check(name: str, module: nn.Module) -> None:
+    if not hasattr(module, "_apply_gate") or getattr(module, "has_post_expert_norm", False):
+        raise InputError(
+            f"{name!r} ({type(module).__name__}): experts without `_apply_gate`, or with a norm behind each expert, "
+            "are not supported. Leave them as they are."
+        )
+
+
+_made: dict[tuple[Any, Any], Any] = {}
+
+
+def _joined(base: Any, own: Any) -> Any:
+    """A class of the same name whose forward is that of `base`."""
+    if (base, own) not in _made:
+        names = {"__module__": own.__module__, "__doc__": own.__doc__}
+        _made[base, own] = type(own.__name__, (base, own), names)
+    return _made[base, own]

@@ -1,0 +1,98 @@
+"""Experts of transformers, taken over: outputs and gradients of the original modules, under the same names."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.models.experts import take_over
+from pipeloom.models.experts.transformers_experts import FusedExperts
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 24,
+}
+MIXTURES = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8},
+    "DeepseekV3": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "GptOss": {"num_local_experts": 4, "head_dim": 8},
+}
+
+
+def make(name: str):
+    config = getattr(transformers, f"{name}Config")(**SIZES, **MIXTURES[name])
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_outputs_and_gradients_are_those_of_the_original(name):
+    original = make(name)
+    taken = copy.deepcopy(original)
+    found = take_over(taken)
+    assert found == take_over(taken)
+    assert len(found) == (1 if name == "DeepseekV3" else 2)
+    assert all(isinstance(taken.get_submodule(each), FusedExperts) for each in found)
+    assert taken.state_dict().keys() == original.state_dict().keys()
+    tokens = torch.randint(0, 32, (3, 8))
+    for model in (original, taken):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    for (key, a), b in zip(original.named_parameters(), taken.parameters(), strict=True):
+        expected = torch.zeros_like(a) if a.grad is None else a.grad
+        torch.testing.assert_close(b.grad, expected, rtol=1e-9, atol=1e-12, msg=key)
+    twin = copy.deepcopy(taken)
+    torch.testing.assert_close(twin(tokens).logits, original(tokens).logits, rtol=1e-10, atol=1e-12)
+
+
+def test_routers_declare_losses_and_loads_and_move_their_bias():
+    model = make("DeepseekV3")
+    take_over(model, balance_weight=0.5, z_loss_weight=0.25)
+    tokens = torch.randint(0, 32, (3, 8))
+    with pl.auxiliary_losses() as found:
+        model(tokens)
+    router = model.model.layers[1].mlp.gate
+    assert [(loss.module, loss.name, loss.weight) for loss in found.losses] == [
+        (router, "balance", 0.5),
+        (router, "z", 0.25),
+    ]
+    observed = {quantity.name: quantity.values for quantity in found.observed}
+    assert observed["chosen"].sum() == 2 * observed["tokens"] == 48
+    before = router.e_score_correction_bias.clone()
+    router.after_step(observed)
+    moved = (router.e_score_correction_bias - before) / 0.001
+    torch.testing.assert_close(moved, (6.0 - observed["chosen"]).sign().to(moved.dtype), rtol=1e-6, atol=1e-6)
+
+
+def test_models_without_fused_experts_are_refused():
+    with pytest.raises(InputError, match=r"^Linear has no experts with fused weights"):
+        take_over(torch.nn.Linear(2, 2))
