@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.parallel.data.replica_groups import ReplicaGroups
 from pipeloom.parallel.data.sharing import DataSharing
 from pipeloom.parallel.placed import is_expert, placed_block
 from tests.cpu.expert_model import EXPERTS, INNER, WIDTH, build, on_mesh, own_batch, pipeline
@@ -73,9 +74,9 @@ def train(pipe: pl.Pipeline, *, first: bool = False, steps: int = 3) -> Found:
 
 
 @cache
-def alone(schedule: str, *, has_first: bool = False, ranks: int = 2) -> Found:
-    with pipeline(schedule=schedule, has_first=has_first, ranks=ranks) as pipe:
-        return train(pipe, first=has_first)
+def alone(schedule: str, *, ranks: int = 2) -> Found:
+    with pipeline(schedule=schedule, ranks=ranks) as pipe:
+        return train(pipe)
 
 
 def compare(found: list[Found], wanted: Found) -> None:
@@ -114,15 +115,24 @@ def test_processes_find_the_same(strategy: str, degrees: dict[str, int]) -> None
     compare([Found(steps, {n: torch.from_numpy(v) for n, v in values.items()}) for steps, values in found], wanted)
 
 
-@pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2}], ids=str)
-def test_experts_without_a_gradient_here_have_one_if_others_have(degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize(("strategy", "degrees"), [("ddp", {"dp": 4, "ep": 2}), ("zero1", {"dp": 2, "ep": 2})])
+def test_experts_without_a_gradient_here_have_one_if_others_have(strategy: str, degrees: dict[str, int]) -> None:
     """As in one process, where the gradient of rows that no forward reads is zero: they decay."""
 
     def work(mesh: pl.Mesh) -> Found:
-        with pipeline(mesh, has_first=True) as pipe:
+        data = pl.DataParallel(strategy, bucket_bytes=0)
+        with pipeline(mesh, has_first=True, stages=4, data=data) as pipe:
             return train(pipe, first=True)
 
-    compare(on_mesh(work, pp=2, **degrees), alone("1f1b", has_first=True))
+    with pipeline(has_first=True, stages=4) as pipe:
+        wanted = train(pipe, first=True)
+    compare(on_mesh(work, pp=2, **degrees), wanted)
+
+
+def test_experts_summed_over_all_replicas_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplicaGroups, "of", lambda groups, _: groups.every)
+    with pytest.raises(AssertionError):
+        test_updates_are_those_of_one_process(Case("1f1b", "ddp", {"dp": 4, "ep": 2}))
 
 
 @pytest.mark.parametrize("only_first_replica", [False, True])

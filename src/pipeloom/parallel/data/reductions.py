@@ -1,4 +1,9 @@
-"""`Reductions`: when each unit's gradients are summed over replicas."""
+"""`Reductions`: when each unit's gradients are summed over replicas.
+
+Replicas that also communicate inside backwards, along axes ep or cp, must find gradients for the same parameters there:
+a sharded reduction waits for the one before, which a replica without a gradient starts only after its backward.
+`pipeloom.models.experts` has gradients for all experts, of zeros where no token chose one.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +32,8 @@ class Completion:
 
     def begin(self) -> None:
         """The last backward begins."""
-        self._queue.extend(unit for unit in self._units if any(p.requires_grad for p in unit.parameters))
+        shared = (unit for unit in self._units if not unit.is_alone)  # others accumulate in place until the run ends
+        self._queue.extend(unit for unit in shared if any(p.requires_grad for p in unit.parameters))
         self._begun = True
 
     @contextmanager
@@ -109,8 +115,6 @@ class Reductions:
         return self._completions[action]
 
     def _start(self, unit: UnitGradients) -> None:
-        if unit.is_alone:  # autograd accumulates in place until the run ends
-            return
         if self._data.strategy.shards_optimizer:
             self._wait()
         unit.start(self._look)
