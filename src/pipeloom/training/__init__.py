@@ -3,6 +3,7 @@
 from pipeloom.training.clipping import clip_by_norms, clip_grad_norm, gradient_norms
 from pipeloom.training.loss_scaler import LossScaler
 from pipeloom.training.muon import Muon
+from pipeloom.training.observations import AuxiliaryValue
 from pipeloom.training.optimizer_step import BarrierStep, OptimizerStep, Update
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.post_validation.step import PostValidatedStep
@@ -10,6 +11,7 @@ from pipeloom.training.stream.results import StreamUpdate
 from pipeloom.training.stream.stream import Stream
 
 __all__ = [
+    "AuxiliaryValue",
     "BarrierStep",
     "LossScaler",
     "Muon",

@@ -62,6 +62,8 @@ class StreamObservations:
                     of_batch[entry] = part if entry not in of_batch else of_batch[entry] + part
             for entry, part in table.items():
                 sums[entry] = part if entry not in sums else sums[entry] + part
+        if not any(map(listens, worker.stages[stage].modules())):
+            return
         quantities = observed_in(list(sums), vector_of(sums, list(sums), 1.0)).quantities
         self._observations.call_listeners_of(worker.stages[stage], quantities)
 
