@@ -57,17 +57,18 @@ class SharedLayers:
         """Raises InputError where sizes cannot be shared."""
         self.inside.check(self.model.layer_sizes(self.samples, ELEMENT))
 
-    def block(self, forward_seconds: float) -> Shared:
-        """A block that takes `forward_seconds` on one process."""
-        alone = replace(self._times(1.0, free=True), inside=InsideStage()).block().forward
+    def block(self, forward_seconds: float, *, experts: bool = False) -> Shared:
+        """A block, with experts in place of an MLP or without, that takes `forward_seconds` on one process."""
+        alone = replace(self._times(1.0, free=True), inside=InsideStage()).block(experts=experts).forward
         rate = alone / forward_seconds if forward_seconds > 0 else NO_LIMIT
-        free, real = self._times(rate, free=True).block(), self._times(rate).block()
+        free, real = (self._times(rate, free=each).block(experts=experts) for each in (True, False))
         part = free.forward * rate / alone
         return Shared(part, max(0.0, real.forward - free.forward), max(0.0, real.backward_input - free.backward_input))
 
     def collectives(self) -> tuple[float, float]:
         """Seconds of the collectives of a block, forward and backward, hidden ones included."""
-        return self._times(NO_LIMIT).collectives(self._traffic.block())
+        experts = self.model.experts is not None and all(map(self.model.has_experts, range(self.model.layers)))
+        return self._times(NO_LIMIT).collectives(self._traffic.block(experts=experts))
 
     def embedding(self) -> Shared:
         return self._with(self._traffic.embedding(), self.message_part)

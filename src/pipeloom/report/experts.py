@@ -9,7 +9,7 @@ that of the router's probabilities in nats.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -20,12 +20,12 @@ from pipeloom.report.line_chart import Series, line_chart
 from pipeloom.report.run_files import as_number
 
 _MOST_CELLS = 60_000  # of all heat maps together
-_CURVES = (
-    ("dropped assignments", "dropped", max),
-    ("entropy of the router", "entropy", min),
-    ("balance loss", "balance_loss", max),
-    ("z-loss", "z_loss", max),
-)
+_TITLES = {
+    "dropped": "dropped assignments",
+    "entropy": "entropy of the router",
+    "untaken": "tokens that no expert takes",
+    "z_loss": "z-loss",
+}
 
 Layers = Mapping[str, Sequence[tuple[float, Mapping[str, Any]]]]
 
@@ -68,7 +68,11 @@ def expert_maps(layers: Layers) -> list[dict[str, Any]]:
 def expert_curves(layers: Layers) -> list[dict[str, Any]]:
     """Curves of means over layers, and of the layer with the most (of entropy: the least)."""
     charts = []
-    for title, key, extreme in _CURVES:
+    found = dict.fromkeys(key for rows in layers.values() for _, values in rows for key in values)
+    losses = sorted(str(key) for key in found if str(key).endswith("_loss"))
+    for key in dict.fromkeys([*(key for key in _TITLES if not key.endswith("_loss")), *losses]):
+        title = _TITLES.get(key, key.replace("_", " "))
+        extreme: Callable[..., float] = min if key == "entropy" else max
         by_step: dict[float, list[float]] = {}
         for rows in layers.values():
             for step, values in rows:

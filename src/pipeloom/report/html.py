@@ -22,6 +22,7 @@ from pipeloom.version import __version__
 _CHARTS = (
     ("gradient norm", "grad_norm"),
     ("learning rate", "lr"),
+    ("auxiliary losses, weighted", "auxiliary_loss"),
     ("tokens per second", "tokens_per_second"),
     ("seconds per step", "step_seconds"),
     ("bubble", "bubble_fraction"),

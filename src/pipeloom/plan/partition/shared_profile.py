@@ -54,7 +54,10 @@ def share_profile(profile: Profile, layers: SharedLayers) -> Profile:
         for inside in (None, layers.inside)
     )
     parts = [of / whole for of, whole in zip(shared, alone, strict=True)]
-    blocks = [layers.block(each.forward_seconds) for each in profile.layers[1:-2]]
+    blocks = [
+        layers.block(each.forward_seconds, experts=layers.model.has_experts(index))
+        for index, each in enumerate(profile.layers[1:-2])
+    ]
     changes = [layers.embedding(), *blocks, layers.norm(), layers.head()]
     sent = [layers.message_part] * (len(blocks) + 2) + [1 / layers.inside.processes]
     rows = zip(profile.layers, changes, sent, parts, strict=True)
