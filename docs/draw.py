@@ -65,10 +65,11 @@ def draw(directory: Path) -> list[Path]:
     (directory / "convergence.svg").write_text(_convergence() + "\n", encoding="utf-8")
     (directory / "rooms.svg").write_text(_rooms() + "\n", encoding="utf-8")
     (directory / "layouts.svg").write_text(_layouts() + "\n", encoding="utf-8")
+    (directory / "experts.svg").write_text(_experts() + "\n", encoding="utf-8")
     shown = _gallery_timelines()
     for name, timeline in shown.items():
         (directory / f"gallery-{name}.svg").write_text(_gallery_picture(timeline) + "\n", encoding="utf-8")
-    drawn_here = "eager-latency run steps slices convergence pipedream-replicas rooms layouts"
+    drawn_here = "eager-latency run steps slices convergence pipedream-replicas rooms layouts experts"
     more = (f"{name}.svg" for name in drawn_here.split())
     return [directory / name for name in (*SIMULATED, *more, *(f"gallery-{name}.svg" for name in shown))]
 
@@ -82,6 +83,11 @@ def _eager() -> str:
     schedule = names["eager_one_f_one_b"](num_ranks=4, num_microbatches=8)
     costs = pl.Costs.uniform(forward=1.0, backward=2.0)
     return timeline_svg([pl.simulate(schedule, costs, pl.Network(latency_seconds=0.5))], standalone=True)
+
+
+def _experts() -> str:
+    picture: str = runpy.run_path(str(DOCS / "draw_experts.py"))["experts_picture"]()
+    return picture
 
 
 def _layouts() -> str:
