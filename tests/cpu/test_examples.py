@@ -175,6 +175,7 @@ PAGES = (
     "docs/how-to/reducing-memory.md",
     "docs/how-to/context-parallel.md",
     "docs/how-to/tensor-parallel.md",
+    "docs/how-to/experts.md",
     "docs/reference/checkpoints.md",
 )
 
