@@ -80,7 +80,9 @@ def check_moves(axis: Axis, dtype: torch.dtype) -> None:
         same(second(), values[degree - 1] + 1)
         # Member a sends a + 2 b rows to member b; some pieces are empty.
         pieces = [[own(a, (a + 2 * b) % 4, width, dtype=dtype, seed=b) for b in members] for a in members]
-        same(axis.all_to_all(pieces[index]), [pieces[a][index] for a in members])
+        arriving = [pieces[a][index] for a in members]
+        same(axis.all_to_all(pieces[index]), arriving)
+        same(axis.all_to_all(pieces[index], [piece.shape for piece in arriving]), arriving)
 
 
 def check_shifts(axis: Axis, dtype: torch.dtype) -> None:

@@ -83,6 +83,7 @@ class Mesh:
         self._axes: dict[str, Axis] = {}
         self._parts: dict[str, int] = {}  # of axis tp, outermost first
         self._transport: Transport | None = None  # of `_axes`, where they have channels
+        self._left: set[str] = set()  # names of groups that `leave` has closed
         self._is_closed = False
         self.device_mesh: DeviceMesh | None = None
         try:
@@ -140,9 +141,7 @@ class Mesh:
             raise InputError(f"mesh {self} is made of threads, which have no process groups. Use mesh.axis({axis!r}).")
         self._check_open()
         if axis in self.shape.axes and self.degree(axis) > 1:
-            raise InputError(
-                f"mesh {self} has no group along {axis}: a pipeline on it failed. Make a new mesh and new pipelines."
-            )
+            raise InputError(self._without_group(axis))
         check_axis(axis)
         raise InputError(
             f"mesh axis {axis!r} has degree 1: only pp, dp and axes of a higher degree have a group. Use "
@@ -158,12 +157,17 @@ class Mesh:
 
     def _group_of(self, line: Sequence[int], name: str | None = None) -> dist.ProcessGroup:
         """A group of these processes. Only they make it, so that set-up does not grow with the number of processes."""
-        name = name or ",".join(map(str, line))
+        name = name or _name_of(line)
         if name not in self._groups:
             self._check_open()
+            if name in self._left:  # the others may be gone
+                raise InputError(self._without_group(name))
             self._groups[name] = dist.new_group(sorted(line), use_local_synchronization=True)
             self._made += (self._groups[name],)
         return self._groups[name]
+
+    def _without_group(self, name: str) -> str:
+        return f"mesh {self} has no group along {name}: a pipeline on it failed. Make a new mesh and new pipelines."
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -287,11 +291,13 @@ class Mesh:
             self._transport.close()
         used = [axis for axis in axes if self.degree(axis) > 1] or axes
         self._leave_group("+".join(used))
+        self._leave_group(_name_of(self.shape.along_all(used, self.rank)))
 
     def _leave_group(self, axis: str) -> None:
         if self._is_closed or axis not in self._groups or "nccl" in dist.get_backend_config(self._groups[axis]):
             return
         group = self._groups.pop(axis)
+        self._left.add(axis)
         if group is dist.group.WORLD:
             return
         self._made = tuple(made for made in self._made if made is not group)
@@ -334,3 +340,8 @@ class Mesh:
 
     def __str__(self) -> str:
         return str(self.shape)
+
+
+def _name_of(line: Sequence[int]) -> str:
+    """Of a group that no axis names."""
+    return ",".join(map(str, line))

@@ -95,7 +95,7 @@ class MeshBlocks(Blocks):
 
     def leave(self) -> None:
         self._mesh.leave("tp")
-        self._mesh.leave("edp")
+        self._mesh.leave("ep")
 
     def sum(self, values: Tensor) -> Tensor:
         return self._mesh.axis("tp").all_reduce(values)
