@@ -127,6 +127,7 @@ class _Walk:
         self._held = program.placement.stages_of[rank]
         self._formats = NumberBytes.of(model.precision)
         self._units: dict[int, list[UnitBytes]] = {}  # by stage; units that several stages share, on the first of them
+        self._replicas: dict[int, list[int]] = {}  # by stage, the number of replicas that share each unit
         self._layers: dict[int, tuple[tuple[int, ...], ...]] = {}  # by stage, the units that each layer reads
         data = program.data
         for stage, units in units_of_rank(program, model, rank).items():
@@ -146,6 +147,8 @@ class _Walk:
                     loads=of_unit if model.whole_parameters else None,
                 )
             self._units[stage] = [made[first] for first in sorted(made)]
+            kinds = [units[first][0].kind for first in sorted(made)]
+            self._replicas[stage] = [degree // model.expert if kind == _EXPERTS else degree for kind in kinds]
             self._layers[stage] = units_by_layer([units[first] for first in sorted(made)], len(layers))
         self._reduces = data is not None and data.degree > 1
         self._fine_reductions = self._reduces and data is not None and data.granularity is Granularity.MICROBATCH
@@ -169,8 +172,9 @@ class _Walk:
         """
         data, sizes = self._program.data, [unit.gathered for unit in self._units[stage]]
         assert data is not None
-        offloaded = range(len(sizes)) if self._reduces and "masters" in self._model.elsewhere else ()
-        begun, most, read = 0.0, 0.0, 1 / data.degree
+        replicas, offloads = self._replicas[stage], "masters" in self._model.elsewhere
+        offloaded = [unit for unit, degree in enumerate(replicas) if offloads and degree > 1]
+        begun, most = 0.0, 0.0
         for forward in (True, False) if gathers_inside(data) else (True,):
             actions = unit_actions(self._layers[stage], len(sizes), data, forward=forward, offloaded=offloaded)
             inside = actions.at_layer if forward else actions.at_layer[::-1]
@@ -183,12 +187,19 @@ class _Walk:
                         there.remove(unit)
                     elif op in (Op.UNSHARD, Op.RELOAD):
                         (there if op is Op.UNSHARD else reading).add(unit)
-                        now = sum(sizes[u] for u in there) + read * sum(sizes[u] for u in reading)
+                        now = sum(sizes[u] for u in there) + sum(sizes[u] / replicas[u] for u in reading)
                         most = max(most, now)
                         reading -= there
                 if number == 0:
                     begun = now
         return (most, most, most) if gathers_inside(data) else (begun, most, sum(sizes))
+
+    def _full_gradients(self, stage: int) -> float:
+        """Bytes of full gradients in a backward: of all units, or where each is reduced at once, of a layer's."""
+        sizes = [unit.full_gradients for unit in self._units[stage]]
+        if not self._fine_reductions:
+            return sum(sizes)
+        return max([*sizes, *(sum(sizes[unit] for unit in layer) for layer in self._layers[stage])], default=0.0)
 
     def _sending(self, stage: int) -> float:
         """Bytes of flat gradients while a stage is reduced, beside its full ones.
@@ -224,8 +235,7 @@ class _Walk:
             elif op in (Op.F, Op.B, Op.I) and stage in coming:
                 gathered[stage] = coming[stage][0]
             if op in (Op.B, Op.W):
-                sizes = [unit.full_gradients for unit in self._units[stage]]
-                full[stage] = max(sizes, default=0.0) if self._fine_reductions else sum(sizes)
+                full[stage] = self._full_gradients(stage)
             if op in (Op.B, Op.I):
                 again = self._model.recomputed_bytes(stage) / slices
             of_data = op is Op.REDUCE_GRAD and microbatch is not None and self._reduces and not stream
