@@ -258,6 +258,34 @@ def test_shapes_of_one_name_must_agree() -> None:
             pipe.observations()
 
 
+def test_quantities_may_change_from_step_to_step() -> None:
+    """One rank observes something new; all notice."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for name in names.get(self.out_features, ()):
+                pl.observe(name, torch.ones(1))
+            return super().forward(x)
+
+    names: dict[int, tuple[str, ...]] = {}
+
+    def work() -> None:
+        model = nn.Sequential(Layer(8, 7, dtype=F64), Layer(7, 8, dtype=F64))
+        with pl.Mesh(pp=2) as mesh, pl.Pipeline(model, schedule_of("1f1b"), loss_fn=mse, mesh=mesh) as pipe:
+            for step in ({}, {7: ("a",)}, {7: ("a",), 8: ("b", "c")}, {8: ("b",)}, {}):
+                mesh.members.gather(b"")
+                names.clear()
+                names.update(step)
+                mesh.members.gather(b"")
+                pipe.step(*make_batch(5))
+                found = {
+                    (layer, name) for layer, own in pipe.observations().items() for name, n in own.items() if n > 0
+                }
+                assert found == {(str(size - 7), name) for size, own in step.items() for name in own}
+
+    pl.run_threads(2, work, timeout_seconds=60)
+
+
 def test_errors_name_the_stage() -> None:
     class Wrong(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

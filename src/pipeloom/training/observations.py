@@ -76,6 +76,7 @@ class Observations:
         self._samples = 0
         self._own: dict[Entry, Tensor] | None = {}
         self._found: Observed | None = None
+        self._agreed: list[Entry] | None = None  # of an earlier step
         self._has_listeners: bool | None = None
 
     def take(self, batch: Batch) -> None:
@@ -119,9 +120,18 @@ class Observations:
     def gather(self) -> Observed:
         """The sums of the last step; the first call after a step is made by every process."""
         if self._found is None:
-            entries = self.entries()
-            self._found = observed_in(entries, self._executor.connection.sum_over_processes(self.vector(entries)))
+            entries = self.entries() if self._agreed is None else self._agreed
+            summed = self._sum(entries)
+            if summed[-1] > 0:  # a process has a sum that none had before
+                entries = self.entries()
+                summed = self._sum(entries)
+            self._agreed, self._found = entries, observed_in(entries, summed[:-1])
         return self._found
+
+    def _sum(self, entries: Sequence[Entry]) -> Tensor:
+        """The sum of `vector` over processes, and behind it how many of them have sums that are not in `entries`."""
+        others = torch.tensor([float(not self._table().keys() <= {*entries})], dtype=torch.float64)
+        return self._executor.connection.sum_over_processes(torch.cat([self.vector(entries), others]))
 
     def call_listeners(self) -> None:
         """Call ``after_step`` of the modules that have it; every process calls this after every step."""

@@ -230,8 +230,8 @@ class Pipeline:
     def observations(self) -> dict[str, dict[str, Tensor]]:
         """The quantities that `pipeloom.observe` reported in the last step or evaluation, by layer and name.
 
-        Each is the sum over the micro-batches, slices and replicas, in float64, on every rank. The first call after a
-        step is made by every process.
+        Each is the sum over the micro-batches, slices and replicas, in float64, on every rank: 0 where an earlier step
+        alone reported it. The first call after a step is made by every process.
 
         Raises:
             RunError: quantities of one name in one layer have different shapes.
