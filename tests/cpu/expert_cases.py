@@ -11,8 +11,10 @@ import torch
 
 import pipeloom as pl
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
+from pipeloom.models.experts.noisy import NoisyTopK
 from pipeloom.models.experts.router import Router
 from pipeloom.models.experts.settings import ROUTERS as ROUTER_KINDS
+from pipeloom.models.experts.softmax_routers import Switch
 from tests.cpu.inside_stage import compare_gradients, optimizer_of, size_of
 
 if TYPE_CHECKING:
@@ -247,15 +249,12 @@ def _compare(found: float, wanted: float, what: str) -> None:
 def draw_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let routers draw the same numbers for every micro-batch, on every thread."""
 
-    def fractions(like: Tensor) -> Tensor:
-        return (torch.arange(1, like.numel() + 1, dtype=like.dtype) * 0.618034).frac().view(like.shape)
+    def random(router: Router, like: Tensor) -> Tensor:
+        fractions = (torch.arange(1, like.numel() + 1, dtype=like.dtype) * 0.618034).frac().view(like.shape)
+        if isinstance(router, Switch):
+            return 1 + router.jitter * (2 * fractions - 1)
+        return 2 * fractions - 1 if isinstance(router, NoisyTopK) else fractions
 
-    def uniform(x: Tensor, low: float, high: float, **_: Any) -> Tensor:
-        return x.copy_(low + (high - low) * fractions(x))
-
+    monkeypatch.setattr(Router, "random", random)
     for name, kind in list(ROUTER_KINDS.items()):
         monkeypatch.setitem(ROUTER_KINDS, name, kind._replace(draws=False))
-    monkeypatch.setattr(Router, "check_draws", lambda router: None)
-    monkeypatch.setattr(torch, "rand", lambda *shape, dtype, device: fractions(torch.empty(shape, dtype=dtype)))
-    monkeypatch.setattr(torch, "randn_like", lambda like: 2 * fractions(like) - 1)
-    monkeypatch.setattr(torch.Tensor, "uniform_", uniform)
