@@ -126,7 +126,10 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
         ({"version": 1.0}, "version=1.0: this pipeloom reads versions 1 to 3."),
         ({"tensor": 2}, "the plan: unknown key 'tensor'. Remove it"),
         ({"version": 2, "expert": 2}, "the plan: unknown key 'expert'. Remove it"),
-        ({"version": 3, "data": 4, "expert": 3}, "expert=3: must divide the 4 processes along data. Use 1, 2, 4."),
+        (
+            {"version": 3, "data": 4, "expert": 3},
+            "expert=3: must divide the number of processes along data, 4. Use 1, 2",
+        ),
         ({"version": 3, "expert_axes": "data"}, "expert_axes=data: has no effect with expert=1. Remove it, or raise"),
         (
             {"version": 3, "data": 2, "expert": 2, "tensor": 4, "tensor_layout": "2d"},

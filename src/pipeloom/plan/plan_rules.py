@@ -129,7 +129,9 @@ def _check_inside(given: Mapping[str, Any]) -> None:
     axes = given.get("expert_axes", "data").split(",")
     if (number := math.prod(given[name] for name in axes)) % given["expert"]:
         fits = ", ".join(str(degree) for degree in range(1, number + 1) if number % degree == 0)
-        raise _refusal(given, "expert", f"must divide the {number} processes along {' and '.join(axes)}. Use {fits}.")
+        raise _refusal(
+            given, "expert", f"must divide the number of processes along {' and '.join(axes)}, {number}. Use {fits}."
+        )
     if given["expert"] > 1 and layout != "1d":
         raise _refusal(given, "expert", f"works with tensor_layout='1d' alone, not {layout!r}. Remove one of them.")
     if layout != "1d":

@@ -37,8 +37,8 @@ def with_experts(inside: InsideStage, given: Mapping[str, Any], data: int) -> In
     line = (data if "data" in names else 1) * (inside.context if "context" in names else 1)
     if line % degree:
         raise InputError(
-            f"--expert {degree}: must divide the {line} processes along {axes.replace(',', ' and ')}. Use another "
-            f"degree, or raise --{names[0]}."
+            f"--expert {degree}: must divide the number of processes along {axes.replace(',', ' and ')}, {line}. Use "
+            f"another degree, or raise --{names[0]}."
         )
     for option in ("expert_axes", "expert_exchange", "expert_imbalance"):
         if option in given and degree == 1:
