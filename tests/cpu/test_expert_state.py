@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.ir import DataStrategy
 from pipeloom.parallel.data.replica_groups import ReplicaGroups
 from pipeloom.parallel.data.sharing import DataSharing
 from pipeloom.parallel.placed import is_expert, placed_block
@@ -98,6 +99,30 @@ def test_updates_are_those_of_one_process(case: Case) -> None:
             return train(pipe)
 
     compare(on_mesh(work, pp=2, **case.degrees), wanted)
+
+
+@pytest.mark.whole_grid
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "zb-h1", "dualpipev", "chimera"])
+@pytest.mark.parametrize("strategy", list(DataStrategy))
+def test_every_combination_updates_as_one_process(schedule: str, strategy: str) -> None:
+    """With all degrees and granularities, in float64 and in bf16."""
+    granularities = ("step", "chunk", "microbatch") if DataStrategy(strategy).shards_gradients else ("step",)
+    for degrees in ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2}):
+        for granularity in granularities:
+            options = {"granularity": granularity, "bucket_bytes": 0}
+            test_updates_are_those_of_one_process(Case(schedule, strategy, degrees, options))
+            data = pl.DataParallel(strategy, **options)
+            wanted = in_bf16(None, schedule, None)
+            for found in on_mesh(lambda mesh, data=data: in_bf16(mesh, schedule, data), pp=2, **degrees):
+                assert found == pytest.approx(wanted, rel=1e-2), (degrees, granularity)
+
+
+def in_bf16(mesh: pl.Mesh | None, schedule: str, data: Any) -> list[float]:
+    with pipeline(mesh, schedule, dtype=torch.float32, precision="bf16", data=data) as pipe:
+        stepper = pl.BarrierStep(pipe, torch.optim.AdamW(pipe.parameters(), lr=0.005), max_norm=0.3)
+        found = [u for step in range(3) for u in stepper.step(*own_batch(mesh, step, torch.float32))]
+        return [number for update in found for number in (float(update.loss), float(update.grad_norm))]
 
 
 def in_process(rank: int, strategy: str, degrees: dict[str, int]) -> tuple[Any, Any]:
