@@ -145,10 +145,15 @@ def make_model(router: str, layers: int) -> GPT:
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Of all data-parallel replicas together. First tokens differ: equal ones would tie where experts choose tokens."""
+    """Of all data-parallel replicas together.
+
+    Samples begin with other tokens, and their second token is another: equal ones have equal states, and would tie
+    where experts choose tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, VOCABULARY, (SAMPLES, TOKENS + 1), generator=generator)
     rows[:, 0] = torch.randperm(VOCABULARY, generator=generator)[:SAMPLES]
+    rows[:, 1] = (rows[:, 0] + 1 + rows[:, 1] % (VOCABULARY - 1)) % VOCABULARY
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
