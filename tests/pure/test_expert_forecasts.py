@@ -149,6 +149,7 @@ def test_a_mixture_is_simulated(capsys):
     assert alone["expert_collective_seconds"]["forward"] == 0 < shared["expert_collective_seconds"]["forward"]
     assert alone["memory"][0]["parameters"] > 4 * shared["memory"][0]["parameters"]
     assert uneven["makespan_seconds"] > 1.05 * shared["makespan_seconds"]
+    assert uneven["memory"][0]["activations"] > 1.05 * shared["memory"][0]["activations"]
 
 
 SMALL = '"layers": 2, "width": 64, "heads": 4, "vocabulary_size": 99, "sequence_length": 32'

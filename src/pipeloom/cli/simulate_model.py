@@ -176,7 +176,7 @@ class SimulatedModel:
     def memory_model(self, num_stages: int) -> MemoryModel:
         """The layers of every stage on one process."""
         element = 2 if self.precision.has_masters else 4
-        layers = transformer_layers(self.model, self.samples, element, self.inside)
+        layers = transformer_layers(self.model, self.samples, element, self.inside, self.times.imbalance)
         return MemoryModel(
             stages=_in_stages(layers, self._blocks(num_stages)),
             precision=self.precision,

@@ -20,7 +20,14 @@ from pipeloom.parallel.inside_stage import InsideStage
 
 
 def expert_bytes(
-    sizes: ExpertSizes, width: int, *, samples: float, tokens: float, e: int, inside: InsideStage
+    sizes: ExpertSizes,
+    width: int,
+    *,
+    samples: float,
+    tokens: float,
+    e: int,
+    inside: InsideStage,
+    imbalance: float = 1.0,
 ) -> float:
     """The bytes, with the input of the router and without that of shared experts.
 
@@ -30,11 +37,14 @@ def expert_bytes(
         samples, tokens: of this process.
         e: bytes of a number in forwards.
         inside: the processes.
+        imbalance: rows of the busiest process over the mean.
     """
     wide = max(4, e)
     assignments = sizes.assignments(round(samples), round(tokens))
     padded = inside.expert > 1 and inside.exchange == "capacity"
-    rows = sizes.experts * sizes.capacity(round(samples), round(tokens)) if padded else assignments
+    rows = imbalance * assignments if inside.expert > 1 else assignments
+    if padded:
+        rows = sizes.experts * sizes.capacity(round(samples), round(tokens))
     inner = (4 if sizes.gated else 2) * sizes.expert_width / inside.tensor
     inputs = wide * tokens * width * (2 if sizes.router == "switch" else 1)
     if e < 4:

@@ -52,7 +52,7 @@ def gpt_layers(
 
 
 def transformer_layers(
-    model: Architecture, samples: float, number_bytes: int, inside: InsideStage | None = None
+    model: Architecture, samples: float, number_bytes: int, inside: InsideStage | None = None, imbalance: float = 1.0
 ) -> list[LayerMemory]:
     """All layers, first to last, on one process of each stage.
 
@@ -61,9 +61,10 @@ def transformer_layers(
         samples: per micro-batch, all processes of a stage together.
         number_bytes: bytes of a number in forwards, e above.
         inside: the processes of a stage; None: one.
+        imbalance: load of the busiest expert-parallel process over the mean load; the bytes are that process's.
     """
     inside = inside or InsideStage()
-    kept = _Kept(model, samples, number_bytes, inside)
+    kept = _Kept(model, samples, number_bytes, inside, imbalance)
     shapes = _Shapes(model, inside)
     rotary = 6 * model.sequence_length * model.head_width if model.positions == "rotary" else 0
     head = {"embedding.weight" if model.tie_embeddings else "head.weight": shapes.table}
@@ -185,6 +186,7 @@ class _Kept:
     samples: float
     number_bytes: int
     inside: InsideStage
+    imbalance: float
 
     @property
     def _tokens(self) -> float:
@@ -228,7 +230,13 @@ class _Kept:
         stream = (4 + 2 * dropout) * self._whole + 2 * self._norm_numbers
         if experts and model.experts is not None:
             mlp = expert_bytes(
-                model.experts, model.width, samples=self.samples, tokens=tokens, e=self.number_bytes, inside=inside
+                model.experts,
+                model.width,
+                samples=self.samples,
+                tokens=tokens,
+                e=self.number_bytes,
+                inside=inside,
+                imbalance=self.imbalance,
             )
             stream -= 0.0 if self._keeps_shared_input else self._whole
         selective = stream + 2 * queries + keys_values + mlp
