@@ -16,7 +16,6 @@ from benchmarks.common.reference import TOLERANCE
 from benchmarks.common.report import Parts, Table, environment, markdown, save, table
 from benchmarks.common.statistics import Spread, ratio, spread
 from benchmarks.experts.systems import MAKERS, Sizes, System, gpt, layers
-from torch import Tensor
 
 from pipeloom.processes.host_memory import keep_freed_memory
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ALIGNED = 8  # torch._grouped_mm: rows of 16 bytes
+_ALIGNED = 16  # bytes of which torch._grouped_mm wants rows to be a multiple
+_ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_linear(x_AW: Tensor, weight_EFW: Tensor, counts_E: Tensor, *, transposed: bool = False) -> Tensor:
@@ -24,8 +25,8 @@ def grouped_linear(x_AW: Tensor, weight_EFW: Tensor, counts_E: Tensor, *, transp
     Args:
         x_AW: [A, W], rows sorted by group.
         weight_EFW: [E, F, W]; with `transposed`, [E, W, F].
-        counts_E: [E] int64, rows per group; their sum is A. On the CPU, they are read; on a GPU where
-            ``torch._grouped_mm`` runs, they are not, so the host does not wait.
+        counts_E: [E] int64, rows per group; their sum is A. Where ``torch._grouped_mm`` runs on a GPU, the host does
+            not read them, so it does not wait.
         transposed: whether `weight_EFW` multiplies from the right as it is.
 
     Returns:
@@ -67,8 +68,17 @@ def weight_formula(node: Any, operands: tuple[int, ...]) -> Callable[[Tensor], l
     return lambda gradient: [_weights(x, gradient, counts, transposed=transposed) for _ in operands]
 
 
-def _grouped_mm_runs(x: Tensor, *sizes: int) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16 and all(size % _ALIGNED == 0 for size in sizes)
+def _grouped_mm_runs(x: Tensor, *others: Tensor) -> bool:
+    """Whether torch's own loop runs for these factors, which saves calls from Python, or on a GPU its kernel."""
+    if x.device.type == "cuda":
+        runs = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    else:
+        runs = x.device.type == "cpu" and x.dtype in _ON_CPU
+    return runs and all(
+        all(size * factor.element_size() % _ALIGNED == 0 for size in factor.shape[1:])
+        and factor.data_ptr() % _ALIGNED == 0
+        for factor in (x, *others)
+    )
 
 
 def _parts(sizes: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -79,8 +89,9 @@ def _parts(sizes: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 @torch.no_grad()
 def _rows(x: Tensor, weight_EKM: Tensor, counts: Tensor) -> Tensor:
     """[A, K] rows times [E, K, M] matrices."""
-    if _grouped_mm_runs(x, *weight_EKM.shape[1:]):
-        return torch._grouped_mm(x.contiguous(), weight_EKM, offs=counts.cumsum(0, dtype=torch.int32))
+    x = x.contiguous()
+    if _grouped_mm_runs(x, weight_EKM):
+        return torch._grouped_mm(x, weight_EKM, offs=counts.cumsum(0, dtype=torch.int32))
     result = x.new_empty(x.shape[0], weight_EKM.shape[2])
     sizes = counts.tolist()
     for size, rows, out, matrix in zip(sizes, *_parts(sizes, x, result), weight_EKM.unbind(), strict=True):
@@ -93,9 +104,9 @@ def _rows(x: Tensor, weight_EKM: Tensor, counts: Tensor) -> Tensor:
 def _weights(x: Tensor, gradient: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
     """Gradient of the matrices."""
     left, right = (x, gradient) if transposed else (gradient, x)
-    if _grouped_mm_runs(x, x.shape[1], gradient.shape[1]):
-        offsets = counts.cumsum(0, dtype=torch.int32)
-        return torch._grouped_mm(left.contiguous().t(), right.contiguous(), offs=offsets)
+    left, right = left.contiguous(), right.contiguous()
+    if _grouped_mm_runs(left, right):
+        return torch._grouped_mm(left.t(), right, offs=counts.cumsum(0, dtype=torch.int32))
     result = x.new_empty(counts.shape[0], left.shape[1], right.shape[1])
     sizes = counts.tolist()
     for size, a, b, out in zip(sizes, *_parts(sizes, left, right), result.unbind(), strict=True):

@@ -33,6 +33,7 @@ class Routing:
         observed: counts for monitoring, summed over tokens: "chosen" [E] (assignments before drops), "dropped" (those
             over capacity), "tokens", "entropy" (of a token's shares of all experts, in nats), and of expert-choice
             "untaken", tokens without an expert.
+        order: [A] int64, where each assignment stands among the choices [K, N], if every token has K; else None.
         capacity: most assignments per expert, of all groups together; None: no limit.
     """
 
@@ -41,6 +42,7 @@ class Routing:
     counts: Tensor
     losses: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
     observed: Mapping[str, Tensor] = field(default_factory=dict)
+    order: Tensor | None = None
     capacity: int | None = None
 
     def select(self, x_NW: Tensor) -> Tensor:
@@ -51,13 +53,22 @@ class Routing:
         """Add the experts' results, times their gates, to their tokens: [A, W] -> [N, W]. Others get 0."""
         gate_A = self.gate.to(rows_AW.dtype)
         if rows_AW.device.type == "cpu" and rows_AW.shape[0]:  # one operation that reads each row once
-            sorted_token_A, place_A = torch.sort(self.token, stable=True)
-            start_N = torch.searchsorted(sorted_token_A, torch.arange(tokens))
+            place_A, start_N = self._by_token(tokens)
             gate_A = gate_A.index_select(0, place_A)
             return F.embedding_bag(place_A, rows_AW, start_N, mode="sum", per_sample_weights=gate_A)
         weighted_AW = rows_AW * gate_A.unsqueeze(1)
         combined: Tensor = _AddRows.apply(weighted_AW, self.token, tokens)  # type: ignore[no-untyped-call]
         return combined
+
+    def _by_token(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The assignments sorted by token, [A], and where those of each token start, [N]."""
+        if self.order is None:
+            sorted_token_A, place_A = torch.sort(self.token, stable=True)
+            return place_A, torch.searchsorted(sorted_token_A, torch.arange(tokens))
+        assignments = self.order.shape[0]
+        place_A = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(assignments))
+        choices = assignments // tokens
+        return place_A.view(choices, tokens).t().reshape(-1), torch.arange(0, assignments, choices)
 
 
 class _AddRows(torch.autograd.Function):
@@ -97,7 +108,7 @@ def assign(
         capacity: most assignments per expert and group; None: no limit.
         sent_NK: [N, K] bool, the choices that are made; None: all. Others take no place.
     """
-    N, _K = expert_NK.shape
+    N = expert_NK.shape[0]
     key = expert_NK.t()  # [K, N]: choices before tokens
     if groups > 1 and capacity is not None:
         group_N = torch.arange(groups, device=key.device).repeat_interleave(N // groups)
@@ -120,7 +131,8 @@ def assign(
             held = held.clamp(max=capacity)
         order = order[kept]
         counts = held.view(experts, groups).sum(1)
-    return Routing(order % N, gate_NK.t().reshape(-1).index_select(0, order), counts)
+    gate_A = gate_NK.t().reshape(-1).index_select(0, order)
+    return Routing(order % N, gate_A, counts, order=order if order.shape[0] == expert_NK.numel() else None)
 
 
 def dispatch_here(x_NW: Tensor, routing: Routing, compute: Compute) -> Tensor:
