@@ -78,6 +78,16 @@ HEADLINES = [
         "1d, width 256, 4x256 tokens, M=2: pipeloom 1d / DTensor",
     ),
     Headline(
+        "CPU time per micro-batch of 8 x 256 tokens: GPT with 8 experts, 2 per token / dense GPT of equal arithmetic",
+        "experts",
+        "gpt, width 256, 8 x 256 tokens: topk / dense",
+    ),
+    Headline(
+        "CPU time per micro-batch of 8 x 256 tokens: pipeloom's experts / transformers' with `grouped_mm`",
+        "experts",
+        "layers, width 256, 8 x 256 tokens: pipeloom / transformers grouped_mm",
+    ),
+    Headline(
         "Speed-up on one sequence of 8,192 tokens, 2 ranks: one process / ring attention",
         "context",
         "one process / ring",
