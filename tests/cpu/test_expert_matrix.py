@@ -47,7 +47,7 @@ def test_tokens_are_dropped() -> None:
 @pytest.mark.parametrize("case", grid(), ids=str)
 def test_every_combination_trains_as_one_process(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     draw_equally(monkeypatch)
-    in_threads(case)
+    in_threads(case, updates=2)
 
 
 def _in_process(rank: int, case: Case, wanted: Expected) -> None:
