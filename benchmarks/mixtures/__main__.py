@@ -31,7 +31,6 @@ HALF = {"expert_width": DENSE.mlp_ratio * DENSE.width // 2}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "dense": {},
     "topk": HALF,
-    "topk, 1 expert": {"top_k": 1},
     "switch": {},
     "gshard": HALF,
     "glam": HALF,
@@ -46,7 +45,7 @@ LAST = 50  # steps whose loads are averaged
 def config_of(name: str, every: int) -> GPTConfig:
     if name == "dense":
         return DENSE
-    settings = {"experts": EXPERTS, "experts_every": every, "router": name.partition(",")[0]}
+    settings = {"experts": EXPERTS, "experts_every": every, "router": name}
     return replace(DENSE, **settings, **SYSTEMS[name])
 
 
