@@ -34,7 +34,8 @@ def parallelize(
     """Cut the layers of a model, in place, between the processes along axis tp. Every process calls it.
 
     Layers of experts, such as `pipeloom.models.experts.Experts`, are also cut along ep: of E experts each process has
-    E / ep, tokens are sent to the processes of their experts, and results come back (arXiv:2006.16668).
+    E / ep, tokens are sent to the processes of their experts, and results come back (arXiv:2006.16668). Replicas then
+    call `Pipeline.step`, `forward` and `evaluate` together, since each computes for the others.
 
     Parameters become this process's blocks under their own names; `pipeloom.parallel.placed` has how each lies. Models
     with values, equal on all processes, and models on the meta device are cut alike. Call it before the model is given
