@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from pipeloom.plan.plan import Plan
     from pipeloom.sim import Costs, Network, Timeline, simulate
+    from pipeloom.split import register_layout
     from pipeloom.training import (
         BarrierStep,
         LossScaler,
@@ -48,6 +49,7 @@ _LAZY = {
     ),
     "pipeloom.plan.plan": "Plan",
     "pipeloom.sim": "Costs Network Timeline simulate",
+    "pipeloom.split": "register_layout",
     "pipeloom.training": (
         "BarrierStep LossScaler Muon Pipeline PostValidatedStep Stream StreamUpdate Update clip_grad_norm"
     ),
@@ -87,6 +89,7 @@ __all__ = [
     "parallel_cross_entropy",
     "parallelize",
     "passes",
+    "register_layout",
     "run_threads",
     "schedules",
     "simulate",

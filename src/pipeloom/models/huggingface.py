@@ -1,6 +1,7 @@
 """The loss of Hugging Face's causal language models, in a form that supports micro-batches and slices."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +30,12 @@ def causal_lm_targets(labels: Tensor, *, ignore_index: int = -100) -> dict[str, 
     return {"labels": shifted, "weight": weight}
 
 
-def causal_lm_loss(logits: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+def causal_lm_loss(output: Any, targets: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy of the next token, in nats. The mean over a batch is the loss that the model computes from labels.
 
     Args:
-        logits: [samples, tokens, vocabulary] of a micro-batch or a slice.
+        output: of a model of transformers, with `logits` [samples, tokens, vocabulary] of a micro-batch or a slice; or
+            these logits.
         targets: the same samples and tokens of the result of `causal_lm_targets`.
 
     Raises:
@@ -44,6 +46,7 @@ def causal_lm_loss(logits: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
             "causal_lm_loss got a tensor of labels, whose normalization is known for the full batch only. Pass "
             "causal_lm_targets(labels) as targets."
         )
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     labels, weight = targets["labels"], targets["weight"]

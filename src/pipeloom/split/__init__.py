@@ -6,12 +6,14 @@ from pipeloom.common.lazy_exports import lazy_exports
 from pipeloom.split.chain_partition import Tie, partition
 
 if TYPE_CHECKING:
+    from pipeloom.split.planned.layouts import register_layout
     from pipeloom.split.profile import LayerTime, profile_layers
     from pipeloom.split.stage_module import StageModule
     from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
 
 # Module -> its public names, loaded at first use.
 _LAZY = {
+    "pipeloom.split.planned.layouts": "register_layout",
     "pipeloom.split.profile": "LayerTime profile_layers",
     "pipeloom.split.stage_module": "StageModule",
     "pipeloom.split.stages": "Stages TiedParameter profile_model split",
@@ -26,6 +28,7 @@ __all__ = [
     "partition",
     "profile_layers",
     "profile_model",
+    "register_layout",
     "split",
 ]
 

@@ -4,8 +4,8 @@
     GPT-2         transformer.wte ── .wpe ── .drop ── .h.* ── .ln_f ── lm_head
 
 The first stage takes token ids [batch, tokens], or a dict with "input_ids" and optionally "attention_mask" (0 for
-padding) and "position_ids", all of that shape. The last stage returns logits. Each stage computes masks and rotary
-tables for its blocks; a given attention mask or position ids are sent along with the hidden states.
+padding) and "position_ids", all of that shape. The last stage returns an output with logits. Each stage computes masks
+and rotary tables for its blocks; a given attention mask or position ids are sent along with the hidden states.
 
 Slices and context parallelism (see `pipeloom.slicing`): the attention function is registered with transformers, so
 blocks call it wherever they run, including recomputation.
@@ -71,9 +71,9 @@ def find_decoder(model: nn.Module, num_stages: int) -> Decoder | None:
         if num_stages == 1:
             return None
         raise SplitError(
-            f"{type(model).__name__} with model_type={getattr(config, 'model_type', None)!r} cannot be split "
-            f"automatically: supported are causal language models of type {', '.join(DECODERS)}. Use one of these, or "
-            "pass layers=."
+            f"{type(model).__name__} with model_type={getattr(config, 'model_type', None)!r} cannot be split: no "
+            "base_model_pp_plan of its configuration names its modules. Declare their order with "
+            "pipeloom.register_layout, or pass layers=."
         )
     if getattr(config, "add_cross_attention", False):
         raise SplitError(
@@ -103,7 +103,7 @@ class DecoderStage(StageModule):
                 self._rotary = self.place(name, copy.deepcopy(model.get_submodule(name)))
 
     def forward(self, value: Any, run: BlockRunner | None = None) -> Any:
-        """Token ids or hidden states, as a tensor or in a dict -> hidden states in the same form, or logits.
+        """Token ids or hidden states, as a tensor or in a dict -> hidden states in the same form, or the output.
 
         Args:
             value: the model's input, or the output of the previous stage.
@@ -142,7 +142,11 @@ class DecoderStage(StageModule):
                 x = module(x)
             if self.observer is not None:
                 self.observer.after(index, x)
-        if not extras or self._names[-1] == self._decoder.layers[-1]:
+        if self._names[-1] == self._decoder.layers[-1]:
+            from transformers.modeling_outputs import CausalLMOutputWithPast
+
+            return CausalLMOutputWithPast(logits=x)
+        if not extras:
             return x
         return {"hidden_states": x, **extras}
 

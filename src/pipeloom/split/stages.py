@@ -11,6 +11,9 @@ from pipeloom.errors import SplitError, folded
 from pipeloom.split.chain_partition import Tie, consecutive, find_ties
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
 from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find_layers
+from pipeloom.split.planned.collected import install_hooks
+from pipeloom.split.planned.layouts import Layout, find_layout
+from pipeloom.split.planned.stage import PlannedStage
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers
 from pipeloom.split.stage_module import StageModule
 
@@ -57,6 +60,7 @@ def split(
     cut: str | Sequence[int] = "layers",
     sample: Any = None,
     loss_fn: LossFn | None = None,
+    parts_of_sequences: bool = False,
 ) -> Stages:
     """Split `model` into `num_stages` contiguous stages.
 
@@ -76,6 +80,7 @@ def split(
             stage; 0 gives the first or last stage only layers that do not count.
         sample: for "time", the input of one micro-batch; with `loss_fn`, the pair (inputs, targets).
         loss_fn: for "time", ``loss_fn(output, targets)``; its time is added to the last layer's.
+        parts_of_sequences: whether the stages run slices of sequences or the tokens of context-parallel ranks.
 
     Raises:
         SplitError: an unknown name, more stages than layers, counts that do not add up, or a parameter or persistent
@@ -86,11 +91,11 @@ def split(
     if not isinstance(model, nn.Module):
         return _given_stages(model, num_stages)
     named = layers is not None or hasattr(model, "pipeline_layers")
-    decoder = None if named else find_decoder(model, num_stages)
-    whole = num_stages == 1 and not named and decoder is None
+    way = None if named else _way_in(model, num_stages, parts_of_sequences)
+    whole = num_stages == 1 and not named and way is None
     if whole and not isinstance(model, nn.Sequential):  # no cut, so the layers need not be known
         return _describe([model], [("",)], list(model.named_parameters(remove_duplicate=False)))
-    chain, make_stage = _find_chain(model, layers, decoder)
+    chain, make_stage = _find_chain(model, layers, way)
     pieces = consecutive(chain, count_layers(chain, num_stages, cut, sample, loss_fn, make_stage))
     modules = [make_stage(piece) for piece in pieces]
     for module in modules:
@@ -127,7 +132,7 @@ def profile_model(
     """
     if isinstance(model, nn.Module):
         named = layers is not None or hasattr(model, "pipeline_layers")
-        chain, make_stage = _find_chain(model, layers, None if named else find_decoder(model, num_stages=2))
+        chain, make_stage = _find_chain(model, layers, None if named else _way_in(model, 2, False))
         modules = [(layer.name, make_stage([layer])) for layer in chain]
     else:
         modules = [(str(index), module) for index, module in enumerate(_given_stages(model).modules)]
@@ -135,17 +140,30 @@ def profile_model(
     return times, find_ties([{id(p): p.nbytes for p in module.parameters()} for _, module in modules])
 
 
+def _way_in(model: nn.Module, num_stages: int, parts_of_sequences: bool) -> Decoder | Layout | None:
+    """How a model without `layers` is cut: by its plan or layout, or as a decoder where parts of sequences run."""
+    layout = find_layout(model)
+    if layout is not None and not parts_of_sequences and getattr(model, "tokens_part", (0, 1))[1] == 1:
+        return layout
+    return find_decoder(model, num_stages)
+
+
 def _find_chain(
-    model: nn.Module, layers: Sequence[str] | None, decoder: Decoder | None
+    model: nn.Module, layers: Sequence[str] | None, way: Decoder | Layout | None
 ) -> tuple[list[ChainLayer], Callable[[Sequence[ChainLayer]], nn.Module]]:
     """The layers of the model, and a function that builds a stage of some of them."""
-    chain = find_layers(model, decoder.layers if decoder else layers)
-    check_complete(model, chain, replicated=decoder.shared if decoder else ())
+    if isinstance(way, Layout):
+        chain = find_layers(model, way.patterns)
+        order = [(name, counted) for name, _, counted in chain]
+        install_hooks(model)
+        return chain, lambda piece: PlannedStage([(name, module) for name, module, _ in piece], model, order, way)
+    chain = find_layers(model, way.layers if way else layers)
+    check_complete(model, chain, replicated=way.shared if way else ())
 
     def make_stage(piece: Sequence[ChainLayer]) -> nn.Module:
         named_modules = [(name, module) for name, module, _ in piece]
-        if decoder:
-            return DecoderStage(named_modules, model, decoder)
+        if way:
+            return DecoderStage(named_modules, model, way)
         return StageModule(named_modules, [name for name, _, counted in piece if counted])
 
     return chain, make_stage

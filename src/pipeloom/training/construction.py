@@ -67,7 +67,10 @@ def construct(
     sliced = schedule.num_slices > 1 or slices is not None
     parts = context_of(mesh, context, schedule, sliced=sliced)
 
-    stages = model if isinstance(model, Stages) else split(model, schedule.num_stages, layers=layers, cut=cut)
+    in_parts = sliced or parts is not None
+    stages = model
+    if not isinstance(stages, Stages):
+        stages = split(stages, schedule.num_stages, layers=layers, cut=cut, parts_of_sequences=in_parts)
     if len(stages.modules) != schedule.num_stages:
         raise InputError(
             f"the model has {len(stages.modules)} stages and the schedule {schedule.num_stages}: the numbers must be "
@@ -75,7 +78,7 @@ def construct(
         )
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules, sliced=sliced)
-    for module in stages.modules if sliced or parts is not None else ():
+    for module in stages.modules if in_parts else ():
         make_sliceable(module, context=parts is not None)
 
     check_placed(mesh, stages.modules)

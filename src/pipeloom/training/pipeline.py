@@ -29,7 +29,7 @@ from pipeloom.training.construction import Model, PipelineOptions, construct, op
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.observations import AuxiliaryValue, Observations
 from pipeloom.transport.interface import Transport
-from pipeloom.transport.values import Value, join_batch
+from pipeloom.transport.values import Value, join_batch, with_form
 
 
 class Pipeline:
@@ -204,9 +204,10 @@ class Pipeline:
         batch = self._evaluate(inputs, None, with_loss=False)
         if not batch.outputs:
             return None
-        output = full_logits(join_batch([batch.outputs[b] for b in sorted(batch.outputs)]))
+        outputs = [batch.outputs[b] for b in sorted(batch.outputs)]
+        output = full_logits(join_batch(outputs))
         parts = self.executor.parts
-        return output if parts is None else parts.join(output)
+        return with_form(output if parts is None else parts.join(output), outputs[0])
 
     def _evaluate(self, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
         self._begin()

@@ -80,6 +80,14 @@ def unflatten(layout: Layout, tensors: Sequence[Tensor]) -> Value:
     return _fill(_decoded(layout.structure), iter(tensors))
 
 
+def with_form(value: Value, like: Value) -> Value:
+    """A dict as an instance of the class of `like`, such as an output of transformers; any other value unchanged."""
+    if type(value) is not dict or type(like) is dict or not isinstance(like, dict):
+        return value
+    kind: Any = type(like)
+    return kind(**value)
+
+
 def copied(value: Value) -> Value:
     """The value with a copy of each of its tensors."""
     layout, tensors = flatten(value)

@@ -22,7 +22,7 @@ from pipeloom.errors import InputError, listed
 from pipeloom.ir import Action, Program
 from pipeloom.slicing import RefuseRawAttention, SliceContext
 from pipeloom.split.chain_partition import even_parts
-from pipeloom.transport.values import Value, flatten, unflatten
+from pipeloom.transport.values import Value, flatten, unflatten, with_form
 
 
 def slice_extents(length: int, num_slices: int, lengths: Sequence[int] | None) -> list[Extent]:
@@ -88,7 +88,7 @@ def join_slices(values: Sequence[Value]) -> Value:
     """Concatenate the outputs of slices along dimension 1; other tensors are those of the last slice."""
     layouts, tensors = zip(*map(flatten, values), strict=True)
     joined = [torch.cat(column, 1) if column[0].dim() > 1 else column[-1] for column in zip(*tensors, strict=True)]
-    return unflatten(layouts[-1], joined)
+    return with_form(unflatten(layouts[-1], joined), values[-1])
 
 
 def sliced_module(

@@ -1,0 +1,32 @@
+"""Outputs that transformers collects from hooks inside a model, such as router logits of all layers."""
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def collector() -> dict[str, Any] | None:
+    """What the running forward of a model of transformers collects into; None: nothing is collected."""
+    module: Any = sys.modules.get("transformers.utils.output_capturing")
+    return None if module is None else module._active_collector.get()
+
+
+def collected_outputs(found: dict[str, Any]) -> dict[str, list[Any]]:
+    """The lists of a collector that are not empty."""
+    return {key: list(values) for key, values in found.items() if isinstance(values, list) and values}
+
+
+def install_hooks(model: nn.Module) -> None:
+    """Install the hooks that collect, once, on the model itself; they do nothing until outputs are asked for.
+
+    Copies of a model's containers would install them again.
+    """
+    try:
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:
+        return
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            maybe_install_capturing_hooks(module)

@@ -1,0 +1,111 @@
+"""Where the values in a stage's forward come from: `Origins` follows them through the operations between its parts.
+
+A stage runs its model's forward with zeros for what other stages compute. The first forward of each form of inputs is
+watched: it finds the values, beside the result of the stage's last part, that later stages need, and makes sure that
+no zeros reach the stage's own parts. Results of operations have the origins of their operands, unless only shapes
+matter.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+OWN = 1  # computed by a part of this stage, or received
+LAST = 2  # the result of the last part of this stage
+LATER = 4  # zeros for what a later stage computes
+EARLIER = 8  # zeros for what an earlier stage computed
+
+_OF_SHAPES = frozenset(
+    (
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+    )
+)
+_OF_FIRST = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
+
+
+class Origins(TorchFunctionMode):
+    """Follows the origins of tensors through torch's functions.
+
+    Attributes:
+        quiet: whether functions are not followed: inside of parts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quiet = False
+        self._of: dict[int, tuple[Tensor, int]] = {}  # tensors are kept, so that no other gets their id
+
+    def mark(self, value: Any, origin: int) -> None:
+        """Add an origin to all tensors of a value."""
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                self._of[id(leaf)] = (leaf, origin | self.of_tensor(leaf))
+
+    def replace(self, value: Any, origin: int) -> None:
+        """Set the origin of all tensors of a value."""
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                self._of[id(leaf)] = (leaf, origin)
+
+    def of_tensor(self, tensor: Tensor) -> int:
+        """The origins of a tensor; 0: it follows from inputs alone."""
+        found = self._of.get(id(tensor))
+        return 0 if found is None else found[1]
+
+    def of(self, value: Any) -> int:
+        """The origins of all tensors of a value."""
+        origins = 0
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                origins |= self.of_tensor(leaf)
+        return origins
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        settings = kwargs or {}
+        result = func(*args, **settings)
+        if self.quiet:
+            return result
+        name = getattr(func, "__name__", "")
+        if name in _OF_SHAPES:
+            return result
+        origins = self.of(args[:1] if name in _OF_FIRST else (args, settings))
+        if origins:
+            self.mark(result, origins)
+            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                self.mark(args[:1], origins)
+        return result
+
+
+def tensors_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among the arguments of a call, also inside of tuples, with their places: "0", "name", "name/1"."""
+    yield from _walk("", ((str(index), value) for index, value in enumerate(args)))
+    yield from _walk("", settings.items())
+
+
+def _walk(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in items:
+        if isinstance(value, Tensor):
+            yield prefix + name, value
+        elif isinstance(value, tuple):
+            yield from _walk(f"{prefix}{name}/", ((str(index), each) for index, each in enumerate(value)))
+
+
+def with_tensors(
+    args: tuple[Any, ...], settings: Mapping[str, Any], found: Mapping[str, Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with other tensors at some places of `tensors_of`."""
+
+    def fill(place: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            items = [fill(f"{place}/{index}", each) for index, each in enumerate(value)]
+            return tuple(items) if type(value) is tuple else type(value)(*items)
+        return found.get(place, value)
+
+    filled = tuple(fill(str(index), value) for index, value in enumerate(args))
+    return filled, {name: fill(name, value) for name, value in settings.items()}

@@ -1,0 +1,412 @@
+"""`PlannedStage`: a stage that runs the forward of a model whose parts have a known order (see `layouts`).
+
+    parts     embed_tokens   layers.0   layers.1   layers.2   norm   lm_head
+    stage 0   runs           runs       leaves the forward behind layers.0
+    stage 1   zeros          received   runs       runs       runs   runs: the model's own result
+
+The forward runs on a shallow copy of the model's containers. Parts of other stages are passed over: those before the
+stage return zeros, except the last of them, which returns what the previous stage's last part returned. Behind its own
+last part, a stage leaves the forward, so nothing later runs there. The model's keyword arguments travel along.
+What else later stages read travels too: arguments of their parts that were computed by earlier parts, entries that
+parts left in a dict or list among their arguments, and outputs that transformers collects, such as router logits.
+They are found in the first forward of each form of inputs (see `origins`).
+"""
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeloom.errors import SplitError
+from pipeloom.split.planned.collected import collected_outputs, collector
+from pipeloom.split.planned.layouts import Layout
+from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, Origins, tensors_of, with_tensors
+from pipeloom.split.planned.stand_ins import (
+    OwnPart,
+    PassedOver,
+    shallow_copy,
+    shaped_like_result,
+    without_memory,
+    zeros_like,
+)
+from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace, running
+
+
+class _Leave(BaseException):
+    """Ends the forward of a stage behind its last part. Not an Exception, so that no model catches it."""
+
+    def __init__(self, stage: "PlannedStage") -> None:
+        super().__init__()
+        self.stage = stage
+
+
+class _Forward:
+    """One forward of a stage.
+
+    Attributes:
+        run: runs blocks, as for `StageModule.forward`.
+        inputs: keyword arguments of the model.
+        arrived: the message of the previous stage; empty on the first.
+        origins: follows values, in the first forward of a form of inputs.
+        sends: places of the values that later stages need, "part|place".
+        found: these values.
+        done: own parts that have run.
+        result: of the last own part.
+        entries: what parts left in dicts and lists among their arguments, by the argument's place and by entry.
+        collected: what transformers' hooks collected.
+        placeholder: zeros in the form of the received value.
+    """
+
+    def __init__(self, run: BlockRunner | None, inputs: dict[str, Any], arrived: Mapping[str, Any]) -> None:
+        self.run, self.inputs, self.arrived = run, inputs, arrived
+        self.extras: Mapping[str, Tensor] = arrived.get("extras", {})
+        self.origins: Origins | None = None
+        self.sends: Sequence[str] = ()
+        self.found: dict[str, Tensor] = {}
+        self.done: list[int] = []
+        self.result: Any = None
+        self.entries: dict[str, dict[Any, Any]] = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
+        self.collected: dict[str, Any] = {}
+        self.placeholder: Any = None
+
+
+class PlannedStage(StageModule):
+    """A stage of consecutive parts of a model, which runs the model's forward.
+
+    Args:
+        layers: names and modules of the stage's parts.
+        model: the whole model.
+        chain: names of all parts of the model, in order, and whether each is a repeated block.
+        layout: where these come from.
+    """
+
+    sliceable: Any = "runs a model's own forward, which takes whole sequences"
+
+    def __init__(
+        self,
+        layers: Iterable[tuple[str, nn.Module]],
+        model: nn.Module,
+        chain: Sequence[tuple[str, bool]],
+        layout: Layout,
+    ) -> None:
+        layers = list(layers)
+        blocks = [name for name, is_block in chain if is_block]
+        super().__init__(layers, blocks)
+        self._names = [name for name, _ in layers]
+        self._places = {name: place for place, (name, _) in enumerate(chain)}
+        self._blocks = frozenset(blocks)
+        self._first, self._last = (self._places[self._names[end]] for end in (0, -1))
+        self._end = len(chain) - 1
+        self._keeps_others = blocks[0] in self._names or self._last == self._end
+        self._layout = layout
+        self._containers: list[nn.Module] = []
+        self._training = model.training
+        self._known: dict[Any, tuple[str, ...]] = {}
+        self._current: _Forward | None = None
+        self._shell = (self._shell_of(model, ""),)  # in a tuple: it is no submodule
+        base: Any = model.get_submodule(layout.base)
+        self._without_cache = "use_cache" in inspect.signature(base.forward).parameters
+        self._first_argument = next(iter(inspect.signature(self._shell[0].forward).parameters), "input")
+        self._model_name = type(model).__name__
+
+    # The module tree that the forward walks
+
+    def _shell_of(self, module: nn.Module, name: str) -> nn.Module:
+        if name in self._places:
+            return self._part(module, name)
+        prefix = f"{name}." if name else ""
+        holds_parts = any(part.startswith(prefix) for part in self._places)
+        if not holds_parts and type(module).forward is not nn.Module.forward:
+            return self._other(module, name)
+        shell = shallow_copy(module)
+        self._containers.append(shell)
+        if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
+            home = self._namespace(name)
+            home._parameters, home._buffers = dict(module._parameters), dict(module._buffers)
+            home._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+            shell._parameters, shell._buffers = home._parameters, home._buffers
+        for key, child in module._modules.items():
+            shell._modules[key] = None if child is None else self._shell_of(child, prefix + key)
+        return shell
+
+    def _namespace(self, name: str) -> nn.Module:
+        """The module of this stage with the name of a container of the model."""
+        parent: nn.Module = self
+        for part in name.split(".") if name else ():
+            if part not in parent._modules:
+                parent.add_module(part, _Namespace())
+            parent = parent.get_submodule(part)
+        return parent
+
+    def _part(self, module: nn.Module, name: str) -> nn.Module:
+        if name in self._names:
+            index = self._names.index(name)
+            return OwnPart(self, index, *self._chain[index])
+        return PassedOver(self, self._places[name], name, without_memory(module))
+
+    def _other(self, module: nn.Module, name: str) -> nn.Module:
+        """A module that is no part: in front of the blocks or behind them, or without parameters."""
+        if next(module.parameters(), None) is None:
+            return OwnPart(self, name, *self.place(name, copy.deepcopy(module)))
+        if self._keeps_others:
+            return OwnPart(self, name, *self.place(name, module))
+        return PassedOver(self, None, name, without_memory(module))
+
+    def call_own(self, part: int | str, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        """Called by an `OwnPart`: a part by its index, or another module by its name."""
+        if isinstance(part, int):
+            return self._run_part(part, args, settings)
+        return self._run_other(self.get_submodule(part), args, settings)
+
+    def pass_over(
+        self, place: int | None, name: str, twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
+    ) -> Any:
+        """Called by a `PassedOver`: a part by its place in the model, or another module."""
+        if place is None:
+            return self._zeros(twin, args, settings, EARLIER)
+        pass_part = self._pass_earlier if place < self._first else self._pass_later
+        return pass_part(place, name, twin, args, settings)
+
+    # A forward
+
+    def forward(self, value: Any, run: BlockRunner | None = None) -> Any:
+        """Run this stage's parts inside the model's forward.
+
+        Args:
+            value: on the first stage the model's first argument, or a dict of its keyword arguments; else the message
+                of the previous stage.
+            run: runs the blocks; by default they are called directly.
+
+        Returns:
+            A message for the next stage, or on the last stage what the model returns.
+
+        Raises:
+            SplitError: the forward calls parts in another order than the layout, or a part reads what other stages
+                compute in a way that stages cannot exchange.
+        """
+        if self._first == 0:
+            inputs = dict(value) if isinstance(value, Mapping) else {self._first_argument: value}
+            call = _Forward(run, inputs, {})
+        else:
+            call = _Forward(run, dict(value["inputs"]), value)
+        if self.training != self._training:
+            self._training = self.training
+            for container in self._containers:
+                container.training = self.training
+        form = self._form(call)
+        known = self._known.get(form)
+        call.sends = known or ()
+        if known is None:
+            call.origins = Origins()
+            call.origins.mark([value for name, value in call.arrived.items() if name != "inputs"], OWN)
+        settings = dict(call.inputs)
+        if self._without_cache:
+            settings.setdefault("use_cache", False)
+        self._current = call
+        try:
+            with call.origins or nullcontext():
+                output = self._shell[0](**settings)
+        except _Leave as left:
+            if left.stage is not self:
+                raise
+            return self._message(call, form)
+        finally:
+            self._current = None
+        self._check_end(call, output)
+        self._known[form] = ()
+        return output
+
+    def _form(self, call: _Forward) -> Any:
+        kinds = tuple((name, type(value)) for name, value in call.inputs.items())
+        flags = tuple((name, value) for name, value in call.inputs.items() if isinstance(value, bool))
+        return self.training, kinds, flags
+
+    def _message(self, call: _Forward, form: Any) -> dict[str, Any]:
+        if call.origins is not None:
+            self._known[form] = tuple(call.found)
+        message: dict[str, Any] = {"value": call.result, "inputs": call.inputs}
+        if call.found:
+            message["extras"] = call.found
+        if call.entries:
+            message["entries"] = call.entries
+        if call.collected:
+            message["collected"] = call.collected
+        return message
+
+    def _check_end(self, call: _Forward, output: Any) -> None:
+        if len(call.done) != len(self._names) or self._last != self._end:
+            missing = next((n for i, n in enumerate(self._names) if i not in call.done), self._names[-1])
+            raise SplitError(
+                f"the forward of {self._model_name} ended without calling {missing!r}, which {self._layout.declared} "
+                "names, as a part of the model. Pass layers=, or a model whose forward calls its modules."
+            )
+        if call.origins is not None and call.origins.of(output) & EARLIER:
+            raise SplitError(
+                f"the result of {self._model_name} reads what earlier stages computed, beside the result of "
+                f"{self._names[0]!r} and later parts: it would be wrong. Use one stage."
+            )
+
+    # Parts
+
+    def _run_part(self, index: int, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        call = self._current
+        modules, key = self._chain[index]
+        layer: Any = modules[key]
+        if call is None:
+            return layer(*args, **settings)
+        name, place = self._names[index], self._first + index
+        if index in call.done or (call.done and index < call.done[-1]):
+            raise SplitError(
+                f"the forward of {self._model_name} runs {name!r} twice or in another order than "
+                f"{self._layout.declared}: stages run their parts once. Use one stage."
+            )
+        call.done.append(index)
+        if call.extras:
+            prefix = f"{name}|"
+            given = {k.removeprefix(prefix): v for k, v in call.extras.items() if k.startswith(prefix)}
+            args, settings = with_tensors(args, settings, given)
+        containers = _containers_of(args, settings)
+        if index == 0 and containers:
+            self._fill(call, containers)
+        before = {place: _entries(container) for place, container in containers.items()}
+        origins = call.origins
+        if origins is not None:
+            self._check_arguments(origins, name, args, settings)
+            origins.quiet = True
+        running.layer = layer
+        if self.observer is not None:
+            self.observer.before(index)
+        if call.run is None or not self._is_block[index]:
+            result = layer(*args, **settings)
+        else:
+            result = call.run([layer], layer, *args, **settings)
+        if self.observer is not None:
+            self.observer.after(index, result)
+        for where, container in containers.items():
+            for entry, value in _entries(container).items():
+                if before[where].get(entry) is not value:
+                    call.entries.setdefault(where, {})[entry] = value
+        ends = place == self._last and self._last < self._end
+        if origins is not None:
+            origins.quiet = False
+            origins.replace(result, LAST if ends else OWN)
+        if ends:
+            call.result = result
+            found = collector()
+            call.collected = {} if found is None else collected_outputs(found)
+            if origins is None and not call.sends:
+                raise _Leave(self)
+        return result
+
+    def _fill(self, call: _Forward, containers: Mapping[str, Any]) -> None:
+        """Add the entries that parts of earlier stages left in dicts and lists among their arguments."""
+        for place, entries in call.arrived.get("entries", {}).items():
+            container = containers.get(place)
+            if isinstance(container, MutableMapping):
+                container.update(entries)
+            elif isinstance(container, list):
+                container[:] = [entries[index] for index in sorted(entries)]
+
+    def _check_arguments(self, origins: Origins, name: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> None:
+        for place, tensor in tensors_of(args, settings):
+            if origins.of_tensor(tensor) & EARLIER:
+                raise SplitError(
+                    f"{name!r} reads argument {place!r}, which combines what several earlier stages compute: stages "
+                    "cannot exchange it. Use one stage, or a cut that keeps these parts together."
+                )
+
+    def _run_other(self, module: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        origins = None if self._current is None else self._current.origins
+        if origins is None or next(module.parameters(), None) is None:
+            return module(*args, **settings)
+        given, origins.quiet = origins.of((args, settings)), True
+        result = module(*args, **settings)
+        origins.quiet = False
+        origins.mark(result, given or (OWN if self._blocks & set(self._names) else 0))
+        return result
+
+    def _zeros(self, twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any], origin: int) -> Any:
+        origins = None if self._current is None else self._current.origins
+        if origins is None:
+            return shaped_like_result(twin, args, settings)
+        origins.quiet = True
+        result = shaped_like_result(twin, args, settings)
+        origins.quiet = False
+        origins.mark(result, origin)
+        return result
+
+    def _pass_earlier(
+        self, place: int, name: str, twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
+    ) -> Any:
+        call = self._current
+        assert call is not None
+        if place == self._first - 1:
+            found = collector()
+            if found is not None:
+                for key, values in call.arrived.get("collected", {}).items():
+                    found[key] = list(values)
+            return call.arrived["value"]
+        if name not in self._blocks:
+            return self._zeros(twin, args, settings, EARLIER)
+        if call.placeholder is None:
+            call.placeholder = self._placeholder(call)
+        if call.origins is not None:
+            call.origins.mark(call.placeholder, EARLIER)
+        return call.placeholder
+
+    def _placeholder(self, call: _Forward) -> Any:
+        if call.origins is None:
+            return zeros_like(call.arrived["value"])
+        call.origins.quiet = True
+        result = zeros_like(call.arrived["value"])
+        call.origins.quiet = False
+        return result
+
+    def _pass_later(
+        self, place: int, name: str, twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
+    ) -> Any:
+        call = self._current
+        assert call is not None
+        for where, tensor in tensors_of(args, settings):
+            key = f"{name}|{where}"
+            if call.origins is None:
+                wanted = key in call.sends
+            else:
+                origin = call.origins.of_tensor(tensor)
+                computed = bool(origin & OWN) or (bool(origin & LAST) and place > self._last + 1)
+                wanted = (key in call.extras or computed) and not origin & LATER
+            if wanted:
+                call.found[key] = call.extras.get(key, tensor)
+        if place == self._end or (call.origins is None and len(call.found) == len(call.sends)):
+            raise _Leave(self)
+        if call.origins is None:
+            return call.result if name in self._blocks else self._zeros(twin, args, settings, LATER)
+        if name not in self._blocks:
+            if place > max(self._places[block] for block in self._blocks):
+                raise _Leave(self)  # heads: their arguments follow from the result of the last block
+            return self._zeros(twin, args, settings, LATER)
+        call.origins.quiet = True
+        result = zeros_like(call.result)
+        call.origins.quiet = False
+        call.origins.mark(result, LATER)
+        return result
+
+
+def _containers_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The dicts and lists among the arguments of a call, which its module may change."""
+    named = (*((str(index), value) for index, value in enumerate(args)), *settings.items())
+    return {name: value for name, value in named if isinstance(value, MutableMapping | list)}
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    """The entries of a dict or list that hold tensors."""
+    items = container.items() if isinstance(container, MutableMapping) else enumerate(container)
+    return {
+        key: value
+        for key, value in items
+        if isinstance(key, str | int) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+    }

@@ -1,0 +1,114 @@
+"""What stands in the module tree that a stage's forward walks: calls to the stage's own parts, and to passed-over ones.
+
+`OwnPart` looks its module up in the stage, so that a replaced layer takes effect. `PassedOver` stands for a module of
+another stage: it has the attributes of the module, and none of its memory.
+"""
+
+from collections import OrderedDict
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def without_memory(module: nn.Module) -> nn.Module:
+    """A module of the same class with the same attributes, whose parameters and buffers are on the meta device.
+
+    Forward hooks stay behind.
+    """
+    twin = shallow_copy(module)
+    for kind in ("_parameters", "_buffers"):
+        tensors = vars(module)[kind].items()
+        vars(twin)[kind] = {
+            name: None if t is None else t.detach().to("meta").requires_grad_(t.requires_grad) for name, t in tensors
+        }
+    for hooks in _HOOKS:
+        vars(twin)[hooks] = OrderedDict()
+    twin._modules = {name: None if part is None else without_memory(part) for name, part in module._modules.items()}
+    return twin
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Another module object with the same attributes, also the same parameters and submodules, in a dict of its own.
+
+    Methods of the module that are set on the instance, such as a replaced forward, are bound to the copy.
+    """
+    copy: nn.Module = object.__new__(type(module))
+    for name, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            value = MethodType(value.__func__, copy)
+        vars(copy)[name] = value
+    copy._modules = dict(module._modules)
+    return copy
+
+
+class OwnPart(nn.Module):
+    """Stands where a model calls a module that its stage has.
+
+    Args:
+        stage: calls ``stage.call_own(part, args, settings)``; in a copy of the stage, the copy.
+        part: index of the part in the stage, or the name of another module.
+        home, key: the dictionary with the module, and its key there.
+    """
+
+    def __init__(self, stage: nn.Module, part: int | str, home: dict[str, nn.Module | None], key: str) -> None:
+        super().__init__()
+        self._link = (stage, part, home, key)  # in a tuple: the stage is no submodule
+        self._modules["part"] = home[key]
+
+    def forward(self, *args: Any, **settings: Any) -> Any:
+        stage: Any = self._link[0]
+        return stage.call_own(self._link[1], args, settings)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_link" not in vars(self):
+            raise AttributeError(name)
+        _, _, home, key = vars(self)["_link"]
+        return getattr(home[key], name)
+
+
+class PassedOver(nn.Module):
+    """Stands where a model calls a module of another stage.
+
+    Args:
+        stage: calls ``stage.pass_over(place, name, twin, args, settings)``.
+        place: of the part in the model; None: the module is no part.
+        name: fully qualified.
+        twin: the module without memory.
+    """
+
+    def __init__(self, stage: nn.Module, place: int | None, name: str, twin: nn.Module) -> None:
+        super().__init__()
+        # In a tuple: not a submodule, so hooks and parameters of the module are not here.
+        self._link = (stage, place, name, twin)
+
+    def forward(self, *args: Any, **settings: Any) -> Any:
+        stage: Any = self._link[0]
+        return stage.pass_over(*self._link[1:], args, settings)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_link" not in vars(self):
+            raise AttributeError(name)
+        return getattr(vars(self)["_link"][3], name)
+
+
+def shaped_like_result(twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    """Zeros in the shapes that a module would return, without computing anything."""
+    given = [leaf for leaf in tree_leaves((args, settings)) if isinstance(leaf, Tensor)]
+    device = given[0].device if given else torch.device("cpu")
+    table = getattr(twin, "weight", None)
+    if isinstance(table, Tensor) and (isinstance(twin, nn.Embedding) or hasattr(twin, "look_up")) and given:
+        return torch.zeros(*given[0].shape, table.shape[1], dtype=table.dtype, device=device)
+    with torch.no_grad():
+        to_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, settings))
+        result = twin(*to_meta[0], **to_meta[1])
+    return zeros_like(result, device)
+
+
+def zeros_like(value: Any, device: torch.device | None = None) -> Any:
+    """The value with zeros in place of its tensors."""
+    return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device or t.device), value)
