@@ -176,7 +176,6 @@ PAGES = (
     "docs/how-to/context-parallel.md",
     "docs/how-to/tensor-parallel.md",
     "docs/how-to/experts.md",
-    "docs/how-to/pipe.md",
     "docs/reference/checkpoints.md",
 )
 

@@ -28,7 +28,6 @@ PARALLEL = ENGINE | {"engine"}
 TRAINING = PARALLEL | {"parallel", "plan"}
 PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
 TRAIN = TRAINING | PLAN | {"training", "plan", "report"}
-CLI = TRAIN | {"train", "pipe"}
 ALLOWED = {
     "common": set(),
     "ir": set(),
@@ -43,12 +42,11 @@ ALLOWED = {
     "autograd": AUTOGRAD,
     "engine": ENGINE,
     "parallel": PARALLEL,
-    "pipe": {"split", "autograd"},
     "training": TRAINING,
     "plan": PLAN,
     "report": {"ir", "sim"},
     "train": TRAIN,
-    "cli": CLI,
+    "cli": TRAIN | {"train"},
 }
 TORCH_FREE = ("ir", "schedules", "passes", "sim", "report")
 

@@ -16,6 +16,7 @@ from pipeloom.ir import (
     Placement,
     Program,
     Schedule,
+    Skip,
     WeightPolicy,
     check,
     dependencies,
@@ -234,7 +235,8 @@ def test_every_op_is_accepted_by_the_checker_and_the_simulator():
     """What the runtime runs, the checker and the simulator take too."""
     split = schedule_of("0F0 0F1 0I0 0W0 0B1\n1F0 1F1 1B0 1I1 1W1\n")
     data = DataAxis(degree=2, strategy=DataStrategy.ZERO3)
-    program = insert_offload(lower(split, tied_stages=((0, 1),), data=data), 1, beside=0)
+    lowered = lower(split, tied_stages=((0, 1),), data=data, skips=(Skip(0, 1),))
+    program = insert_offload(lowered, 1, beside=0)
     orders = tuple((*order, Action(rank, Op.STEP)) for rank, order in enumerate(program.orders))
     program = replace(program, orders=orders)
     assert {action.op for _, action in program.actions()} == set(Op)

@@ -59,7 +59,13 @@ def _in_block(block: Callable[..., Value], *args: Any, **settings: Any) -> Value
         _thread.in_block = before
 
 
-def recomputed(module: nn.Module, recompute: Recompute) -> Callable[[Value], Value]:
+def _on_copies(block: Callable[..., Value], value: Value, **given: Any) -> Value:
+    if "popped" in given:  # values that skip stages, which a block may change too
+        given["popped"] = copied(given["popped"])
+    return block(copied(value), **given)
+
+
+def recomputed(module: nn.Module, recompute: Recompute) -> Callable[..., Value]:
     """The function that F calls in place of a stage.
 
     Args:
@@ -72,7 +78,7 @@ def recomputed(module: nn.Module, recompute: Recompute) -> Callable[[Value], Val
     if isinstance(module, StageModule):
         return partial(module, run=runner)
     if not is_plain_sequential(module):
-        return lambda value: runner([module], module, value)
+        return lambda value, **popped: runner([module], module, value, **popped)
 
     def run_layers(value: Value) -> Value:
         layers = list(module.children())  # at this moment: one may have been replaced
@@ -102,7 +108,7 @@ class _Full:
             before = [(name, b, b._version) for part in parts for name, b in part.named_buffers(recurse=False)]
         contexts, in_place = known
         # A block that works in place runs on a copy, because the recomputation needs its input.
-        function = (lambda value, **given: block(copied(value), **given)) if in_place else block
+        function = partial(_on_copies, block) if in_place else block
         function = partial(_in_block, function)
         result = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **settings)
         for name, buffer, version in before:

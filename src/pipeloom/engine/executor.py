@@ -21,7 +21,7 @@ from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.worker import Bound, WarmUp, Worker
 from pipeloom.errors import InputError, RunError
-from pipeloom.ir import Program
+from pipeloom.ir import Program, Skip
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SequenceParts
 from pipeloom.transport.call_numbers import call_count, call_number
@@ -55,6 +55,7 @@ class Executor:
         recompute: what backwards recompute, per stage of the model.
         open_mover: makes the mover of one rank's activations; returns None without activation offload.
         blackbox: a writable buffer for the label of the running action.
+        skips: by pair of stages, the names of the values that skip stages between them.
 
     Attributes:
         programs, connection, loss_fn, parts: as given.
@@ -79,6 +80,7 @@ class Executor:
         recompute: Sequence[Recompute],
         open_mover: Callable[[], ActivationMover | None],
         blackbox: Any,
+        skips: Mapping[Skip, tuple[str, ...]],
     ) -> None:
         self.programs, self.connection, self.loss_fn, self.parts = programs, connection, loss_fn, parts
         self._sliced, self._slice_lengths, self._check_batch = sliced, slice_lengths, check_batch
@@ -100,6 +102,7 @@ class Executor:
                 recompute,
                 state.sharing.sum_samples,
                 open_mover(),
+                skips,
             )
             shared, store = state.ownership.shared(rank), state.stores[rank]
             gradient_sum = GradientSum(rank, shared, self._transport, store.value) if shared else None

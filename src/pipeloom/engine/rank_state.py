@@ -8,11 +8,14 @@
     contexts[stage, b]   keys and values of a micro-batch in slices                             F to B of its slice 0
     tokens[stage, b]     a micro-batch's tokens on this context-parallel rank                   F to B or I
     declared[stage, b]   auxiliary losses of a forward that are trained                         F to B or I
+    skip_values[t, b, s]     values from stage s for stage t                                    until the F of t
+    skip_gradients[s, b, t]  their gradients                                                    until the B or I of s
+    skip_counts[stage, b]    the number of input leaves, and of those of every stage it uses    F to B or I
 
 Only the graph of a stage's output is kept. Its values are not read again after they are sent.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ from pipeloom.autograd.recomputation import recomputed
 from pipeloom.autograd.split_backward import Root, WeightGradients
 from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.engine.batch import Batch, Extent
-from pipeloom.ir import Action, Program
+from pipeloom.ir import Action, Program, Skip
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SequenceParts, SliceContext, Tokens
 from pipeloom.split.stage_module import may_change_input, running
@@ -72,6 +75,7 @@ class RankWiring:
         recompute: what backwards recompute, per stage of the model.
         sum_samples: adds up the numbers of samples of all replicas; every replica calls it.
         mover: moves saved activations, where programs have OFFLOAD and RELOAD.
+        skips: by pair of stages, the names of the values that skip stages between them.
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
         copies_input: by stage, whether it receives a copy of its input: leaves must not change in place.
     """
@@ -85,7 +89,8 @@ class RankWiring:
     recompute: Sequence[Recompute]
     sum_samples: Callable[[int], int]
     mover: ActivationMover | None
-    forwards: dict[int, Callable[[Value], Value]] = field(init=False)
+    skips: Mapping[Skip, tuple[str, ...]] = field(default_factory=dict)
+    forwards: dict[int, Callable[..., Value]] = field(init=False)
     copies_input: dict[int, bool] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +125,9 @@ class RankState:
     contexts: dict[tuple[int, int], SliceContext] = field(default_factory=dict)
     tokens: dict[tuple[int, int], Tokens] = field(default_factory=dict)
     declared: dict[Key, list[DeclaredRoot]] = field(default_factory=dict)
+    skip_values: dict[Key, tuple[dict[str, Value], dict[str, Value], list[Tensor]]] = field(default_factory=dict)
+    skip_gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
+    skip_counts: dict[Key, list[int]] = field(default_factory=dict)
     extents: dict[Key, Extent] = field(default_factory=dict)
     loss_weights: dict[Key, float] = field(default_factory=dict)
     num_offloaded: int = 0
@@ -154,6 +162,9 @@ class RankState:
             self.contexts,
             self.tokens,
             self.declared,
+            self.skip_values,
+            self.skip_gradients,
+            self.skip_counts,
             self.extents,
         ):
             store.clear()

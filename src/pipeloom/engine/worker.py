@@ -36,6 +36,10 @@ _BINDERS: dict[Op, Binder] = {
     Op.SEND_B: bind_send,
     Op.RECV_F: bind_receive,
     Op.RECV_B: bind_receive,
+    Op.SEND_SKIP: bind_send,
+    Op.RECV_SKIP: bind_receive,
+    Op.SEND_SKIP_GRAD: bind_send,
+    Op.RECV_SKIP_GRAD: bind_receive,
     Op.OFFLOAD: bind_offload,
     Op.RELOAD: bind_reload,
 }

@@ -15,6 +15,10 @@ class Op(StrEnum):
     RECV_F = "RECV_F"  # wait for the input of a forward
     SEND_B = "SEND_B"  # send the gradient of a stage's input to the previous stage
     RECV_B = "RECV_B"  # wait for the gradient of a stage's output
+    SEND_SKIP = "SEND_SKIP"  # send values that skip stages to a stage that uses them
+    RECV_SKIP = "RECV_SKIP"  # wait for them
+    SEND_SKIP_GRAD = "SEND_SKIP_GRAD"  # send the gradients of such values back to the stage that they came from
+    RECV_SKIP_GRAD = "RECV_SKIP_GRAD"  # wait for them
     REDUCE_GRAD = "REDUCE_GRAD"  # sum gradients over the ranks that hold the same parameters
     UNSHARD = "UNSHARD"  # gather the stage's sharded parameters
     RESHARD = "RESHARD"  # free them again
@@ -24,7 +28,9 @@ class Op(StrEnum):
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
-SENDS, RECEIVES = frozenset({Op.SEND_F, Op.SEND_B}), frozenset({Op.RECV_F, Op.RECV_B})
+SKIP_SENDS, SKIP_RECEIVES = frozenset({Op.SEND_SKIP, Op.SEND_SKIP_GRAD}), frozenset({Op.RECV_SKIP, Op.RECV_SKIP_GRAD})
+SKIP_OPS = SKIP_SENDS | SKIP_RECEIVES
+SENDS, RECEIVES = {Op.SEND_F, Op.SEND_B} | SKIP_SENDS, {Op.RECV_F, Op.RECV_B} | SKIP_RECEIVES
 COMMUNICATION_OPS = SENDS | RECEIVES
 OTHER_ENDS = {  # from a message's op to the stage, relative to its own, and the op at the other end
     Op.SEND_F: (1, Op.RECV_F),
@@ -32,13 +38,17 @@ OTHER_ENDS = {  # from a message's op to the stage, relative to its own, and the
     Op.SEND_B: (-1, Op.RECV_B),
     Op.RECV_B: (1, Op.SEND_B),
 }
+_OTHER_SKIP_ENDS = {Op.SEND_SKIP: Op.RECV_SKIP, Op.SEND_SKIP_GRAD: Op.RECV_SKIP_GRAD}
+_OTHER_SKIP_ENDS |= {receive: send for send, receive in _OTHER_SKIP_ENDS.items()}
 
 
 class Action(NamedTuple):
     """One op of one stage on one micro-batch, or on one slice of it.
 
     `microbatch` is None for ops on the whole stage (REDUCE_GRAD, STEP, ...). `slice` is None unless sequences are
-    sliced. ``str(Action(2, Op.F, 0))`` is ``"2F0"``, with slice 3 ``"2F0.3"``.
+    sliced. ``str(Action(2, Op.F, 0))`` is ``"2F0"``, with slice 3 ``"2F0.3"``. Values that skip stages are not sliced:
+    for their messages (`SKIP_OPS`), `slice` is the stage at the other end, so ``"0SEND_SKIP2.3"`` sends values of
+    micro-batch 2 from stage 0 to stage 3.
     """
 
     stage: int
@@ -60,5 +70,14 @@ class Action(NamedTuple):
 
     def other_end(self) -> "Action":
         """The RECV of this SEND, or the SEND of this RECV."""
-        step, op = OTHER_ENDS[self.op]
-        return Action(self.stage + step, op, self.microbatch, self.slice)
+        if self.op in SKIP_OPS:
+            return Action(self.other_stage, _OTHER_SKIP_ENDS[self.op], self.microbatch, self.stage)
+        return Action(self.other_stage, OTHER_ENDS[self.op][1], self.microbatch, self.slice)
+
+    @property
+    def other_stage(self) -> int:
+        """The stage at the other end of a SEND or RECV."""
+        if self.op in SKIP_OPS:
+            assert self.slice is not None
+            return self.slice
+        return self.stage + OTHER_ENDS[self.op][0]

@@ -17,11 +17,12 @@ from math import lcm
 from typing import ClassVar, TypeVar, cast
 
 from pipeloom.errors import ScheduleError, folded
-from pipeloom.ir.action import COMPUTE_OPS, OTHER_ENDS, Action, Op
-from pipeloom.ir.check.input_types import as_orders, as_pairs, check_groups, of_type, whole_number
+from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.check.input_types import as_orders, as_pairs, check_groups, check_skips, of_type, whole_number
 from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.order import LARGE, Order
 from pipeloom.ir.placement import Placement
+from pipeloom.ir.skips import Skip, skip_receives
 
 T = TypeVar("T")
 
@@ -138,14 +139,16 @@ class Program:
         gradient_groups: groups of stages that hold the same parameters. A rank's REDUCE_GRAD on its lowest stage of a
             group sums the group's gradients over all ranks that hold one of its stages.
         data: the data axis; every data-parallel replica runs this program.
+        skips: the pairs of stages between which values skip stages (see `pipeloom.ir.skips`).
 
-    Raises ScheduleError for fields of a wrong type, and for gradient groups of unknown stages.
+    Raises ScheduleError for fields of a wrong type, and for gradient groups and skips of unknown stages.
     """
 
     schedule: Schedule
     orders: Orders
     gradient_groups: tuple[tuple[int, ...], ...] = ()
     data: DataAxis | None = None
+    skips: tuple[Skip, ...] = ()
     lowered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -154,6 +157,7 @@ class Program:
         if self.data is not None:
             of_type(self.data, DataAxis, f"the data axis of {what}")
         check_groups(self.gradient_groups, self.schedule.num_stages, what)
+        check_skips(self.skips, self.schedule.num_stages, what)
 
     @property
     def name(self) -> str:
@@ -179,6 +183,16 @@ class Program:
     def data_reductions(self) -> frozenset[Action]:
         """Every REDUCE_GRAD of the data axis."""
         return frozenset(a for _, a in self.actions() if a.op is Op.REDUCE_GRAD and a.microbatch is not None)
+
+    @cached_property
+    def skips_into(self) -> dict[int, tuple[Skip, ...]]:
+        """By stage, the skips whose values it uses. Empty without skips."""
+        return {stage: tuple(k for k in self.skips if k.target == stage) for stage in {k.target for k in self.skips}}
+
+    @cached_property
+    def skips_from(self) -> dict[int, tuple[Skip, ...]]:
+        """By stage, the skips whose values it hands out. Empty without skips."""
+        return {stage: tuple(k for k in self.skips if k.source == stage) for stage in {k.source for k in self.skips}}
 
     def ranks_of_group(self, group: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold a stage of a gradient group, in ascending order."""
@@ -220,6 +234,10 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     """
     schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     stage, op, microbatch, piece = action
+    if op in (Op.RECV_SKIP, Op.RECV_SKIP_GRAD):
+        return (action.other_end(),)
+    if op in (Op.SEND_SKIP, Op.SEND_SKIP_GRAD):
+        return (Action(stage, F, microbatch) if op is Op.SEND_SKIP else _backward(schedule, stage, microbatch, None),)
     if op is Op.SEND_F:
         return (Action(stage, F, microbatch, piece),)
     if op is Op.RECV_F:
@@ -245,6 +263,8 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
                 needs.append(Action(stage - 1, F, microbatch, piece))
         if piece is not None and piece > 0:
             needs.append(Action(stage, F, microbatch, piece - 1))
+        if isinstance(pipeline, Program) and stage in pipeline.skips_into:
+            needs += skip_receives(action, pipeline.skips, schedule.placement)
         return tuple(needs)
     needs.append(Action(stage, F, microbatch, piece))
     if stage < schedule.num_stages - 1:
@@ -254,13 +274,15 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
             needs.append(_backward(schedule, stage + 1, microbatch, piece))
     if piece is not None and piece < schedule.num_slices - 1:
         needs.append(_backward(schedule, stage, microbatch, piece + 1))
+    if isinstance(pipeline, Program) and stage in pipeline.skips_from:
+        needs += skip_receives(action, pipeline.skips, schedule.placement)
     return tuple(needs)
 
 
 def peer_of(action: Action, placement: Placement) -> int:
     """The rank at the other end of a SEND or RECV action."""
     assert action.microbatch is not None
-    return placement.rank_of(action.stage + OTHER_ENDS[action.op][0], action.microbatch)
+    return placement.rank_of(action.other_stage, action.microbatch)
 
 
 def message_after(action: Action, schedule: Schedule) -> Action | None:

@@ -1,9 +1,12 @@
 """Passes from `Schedule` to `Program`: merged backwards, communication, data parallelism, offload, updates."""
 
+from collections.abc import Sequence
+
 from pipeloom.errors import ScheduleError
 from pipeloom.ir.check.checker import explained
 from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.schedule import Program, Schedule, schedule_of
+from pipeloom.ir.skips import Skip
 from pipeloom.passes.communication import insert_communication, warm_up_lengths
 from pipeloom.passes.data_parallel import insert_data_parallel
 from pipeloom.passes.offload import insert_offload
@@ -37,7 +40,11 @@ __all__ = [
 
 
 def lower(
-    schedule: Schedule, *, tied_stages: tuple[tuple[int, ...], ...] = (), data: DataAxis | None = None
+    schedule: Schedule,
+    *,
+    tied_stages: tuple[tuple[int, ...], ...] = (),
+    data: DataAxis | None = None,
+    skips: Sequence[Skip] = (),
 ) -> Program:
     """All passes in their order: the program that the executor runs and the simulator times.
 
@@ -45,12 +52,20 @@ def lower(
         schedule: a legal schedule.
         tied_stages: groups of stages that share parameters (tied embeddings: ``((0, num_stages - 1),)``).
         data: the data axis, if there are several data-parallel replicas.
+        skips: the pairs of stages between which values skip stages.
 
     Raises:
-        ScheduleError: a data axis for a schedule that updates parameters while it runs.
+        ScheduleError: a data axis or skips for a schedule that updates parameters while it runs, or skips for one with
+            slices.
     """
     with explained(schedule_of(schedule)):
-        program = insert_communication(schedule)
+        if skips and (schedule.num_slices > 1 or schedule.microbatches_per_update is not None):
+            kind = "slices" if schedule.num_slices > 1 else "updates inside"
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has {kind}, which values that skip stages do not support. Use a "
+                "synchronous schedule of whole sequences, such as 1f1b."
+            )
+        program = insert_communication(schedule, skips)
         if schedule.microbatches_per_update is None:
             if data is not None:
                 program = insert_data_parallel(program, data)

@@ -12,52 +12,78 @@ blocks again (`pipeloom.passes.blocks`) and insert their actions around them.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
-from pipeloom.ir.action import Action, Op
-from pipeloom.ir.schedule import Program, Schedule, dependencies, message_after, peer_of
+from pipeloom.ir.action import SKIP_OPS, Action, Op
+from pipeloom.ir.check.input_types import check_skips
+from pipeloom.ir.schedule import (
+    Program,
+    Schedule,
+    dependencies,
+    message_after,
+    peer_of,
+)
+from pipeloom.ir.skips import Skip, skip_receives, skip_sends
+
+_FORWARD_OPS = (Op.F, Op.SEND_F, Op.RECV_F, Op.SEND_SKIP, Op.RECV_SKIP)
 
 
-def insert_communication(schedule: Schedule) -> Program:
-    """Lower `schedule` to a program with SEND_F, RECV_F, SEND_B and RECV_B actions."""
-    last_stage = schedule.num_stages - 1
-    sends: list[list[Action | None]] = []  # for each rank and position, the send that follows
-    channels: dict[tuple[int, int], deque[Action]] = {}  # pending receives of each directed pair, in sending order
+def insert_communication(schedule: Schedule, skips: Sequence[Skip] = ()) -> Program:
+    """Lower `schedule` to a program with sends and receives.
+
+    Args:
+        schedule: a legal schedule.
+        skips: the pairs of stages between which values skip stages. Their messages have channels of their own.
+    """
+    skips = tuple(skips)
+    check_skips(skips, schedule.num_stages, f"program {schedule.name!r}")
+    sends: list[list[list[Action]]] = []  # for each rank and position, the sends that follow
+    channels: dict[tuple[int, int, bool], deque[Action]] = {}  # pending receives of each channel, in sending order
     for rank, order in enumerate(schedule.orders):
         sends.append([])
         for action in order:
-            send = message_after(action, schedule)
-            if send is not None:
-                channel = channels.setdefault((rank, peer_of(send, schedule.placement)), deque())
+            following = [] if (send := message_after(action, schedule)) is None else [send]
+            following += skip_sends(action, skips, schedule.placement) if skips else []
+            for send in following:
+                channel = channels.setdefault(_channel(rank, peer_of(send, schedule.placement), send), deque())
                 channel.append(send.other_end())
-            sends[rank].append(send)
+            sends[rank].append(following)
 
     orders = []
     for rank, order in enumerate(schedule.orders):
         lowered: list[Action] = []
         received: set[Action] = set()
-        held: list[Action] = []  # the send of an overlapped pair's first member, until the second has run
+        held: list[Action] = []  # the sends of an overlapped pair's first member, until the second has run
         for action, following in zip(order, sends[rank], strict=True):
             partner = schedule.partners.get(action)
             for computation in (action,) if partner is None else (action, partner):
-                if computation.op is Op.F and computation.stage > 0:
-                    receive = computation.with_op(Op.RECV_F)
-                elif computation.op in (Op.B, Op.I) and computation.stage < last_stage:
-                    receive = computation.with_op(Op.RECV_B)
-                else:
-                    continue
-                pending = channels.get((peer_of(receive, schedule.placement), rank))
-                while pending and receive not in received:
-                    earlier = pending.popleft()
-                    received.add(earlier)
-                    lowered.append(earlier)
+                for receive in _receives(computation, schedule, skips):
+                    pending = channels.get(_channel(peer_of(receive, schedule.placement), rank, receive))
+                    while pending and receive not in received:
+                        earlier = pending.popleft()
+                        received.add(earlier)
+                        lowered.append(earlier)
             lowered.append(action)
-            if following is not None:
-                held.append(following)
+            held += following
             if partner is None:
                 lowered += held
                 held = []
         orders.append(tuple(lowered))
-    return Program(schedule=schedule, orders=tuple(orders))
+    return Program(schedule=schedule, orders=tuple(orders), skips=skips)
+
+
+def _channel(source: int, target: int, message: Action) -> tuple[int, int, bool]:
+    return source, target, message.op in SKIP_OPS
+
+
+def _receives(computation: Action, schedule: Schedule, skips: Sequence[Skip]) -> list[Action]:
+    """The receives that a computation may need; those of the ordinary messages also where no other rank sends them."""
+    receives = []
+    if computation.op is Op.F and computation.stage > 0:
+        receives = [computation.with_op(Op.RECV_F)]
+    elif computation.op in (Op.B, Op.I) and computation.stage < schedule.num_stages - 1:
+        receives = [computation.with_op(Op.RECV_B)]
+    return receives + skip_receives(computation, skips, schedule.placement) if skips else receives
 
 
 def warm_up_lengths(program: Program) -> tuple[int, ...]:
@@ -74,7 +100,7 @@ def warm_up_lengths(program: Program) -> tuple[int, ...]:
         for rank, order in enumerate(program.orders):
             start = length[rank]
             for action in order[start:]:
-                if action.op not in (Op.F, Op.SEND_F, Op.RECV_F) or not done.issuperset(dependencies(action, program)):
+                if action.op not in _FORWARD_OPS or not done.issuperset(dependencies(action, program)):
                     break
                 done.add(action)
                 length[rank] += 1

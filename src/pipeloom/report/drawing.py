@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 
-from pipeloom.ir.action import COMPUTE_OPS, Op
+from pipeloom.ir.action import COMPUTE_OPS, SKIP_OPS, Op
 from pipeloom.ir.schedule import Uses
 from pipeloom.sim.timeline import Span, Timeline
 
@@ -27,7 +27,7 @@ def label(span: Span) -> str:
     """The micro-batch of a span and its slice, if any: ``"3"`` or ``"3.1"``."""
     _, _, microbatch, piece = span.action
     text = "" if microbatch is None else str(microbatch)
-    return text if piece is None else f"{text}.{piece}"
+    return text if piece is None or span.action.op in SKIP_OPS else f"{text}.{piece}"
 
 
 def described(span: Span, versions: Uses) -> dict[str, int | str]:
@@ -41,7 +41,7 @@ def described(span: Span, versions: Uses) -> dict[str, int | str]:
         elif op in COMPUTE_OPS and (stage, number) in versions:
             details["version"] = versions[stage, number]
     if piece is not None:
-        details["slice"] = piece
+        details["other stage" if op in SKIP_OPS else "slice"] = piece
     return details
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.common.atomic_file import write_whole
-from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.action import COMPUTE_OPS, RECEIVES, SKIP_OPS, SKIP_SENDS, Action, Op
 from pipeloom.ir.schedule import Uses, dependencies
 from pipeloom.report.drawing import described
 from pipeloom.sim.background import LINKS
@@ -20,7 +20,7 @@ from pipeloom.sim.timeline import Span, Timeline
 
 # Reserved colour names of chrome://tracing; Perfetto derives the colour from the name of a slice instead.
 _CNAMES = {Op.F: "rail_response", Op.B: "rail_animation", Op.I: "good", Op.W: "rail_idle"}
-_CNAMES |= {Op.RECV_F: "grey", Op.RECV_B: "grey"}
+_CNAMES |= dict.fromkeys(RECEIVES, "grey")
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -104,13 +104,17 @@ def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Start and end of an arrow for each activation or gradient sent between ranks."""
     rows = enumerate(timeline.compute_spans)
     found: dict[Action, tuple[int, Span]] = {span.action: (rank, span) for rank, row in rows for span in row}
+    needs = {action: dependencies(action, timeline.schedule) for action in found}
+    for rank, row in enumerate(timeline.spans):  # values that skip stages, from their SEND to their RECV
+        found |= {span.action: (rank, span) for span in row if span.action.op in SKIP_OPS}
+    needs |= {action.other_end(): (action,) for action in found if action.op in SKIP_SENDS}
     number = 0
     for action, (rank, span) in found.items():
-        for need in dependencies(action, timeline.schedule):
+        for need in needs.get(action, ()):
             source, producer = found.get(need, (rank, span))
             if source == rank:
                 continue
-            name = "activation" if action.op is Op.F else "gradient"
+            name = "activation" if action.op in (Op.F, Op.RECV_SKIP) else "gradient"
             common = {"name": name, "cat": "message", "id": number, "tid": 0}
             # The viewer attaches an arrow to the slice around its time stamp. The end of a slice is outside of it, and
             # an empty send or receive may share its start.

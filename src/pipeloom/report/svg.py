@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from pipeloom.common.quantities import bytes_text, number_text, percent_text, seconds_text
-from pipeloom.ir import COMPUTE_OPS, Op
+from pipeloom.ir.action import COMPUTE_OPS, RECEIVES, Op
 from pipeloom.report.drawing import COLOURS, OP_NAMES, busy_shares, described, label, op_shares, ops_in, ticks
 from pipeloom.sim import Span, Timeline, critical_path
 from pipeloom.sim.background import LINKS
@@ -120,7 +120,7 @@ def _bars(timeline: Timeline, rank: int, row: Sequence[Span], y: float, scale: f
         if span.action in partners:
             frame = (ends[partners[span.action]] - start) * scale
             numbers.append(f'<rect class="unit" x="{x:.2f}" y="{y:.1f}" width="{frame:.2f}" height="{_BAR:.0f}"/>')
-        if op in (Op.RECV_F, Op.RECV_B) and w > 1:
+        if op in RECEIVES and w > 1:
             parts.append(f'<path class="wait" d="M{x:.2f} {y + _BAR / 2:.1f}h{w:.2f}"/>')
         if op is Op.STEP and w < _TICK:  # an optimizer step without duration is a line between two computations
             x, w = x - (_TICK - w) / 2, _TICK

@@ -8,7 +8,7 @@ from typing import Self
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
-from pipeloom.ir import Op, Schedule
+from pipeloom.ir import Op, Schedule, Skip
 from pipeloom.ir.versions import weight_version_bytes
 
 MOST_UNITS = 10_000  # of a stage
@@ -47,6 +47,8 @@ class Costs:
         gradient_bytes: for each stage, bytes of their gradients; default: `parameter_bytes`.
         message_bytes: for each stage, bytes per micro-batch sent to the next stage.
         gradient_message_bytes: for each stage, bytes of the gradients sent back to it; default: `message_bytes`.
+        skip_bytes: by pair of stages, bytes per micro-batch of the values that skip stages between them (see
+            `pipeloom.ir.skips`), and of their gradients.
         rank_slowness: for each rank, the slowdown factor of its computations; default 1.
         slice_factors: for each slice, its seconds relative to an equal share: of F, and of B, I and W; default 1.
 
@@ -67,6 +69,7 @@ class Costs:
     gradient_bytes: tuple[float, ...] | None = None
     message_bytes: tuple[float, ...] | None = None
     gradient_message_bytes: tuple[float, ...] | None = None
+    skip_bytes: Mapping[tuple[int, int], float] | None = None
     rank_slowness: tuple[float, ...] | None = None
     slice_factors: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
@@ -97,6 +100,9 @@ class Costs:
             for stage, size in enumerate(getattr(self, what) or ()):
                 if not 0 <= size <= MOST:
                     raise InputError(f"{what}[{stage}]={size}: must be a number of bytes from 0 to {MOST:g}.")
+        for pair, size in (self.skip_bytes or {}).items():
+            if not 0 <= size <= MOST:
+                raise InputError(f"skip_bytes[{pair}]={size}: must be a number of bytes from 0 to {MOST:g}.")
         needs = {"gradient_message_bytes": "message_bytes", "weight_gradient_bytes": "activation_bytes"}
         for part, needed in needs.items():
             if getattr(self, part) is not None and getattr(self, needed) is None:
@@ -192,6 +198,17 @@ class Costs:
         there = _by_stage("message_bytes", self.message_bytes, schedule)
         back = self.gradient_message_bytes
         return there, there if back is None else _by_stage("gradient_message_bytes", back, schedule)
+
+    def bytes_of_skips(self, skips: Sequence[Skip]) -> dict[tuple[int, int], float]:
+        """Bytes per message of each skip. Raises InputError where one is missing in `skip_bytes`."""
+        known, pairs = self.skip_bytes or {}, [skip[:2] for skip in skips]
+        for pair in pairs:
+            if pair not in known:
+                raise InputError(
+                    f"links have a bandwidth, but skip_bytes has no entry for stages {pair}, between which values skip "
+                    "stages. Add their bytes."
+                )
+        return {pair: known[pair] for pair in pairs}
 
     def slowness(self, schedule: Schedule) -> tuple[float, ...] | None:
         """`rank_slowness`, validated. Raises InputError for a wrong number of ranks."""

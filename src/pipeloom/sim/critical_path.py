@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pipeloom.ir.action import Action, Op
+from pipeloom.ir.action import SKIP_OPS, Action, Op
 from pipeloom.ir.schedule import awaited, message_after
 from pipeloom.sim.background import LINKS
 from pipeloom.sim.events import Transfer
@@ -60,6 +60,13 @@ class _Back:
         self.rows, self.schedule = timeline.compute_spans, timeline.schedule
         self.index = {s.action: (rank, n) for rank, row in enumerate(self.rows) for n, s in enumerate(row)}
         self.sent: dict[Action | None, Transfer] = {transfer.action: transfer for transfer in timeline.transfers}
+        # By stage, micro-batch and whether they are values (of an F) or gradients (of a B or I).
+        self.skips_into: dict[tuple[int, int | None, bool], list[Transfer]] = {}
+        for transfer in timeline.transfers:
+            if transfer.action.op in SKIP_OPS:
+                _, op, microbatch, _ = transfer.action
+                place = transfer.action.other_stage, microbatch, op is Op.SEND_SKIP
+                self.skips_into.setdefault(place, []).append(transfer)
         latency, ranks = timeline.latency_seconds, len(self.rows)
         self.latency = latency if isinstance(latency, tuple) else ((latency,) * ranks,) * ranks
         self.first_of = {second: first for first, second in timeline.overlapped}
@@ -83,15 +90,14 @@ class _Back:
         taken = next((each.transfer for each in causes if each.at[0] != rank and each.transfer is not None), None)
         if taken is not None and taken.blocking and cause.at[0] == rank:
             send = taken.action
-            stage, op = (send.stage + 1, Op.RECV_F) if send.op is Op.SEND_F else (send.stage - 1, Op.RECV_B)
-            receive = Action(stage, op, send.microbatch, send.slice)
-            self.path.append((rank, Span(receive, cause.there, span.start)))
+            self.path.append((rank, Span(send.other_end(), cause.there, span.start)))
         transfer, source = cause.transfer, cause.at
         while transfer is not None:
             self.path.append((transfer.source, Span(transfer.action, transfer.start, transfer.end)))
             stage, op, microbatch, piece = transfer.action
-            ops = (Op.F,) if op is Op.SEND_F else (Op.B, Op.I)
-            producers = (Action(stage, each, microbatch, piece) for each in ops)
+            ops = (Op.F,) if op in (Op.SEND_F, Op.SEND_SKIP) else (Op.B, Op.I)
+            whole = None if op in SKIP_OPS else piece
+            producers = (Action(stage, each, microbatch, whole) for each in ops)
             action = next(action for action in producers if action in self.index)
             source = self.index[self.schedule.partners.get(action, action)]
             transfer = self._held_up_by(transfer, self.rows[source[0]][source[1]].end)
@@ -138,6 +144,14 @@ class _Back:
             else:
                 there = transfer.start if transfer.blocking else transfer.end
             yield _Cause(there + self.latency[source][rank], (source, producer), transfer)
+        for transfer in self.skips_into.get((span.action.stage, span.action.microbatch, span.action.op is Op.F), ()):
+            place = next(
+                self.index[action]
+                for op in ((Op.F,) if transfer.action.op is Op.SEND_SKIP else (Op.B, Op.I))
+                if (action := Action(transfer.action.stage, op, transfer.action.microbatch)) in self.index
+            )
+            there = transfer.start if transfer.blocking else transfer.end
+            yield _Cause(there + self.latency[transfer.source][rank], place, transfer)
 
     def _blocking(self, action: Action) -> Transfer | None:
         """The last transfer that kept the rank of a computation busy after it."""

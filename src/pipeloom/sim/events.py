@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.action import COMPUTE_OPS, RECEIVES, SENDS, SKIP_OPS, Action, Op
 from pipeloom.ir.schedule import Program, Schedule, awaited, message_after, peer_of
 from pipeloom.ir.walk import in_background, meets, walk
 from pipeloom.sim.background import Background
@@ -12,7 +12,6 @@ from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network, Pair
 from pipeloom.sim.spans import Span
 
-SENDS, RECEIVES = (Op.SEND_F, Op.SEND_B), (Op.RECV_F, Op.RECV_B)
 OWN_LINK = -1
 
 
@@ -70,6 +69,8 @@ class EventRun:
         self.slowness = costs.slowness(schedule) or (1.0,) * schedule.num_ranks
         self.latency = network.latency(schedule.num_ranks)
         self.bytes_sent = costs.bytes_sent(schedule) if network.limited else None
+        skips = pipeline.skips if isinstance(pipeline, Program) and network.limited else ()
+        self.skip_bytes = costs.bytes_of_skips(skips)
         self.shared = network.shared_links(schedule.num_ranks)
         # Of each stage whose gradients are summed over several ranks, its group and those ranks.
         self.meetings: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -192,7 +193,10 @@ class EventRun:
         if bandwidth is None:
             return _Result(rank, now)
         there, back = self.bytes_sent
-        size = there[send.stage] if send.op is Op.SEND_F else back[send.stage - 1]
+        if send.op in SKIP_OPS:
+            size = self.skip_bytes[min(send.stage, send.other_stage), max(send.stage, send.other_stage)]
+        else:
+            size = there[send.stage] if send.op is Op.SEND_F else back[send.stage - 1]
         blocking = not self.network.overlap_communication
         ready = self.clock[rank]  # after its earlier messages, where they keep it busy
         transfer = Transfer(send, *pair, link, ready, ready, ready, blocking)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipeloom.common.quantities import counted
 from pipeloom.errors import SplitError, folded
+from pipeloom.ir import SkippingValue
 from pipeloom.split.chain_partition import Tie, consecutive, find_ties
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
 from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find_layers
@@ -15,6 +16,7 @@ from pipeloom.split.planned.collected import install_hooks
 from pipeloom.split.planned.layouts import Layout, find_layout
 from pipeloom.split.planned.stage import PlannedStage
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers
+from pipeloom.split.skips import chain_stage, find_skips
 from pipeloom.split.stage_module import StageModule
 
 
@@ -43,6 +45,7 @@ class Stages:
         parameter_names: canonical names in the order of ``model.named_parameters()``, each tied parameter once.
         layers: per stage, the fully qualified names of its layers.
         canonical_names: alias of a tied parameter -> its canonical name.
+        skips: the values that skip stages.
     """
 
     modules: list[nn.Module]
@@ -50,6 +53,7 @@ class Stages:
     parameter_names: tuple[str, ...]
     layers: tuple[tuple[str, ...], ...]
     canonical_names: dict[str, str] = field(default_factory=dict)
+    skips: tuple[SkippingValue, ...] = ()
 
 
 def split(
@@ -164,7 +168,7 @@ def _find_chain(
         named_modules = [(name, module) for name, module, _ in piece]
         if way:
             return DecoderStage(named_modules, model, way)
-        return StageModule(named_modules, [name for name, _, counted in piece if counted])
+        return chain_stage(named_modules, [name for name, _, counted in piece if counted])
 
     return chain, make_stage
 
@@ -191,7 +195,7 @@ def _given_stages(model: Any, num_stages: int | None = None) -> Stages:
     tensors: dict[str, int] = {}
     named = [(name, t) for m in modules for name, t in (*m.named_parameters(), *m.named_buffers())]
     if any(tensors.setdefault(name, id(tensor)) != id(tensor) for name, tensor in named):
-        modules = [StageModule([(str(index), module)]) for index, module in enumerate(modules)]
+        modules = [chain_stage([(str(index), module)]) for index, module in enumerate(modules)]
     parameters = [item for m in modules for item in m.named_parameters(remove_duplicate=False)]
     names = [tuple(name for name, _ in module.named_children()) or ("",) for module in modules]
     return _describe(modules, names, parameters)
@@ -221,4 +225,5 @@ def _describe(modules: list[nn.Module], layers: list[tuple[str, ...]], named: li
         parameter_names=tuple(names[0] for names in aliases.values()),
         layers=tuple(layers),
         canonical_names=canonical,
+        skips=find_skips(modules),
     )

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from pipeloom.common.quantities import counted
 from pipeloom.engine.executor import Executor, Programs
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError, folded
-from pipeloom.ir import DataAxis, Schedule, check
+from pipeloom.ir import DataAxis, Schedule, Skip, check, routes
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.parallel.context import ContextKind
 from pipeloom.parallel.context.attention_modules import check_heads_of_model
@@ -76,6 +77,12 @@ def construct(
             f"the model has {len(stages.modules)} stages and the schedule {schedule.num_stages}: the numbers must be "
             f"equal. Cut the model into {schedule.num_stages} stages."
         )
+    skips = routes(stages.skips, schedule.placement)
+    if skips and (sliced or parts is not None):
+        raise InputError(
+            f"the model has {counted(len(stages.skips), 'value')} that skip stages, which slices and context "
+            "parallelism do not support. Remove slices, or use a mesh without axis cp."
+        )
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules, sliced=sliced)
     for module in stages.modules if in_parts else ():
@@ -86,7 +93,7 @@ def construct(
         check_heads_of_model(stages.modules, parts.kind, parts.axis.degree)
     sharing = share(mesh, data, precision, timeout_seconds)
     tied = [parameter.stages for parameter in stages.tied]
-    programs = _programs(schedule, tied, sharing.axis, offload)
+    programs = _programs(schedule, tied, sharing.axis, offload, tuple(skips))
 
     device = next((p.device for module in stages.modules for p in module.parameters()), torch.device("cpu"))
     sharing.check_device(device)
@@ -116,19 +123,24 @@ def construct(
         recompute=kinds,
         open_mover=open_mover,
         blackbox=blackbox,
+        skips=skips,
     )
 
 
 def _programs(
-    schedule: Schedule, tied: list[tuple[int, ...]], data: DataAxis | None, offload: OffloadActivations | None
+    schedule: Schedule,
+    tied: list[tuple[int, ...]],
+    data: DataAxis | None,
+    offload: OffloadActivations | None,
+    skips: tuple[Skip, ...],
 ) -> Programs:
     """The checked programs of a training step and of evaluation; `tied` are the stages of each shared parameter."""
     if data is not None:
         check_synchronous(schedule, "data parallelism, ZeRO or a 16-bit format")
-    train = lower(schedule, tied_stages=tuple(tied), data=data)
+    train = lower(schedule, tied_stages=tuple(tied), data=data, skips=skips)
     if offload is not None and not schedule.forward_only:
         train = offload.insert(train)
-    forward = lower(evaluation_schedule(schedule), data=data)
+    forward = lower(evaluation_schedule(schedule), data=data, skips=skips)
     check(train)
     check(forward)
     return Programs(train, forward)

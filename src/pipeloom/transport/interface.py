@@ -14,7 +14,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
-from pipeloom.ir import Op, Program, peer_of
+from pipeloom.ir import Action, Program, peer_of
+from pipeloom.ir.action import SENDS, SKIP_OPS
 from pipeloom.transport.values import Layout
 
 
@@ -22,6 +23,7 @@ class Lane(StrEnum):
     """The kind of messages in a channel."""
 
     PIPELINE = "pipeline"  # activations and their gradients
+    SKIP = "skip"  # values that skip stages, and their gradients
     GRADIENT = "gradient"  # gradients of parameters that several ranks hold
     RESULT = "result"  # losses and outputs
     UPDATE = "update"  # norms and losses that decide about an optimizer step
@@ -42,12 +44,17 @@ class Channel(NamedTuple):
         return PeerLost(f"rank {self.target} waited {seconds:g} s for rank {self.source}")
 
 
+def lane_of(action: Action) -> Lane:
+    """The lane of a SEND or RECV."""
+    return Lane.SKIP if action.op in SKIP_OPS else Lane.PIPELINE
+
+
 def program_channels(program: Program) -> set[Channel]:
     """The channels of all messages and gradient sums of a program, on all ranks."""
     channels = {
-        Channel(rank, peer_of(action, program.placement), Lane.PIPELINE)
+        Channel(rank, peer_of(action, program.placement), lane_of(action))
         for rank, action in program.actions()
-        if action.op in (Op.SEND_F, Op.SEND_B)
+        if action.op in SENDS
     }
     streams = program.schedule.microbatches_per_update is not None  # in a stream each stage sums its own gradients
     for ranks in program.placement.replicas if streams else map(program.ranks_of_group, program.gradient_groups):

@@ -2,5 +2,6 @@
 
 computations      F, B, I and W
 transfers         SEND and RECV, OFFLOAD and RELOAD
+skips             what F, B and I do in addition where values skip stages
 sequence_slices   what F, B and I do in addition where sequences are sliced
 """

@@ -14,6 +14,7 @@ from pipeloom.engine.batch import Extent
 from pipeloom.engine.binders.auxiliary import add_declared, keep_declared
 from pipeloom.engine.binders.sequence_parts import module_of_tokens
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
+from pipeloom.engine.binders.skips import bind_skip_gradients, bind_skip_values
 from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
@@ -30,12 +31,17 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     module = sliced_module(state, action, program, run) if wiring.sliced else run
     if wiring.parts is not None:
         module = module_of_tokens(state, action, program, run)
+    skips = bind_skip_values(state, action, program, wiring.stages[stage], run) if program.skips else None
+    if skips is not None:
+        module = skips.run
     first, last = stage == 0, stage == program.schedule.num_stages - 1
     finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program)
     mover = wiring.mover if key in state.to_offload else None
 
     def forward() -> None:
         value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)
+        if skips is not None:
+            leaves = skips.take(leaves)
         saved[key] = None
         live = len(saved) - state.num_offloaded
         if live > state.peak_live:
@@ -53,6 +59,8 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
                 output = module(copied(value))
         with collected:
             roots = finish(output)
+            if skips is not None:
+                roots += skips.hand_out()
         trains = bool(roots)
         if collected.losses or collected.observed:
             trains |= keep_declared(state, action, program, collected, output)
@@ -164,6 +172,7 @@ def bind_backward(state: RankState, action: Action, program: Program) -> Step:
     saved, arrived, declared = state.saved, state.gradients, state.declared
     mover = state.wiring.mover if key in state.to_offload else None
     deliver = _bind_gradients(state, action, program) if stage > 0 else None
+    come_back, send_back = bind_skip_gradients(state, action, program) if program.skips else (None, None)
 
     def backward() -> None:
         if mover is not None:
@@ -177,6 +186,8 @@ def bind_backward(state: RankState, action: Action, program: Program) -> Step:
             given = [state.seed(weight, state.batch.losses[microbatch])] if roots else ()
         else:
             given = arrived.pop(key)
+            if come_back is not None:
+                given = [*given, *come_back()]
         starts: list[Root] = []
         gradients: list[Tensor] = []
         for root, gradient in zip(roots, given, strict=True):
@@ -192,6 +203,8 @@ def bind_backward(state: RankState, action: Action, program: Program) -> Step:
                 run_backward(tuple(starts), tuple(gradients), False, False, (), True, True)
             del saved[key]
             found = [leaf.grad for leaf in leaves] if leaves else []
+        if send_back is not None:
+            found = send_back(found)
         if deliver is not None:
             deliver(found)
 

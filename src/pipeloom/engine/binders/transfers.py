@@ -17,16 +17,18 @@ from torch import Tensor
 from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.engine.batch import sample_mismatch
 from pipeloom.engine.binders.computations import bind_entry
+from pipeloom.engine.binders.skips import bind_skip_receive
 from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, Op, Program, peer_of
+from pipeloom.ir.action import SKIP_OPS
 from pipeloom.transport.call_numbers import call_only, num_samples_of
-from pipeloom.transport.interface import Channel, Lane, Message
+from pipeloom.transport.interface import Channel, Message, lane_of
 from pipeloom.transport.values import flatten, unflatten
 
 
 def bind_send(state: RankState, action: Action, program: Program) -> Step:
-    channel = Channel(state.wiring.rank, peer_of(action, program.placement), Lane.PIPELINE)
+    channel = Channel(state.wiring.rank, peer_of(action, program.placement), lane_of(action))
     end, departing = state.wiring.transport.outgoing(channel).send, state.departing
 
     def send() -> None:
@@ -39,7 +41,7 @@ def bind_send(state: RankState, action: Action, program: Program) -> Step:
 def bind_receive(state: RankState, action: Action, program: Program) -> Step:
     stage, op, microbatch, piece = action
     key = (stage, microbatch, piece)
-    channel = Channel(peer_of(action, program.placement), state.wiring.rank, Lane.PIPELINE)
+    channel = Channel(peer_of(action, program.placement), state.wiring.rank, lane_of(action))
     end = state.wiring.transport.incoming(channel)
     next_message, arrived, gradients = end.receive, state.arrived, state.gradients
     enter = bind_entry(state, stage, not program.schedule.forward_only) if op is Op.RECV_F else None
@@ -54,6 +56,12 @@ def bind_receive(state: RankState, action: Action, program: Program) -> Step:
             value = unflatten(message.layout, message.tensors)
             gradients[key] = value if isinstance(value, tuple) else (value,)
 
+    def next_of_call() -> Message:
+        message = next_message()
+        return message if message.call == state.call else _of_this_call(state, channel.source, message, next_message)
+
+    if op in SKIP_OPS:
+        return bind_skip_receive(state, action, program, next_of_call)[0], end.ready
     return receive, end.ready
 
 

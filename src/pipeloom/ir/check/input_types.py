@@ -92,6 +92,23 @@ def check_groups(groups: object, num_stages: int, what: str) -> None:
                 )
 
 
+def check_skips(skips: object, num_stages: int, what: str) -> None:
+    """Validate the skips of a program.
+
+    Raises:
+        ScheduleError: they are not a tuple of Skip, or do not lead to a later stage.
+    """
+    pairs = [skip[:2] for skip in of_type(skips, tuple, f"the skips of {what}")]
+    for source, target in pairs:
+        if not 0 <= source < target < num_stages:
+            raise ScheduleError(
+                f"{what} has a skip from stage {source} to stage {target}: a value goes to a later stage, up to "
+                f"{num_stages - 1}. Swap the stages."
+            )
+    if len(set(pairs)) != len(pairs):
+        raise ScheduleError(f"{what} lists a skip twice: two stages have one skip for all their values. Join them.")
+
+
 def has_actions(order: Sequence[Any]) -> bool:
     """Whether all entries are actions made of ints and an `Op`."""
     if isinstance(order, Order):

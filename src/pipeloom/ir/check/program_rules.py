@@ -1,6 +1,7 @@
 """What is legal in the program of a legal schedule: one function per rule, asked in the order of this file.
 
     messages       every SEND has its RECV, and two ranks list their messages in the same order
+    skips          values that skip stages, and their gradients, go between the stages that the program names
     parameters     UNSHARD and RESHARD of a stage alternate; where replicas hold shards, F, B and I stand between them
     gradients      every B and W is covered by a later REDUCE_GRAD, which has the micro-batch of the last it covers
     shared         REDUCE_GRAD without a micro-batch, once, behind all others: parameters that several ranks hold
@@ -10,10 +11,10 @@
 Every rule relies on those before it. Rules of parameters, gradients and activations concern one rank's order each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 
-from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, SENDS, Action, Op
+from pipeloom.ir.action import COMMUNICATION_OPS, COMPUTE_OPS, SENDS, SKIP_OPS, Action, Op
 from pipeloom.ir.check.schedule_rules import (
     Breaches,
     Rule,
@@ -57,18 +58,33 @@ def _messages(program: Program) -> Iterator[tuple[int, Action]]:
 
 
 @rule(
-    "messages go between neighbouring stages on different ranks, from the rank that runs the micro-batch", PROGRAM_RULES
+    "messages go between neighbouring stages, or along a skip, on different ranks, from the rank that runs the "
+    "micro-batch",
+    PROGRAM_RULES,
 )
 def messages_between_ranks(program: Program) -> Breaches:
     last, place = program.schedule.num_stages - 1, program.placement
+    skips = {skip[:2]: skip.has_gradient for skip in program.skips}
     for rank, action in _messages(program):
         stage, _, microbatch, _ = action
         if microbatch is None or not 0 <= microbatch < program.num_microbatches:
             yield at(action, rank), f"Use one of the micro-batches 0..{program.num_microbatches - 1}"
         elif place.rank_of(stage, microbatch) != rank:
             yield at(action, rank), f"Move it to rank {place.rank_of(stage, microbatch)}"
-        elif not 0 <= action.other_end().stage <= last or peer_of(action, place) == rank:
+        elif action.op in SKIP_OPS and action.slice is None:
+            yield at(action, rank), "Name the stage at the other end"
+        elif action.op in SKIP_OPS and not _along_a_skip(action, skips):
+            yield at(action, rank), "Remove it, or add the two stages to the program's skips"
+        elif not 0 <= action.other_stage <= last or peer_of(action, place) == rank:
             yield f"{at(action, rank)} has no other rank at its other end", "Remove it"
+
+
+def _along_a_skip(action: Action, skips: Mapping[tuple[int, int], bool]) -> bool:
+    """Whether a message belongs to one of the skips, each with whether it has a gradient."""
+    forward = action.op in (Op.SEND_SKIP, Op.RECV_SKIP)
+    leaves = action.op in (Op.SEND_SKIP, Op.RECV_SKIP_GRAD)  # its stage is the source of the skip
+    pair = (action.stage, action.other_stage) if leaves else (action.other_stage, action.stage)
+    return pair in skips and (forward or skips[pair])
 
 
 @rule("each message is sent and received once", PROGRAM_RULES)
@@ -78,14 +94,15 @@ def messages_once(program: Program) -> Breaches:
 
 @rule("both sides must list the same messages in one order", PROGRAM_RULES)
 def messages_in_order(program: Program) -> Breaches:
-    sent: dict[tuple[int, int], list[Action]] = {}
-    received: dict[tuple[int, int], list[Action]] = {}  # their sends
+    sent: dict[tuple[int, int, bool], list[Action]] = {}  # of two ranks, ordinary messages and skips
+    received: dict[tuple[int, int, bool], list[Action]] = {}  # their sends
     for rank, action in _messages(program):
         peer = peer_of(action, program.placement)
+        skips = action.op in SKIP_OPS
         if action.op in SENDS:
-            sent.setdefault((rank, peer), []).append(action)
+            sent.setdefault((rank, peer, skips), []).append(action)
         else:
-            received.setdefault((peer, rank), []).append(action.other_end())
+            received.setdefault((peer, rank, skips), []).append(action.other_end())
     for pair in sorted(sent.keys() | received.keys()):
         for index, (sender, awaited) in enumerate(zip_longest(sent.get(pair, ()), received.get(pair, ()))):
             if sender != awaited:

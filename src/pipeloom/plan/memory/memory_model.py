@@ -67,6 +67,7 @@ class MemoryModel:
         whole_parameters: whether replicas own full parameters instead of shards (`pipeloom.DataParallel.layout`).
         elsewhere: the kinds of `KINDS` that are offloaded while they are not used.
         bucket_bytes: as in `pipeloom.DataParallel`.
+        skip_bytes: by pair of stages, bytes per micro-batch of the values that skip stages between them.
         expert: expert-parallel degree: only 1 / `expert` of the replicas share the parameters of an expert.
     """
 
@@ -78,6 +79,7 @@ class MemoryModel:
     elsewhere: frozenset[str] = frozenset()
     bucket_bytes: int = BUCKET_BYTES
     expert: int = 1
+    skip_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def recompute_of(self, stage: int) -> Recompute:
         return self.recompute[stage] if self.recompute else Recompute.NONE

@@ -27,6 +27,7 @@ KINDS = {
     "gradients": "full gradients, and sums over replicas",
     "optimizer": "optimizer states",
     "activations": "what forwards keep for backwards",
+    "skips": "values that skip stages, in flight to the ranks that use them",
     "gathered": "full parameters of zero3 while they are used",
     "recomputed": "activations of one block while its backward recomputes them",
     "versions": "older weight versions of a stream",
@@ -214,13 +215,22 @@ class _Walk:
                 freed += unit.full_gradients - unit.reduced
         return most
 
+    def _skip_bytes(self, stage: int) -> float:
+        """Bytes of the values that one F of a stage hands to stages behind the next ones, live until its backward.
+
+        They are used before: the backward of the stage waits for the forwards of their users.
+        """
+        sizes = self._model.skip_bytes
+        return sum(sizes.get((skip.source, skip.target), 0.0) for skip in self._program.skips_from.get(stage, ()))
+
     def moments(self) -> list[dict[str, float]]:
         """The bytes that come and go, during every action."""
         slices = self._program.schedule.num_slices
         kept = {stage: self._model.kept_bytes(stage) / slices for stage in self._held}
         split = self._program.schedule.split_backwards
         stream = self._program.schedule.microbatches_per_update is not None
-        activations = 0.0
+        activations = skipping = 0.0
+        skip_bytes = {stage: self._skip_bytes(stage) for stage in self._held}
         gathered: dict[int, float] = {}
         coming: dict[int, list[float]] = {}  # of stages whose first computation has not run
         full: dict[int, float] = {}  # gradients
@@ -230,6 +240,8 @@ class _Walk:
             sending = again = 0.0
             if op in (Op.F, Op.RELOAD):
                 activations += kept[stage]
+            if op is Op.F:
+                skipping += skip_bytes[stage]
             if op is Op.UNSHARD:
                 gathered[stage], *coming[stage] = self._gathered(stage)
             elif op in (Op.F, Op.B, Op.I) and stage in coming:
@@ -245,12 +257,15 @@ class _Walk:
                 {
                     "activations": activations,
                     "gradients": sum(full.values()) + sum(reduced.values()) + sending,
+                    "skips": skipping,
                     "gathered": sum(gathered.values()),
                     "recomputed": again,
                 }
             )
             if op in (Op.F, Op.B, Op.I) and stage in coming:
                 gathered[stage] = coming.pop(stage)[1]
+            if op in (Op.B, Op.I):
+                skipping -= skip_bytes[stage]
             if op is Op.OFFLOAD or op is Op.W or (op is Op.B and (stage, microbatch, piece) not in split):
                 activations -= kept[stage]
             elif op is Op.RESHARD:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.ir import Action, Op, Program, Schedule
+from pipeloom.ir.action import RECEIVES, SENDS
 from pipeloom.ir.text import parse_action
 from pipeloom.ir.walk import in_background
 from pipeloom.sim import Collective, Costs, Network, Timeline, simulate
@@ -28,7 +29,6 @@ MessageTimes = dict[MessageKey, list[float]]
 
 _OPS = (Op.F, Op.B, Op.I, Op.W)
 _MOVES = (Op.OFFLOAD, Op.RELOAD)
-_SENT_BY = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
 _RECENT_STEPS = 20  # number of steps in a median
 _RECENT_MESSAGES = 5  # number of steps in a median of message times
 
@@ -181,21 +181,20 @@ def message_times(records: Records) -> MessageTimes:
     "receive" (every RECV whose message had been sent before), "update" (every STEP inside the program), and op and
     stage of every OFFLOAD and RELOAD. Negative differences (clocks of two machines) count as 0.
     """
-    ends = {action: end for _, rows in records for action, _, end in rows if action.op in _SENT_BY.values()}
+    ends = {action: end for _, rows in records for action, _, end in rows if action.op in SENDS}
     times: MessageTimes = {}
     for _, rows in records:
         for action, start, end in rows:
             key: MessageKey | None = None
             seconds = end - start
-            if action.op in _SENT_BY.values():
+            if action.op in SENDS:
                 key = "send"
             elif action.op is Op.STEP:
                 key = "update"
             elif action.op in _MOVES:
                 key = (action.op, action.stage)
-            elif action.op in _SENT_BY:
-                source = action.stage + (-1 if action.op is Op.RECV_F else 1)
-                sent = ends.get(action._replace(stage=source, op=_SENT_BY[action.op]))
+            elif action.op in RECEIVES:
+                sent = ends.get(action.other_end())
                 if sent is not None:  # of a long stream only the last records are there
                     key = "arrival" if start <= sent else "receive"
                     seconds = max(0.0, end - sent) if start <= sent else seconds

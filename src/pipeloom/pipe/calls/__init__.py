@@ -1,1 +1,0 @@
-"""One micro-batch in one partition, and what surrounds it: values, modes, random numbers, buffers, devices."""
