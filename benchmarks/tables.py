@@ -88,6 +88,11 @@ HEADLINES = [
         "layers, width 256, 8 x 256 tokens: pipeloom / transformers grouped_mm",
     ),
     Headline(
+        "CPU time per micro-batch, experts on 2 processes, 4 x 256 tokens each: pipeloom / DeepSpeed's MoE",
+        "experts",
+        "processes, width 256, 4 x 256 tokens each: pipeloom ep=2 / deepspeed ep=2, cpu",
+    ),
+    Headline(
         "Speed-up on one sequence of 8,192 tokens, 2 ranks: one process / ring attention",
         "context",
         "one process / ring",

@@ -15,6 +15,7 @@ import torch
 from benchmarks.common.reference import TOLERANCE
 from benchmarks.common.report import Parts, Table, environment, markdown, save, table
 from benchmarks.common.statistics import Spread, ratio, spread
+from benchmarks.experts import processes
 from benchmarks.experts.systems import MAKERS, Sizes, System, gpt, layers
 
 from pipeloom.processes.host_memory import keep_freed_memory
@@ -23,6 +24,7 @@ SIZES = {
     "width 256, 8 x 256 tokens": Sizes(width=256, samples=8),
     "width 256, 2 x 256 tokens": Sizes(width=256, samples=2),
 }
+PARTS = ("gpt", "layers", "processes")
 ROUTERS = ("topk", "switch", "sigmoid", "glam", "noisy-topk", "expert-choice")
 MIXTURES = ("transformers eager", "transformers grouped_mm", "pipeloom take_over", "deepspeed")
 
@@ -36,7 +38,9 @@ def systems(part: str, sizes: Sizes) -> dict[str, System]:
             compare(router, found[router].gradients(), gpt(sizes, router, plain=True).gradients())
             found[router].model.train()
         return found
-    names = [name for name in MAKERS if name != "deepspeed" or importlib.util.find_spec("deepspeed")]
+    names = [name for name in MAKERS if name != "deepspeed ep"]
+    if importlib.util.find_spec("deepspeed") is None:
+        names.remove("deepspeed")
     found = {name: layers(sizes, name) for name in names}
     expected = found["transformers eager"]
     loss = expected.step()
@@ -105,20 +109,27 @@ def headlines(part: str, results: dict[str, dict[str, list[float]]]) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__)
-    parser.add_argument("part", nargs="?", choices=("gpt", "layers", "all"), default="all", help="default: all")
+    parser.add_argument("part", nargs="?", choices=(*PARTS, "all"), default="all", help="default: all")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=tuple(SIZES), help="default: all")
+    parser.add_argument("--sizes", nargs="+", help="headings of the tables, without the part")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of PART.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    for part in ("gpt", "layers") if arguments.part == "all" else (arguments.part,):
-        machine = environment()
-        results = {label: measure(part, SIZES[label], arguments.rounds) for label in arguments.sizes}
-        parts = tables(part, results)
+    for part in PARTS if arguments.part == "all" else (arguments.part,):
+        machine, settings = environment(), {"rounds": arguments.rounds}
+        ratios: dict[str, Spread]
+        found: dict[str, Any]
+        if part == "processes":
+            sizes = {label: each for label, each in processes.SIZES.items() if label in (arguments.sizes or [label])}
+            found = {label: processes.measure(each, arguments.rounds) for label, each in sizes.items()}
+            parts, ratios = processes.tables(found), processes.headlines(found)
+        else:
+            sizes = {label: each for label, each in SIZES.items() if label in (arguments.sizes or [label])}
+            found = {label: measure(part, each, arguments.rounds) for label, each in sizes.items()}
+            parts, ratios = tables(part, found), headlines(part, found)
         print(markdown(parts), flush=True)
-        settings = {"rounds": arguments.rounds}
-        save(arguments.output / f"{part}.json", settings, machine, results, parts, headlines(part, results))
+        save(arguments.output / f"{part}.json", settings, machine, found, parts, ratios)
 
 
 if __name__ == "__main__":

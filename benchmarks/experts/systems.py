@@ -60,6 +60,11 @@ class System:
         for parameter in model.parameters():  # as in every micro-batch but the first
             parameter.grad = torch.zeros_like(parameter)
 
+    def take_part(self, index: int, number: int) -> None:
+        """Take one of `number` equal parts of the samples from now on."""
+        inputs, targets = self._batch
+        self._batch = inputs.chunk(number)[index], targets.chunk(number)[index]
+
     def step(self, *, declared: bool = True) -> Tensor:
         inputs, targets = self._batch
         with pl.auxiliary_losses() as found:
@@ -175,9 +180,11 @@ def _set_weights(layer: Any, sizes: Sizes, index: int) -> None:
         layer.experts.down_proj.copy_(down)
     else:
         layer.deepspeed_moe.gate.wg.weight.copy_(router)
-        for expert, first, second in zip(layer.deepspeed_moe.experts.deepspeed_experts, gate_up, down, strict=True):
-            expert.gate_up.weight.copy_(first)
-            expert.down.weight.copy_(second)
+        held = layer.deepspeed_moe.experts.deepspeed_experts
+        start = len(held) * torch.distributed.get_rank()
+        for number, expert in enumerate(held, start):
+            expert.gate_up.weight.copy_(gate_up[number])
+            expert.down.weight.copy_(down[number])
 
 
 def _pipeloom(sizes: Sizes) -> nn.Module:
@@ -204,18 +211,20 @@ def _taken_over(sizes: Sizes) -> nn.Module:
     return block
 
 
-def _deepspeed(sizes: Sizes) -> nn.Module:
+def _deepspeed(sizes: Sizes, processes: int = 1) -> nn.Module:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     from deepspeed.moe.layer import MoE
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     layer = MoE(
         sizes.width,
         Gated(sizes.width, sizes.mlp_width // TOP_K),
         num_experts=EXPERTS,
+        ep_size=processes,
         k=TOP_K,
         drop_tokens=False,
         use_rts=False,
@@ -232,4 +241,5 @@ MAKERS: dict[str, Callable[[Sizes], nn.Module]] = {
     "transformers eager": lambda sizes: _mixtral(sizes, "eager"),
     "transformers grouped_mm": lambda sizes: _mixtral(sizes, "grouped_mm"),
     "deepspeed": _deepspeed,
+    "deepspeed ep": lambda sizes: _deepspeed(sizes, torch.distributed.get_world_size()),
 }

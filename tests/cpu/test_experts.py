@@ -123,6 +123,30 @@ def test_a_mixture_in_a_pipeline_has_the_gradients_of_one_process(schedule, reco
     assert abs(reported - values) < 1e-12
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_slices_have_the_results_of_full_sequences(recompute):
+    """Without drops a token's experts depend on the token alone; the balance loss would be that of each slice."""
+    tokens = torch.randint(0, 32, (8, 8))
+    one, sliced = make_model(balance_weight=0.0), make_model(balance_weight=0.0)
+    loss = loss_fn(one(tokens), tokens)
+    loss.backward()
+    schedule = pl.schedules.build("seq1f1b", num_ranks=2, num_microbatches=4, num_slices=2)
+    settings = {"schedule": schedule, "loss_fn": loss_fn, "transport": "loopback", "slices": [5, 3]}
+    assert abs(pl.Pipeline(sliced, recompute=recompute, **settings).step(tokens, tokens) - loss) < 1e-12
+    for (name, a), b in zip(one.named_parameters(), sliced.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-11, atol=1e-15, msg=name)
+
+
+@pytest.mark.filterwarnings("error")
+def test_expert_choice_warns_of_the_future_and_refuses_slices():
+    with pytest.warns(UserWarning, match=r"^router 'expert-choice' in a causal model: .* see the future") as warned:
+        model = make_model(router="expert-choice", experts_every=1)
+    assert len(warned) == 1
+    schedule = pl.schedules.build("seq1f1b", num_ranks=2, num_microbatches=4, num_slices=2)
+    with pytest.raises(InputError, match=r"module '.*experts' \(Experts\) chooses among all tokens of a sequence"):
+        pl.Pipeline(model, schedule=schedule, loss_fn=loss_fn, transport="loopback", slices=[5, 3])
+
+
 @pytest.mark.parametrize("router", ["switch", "gshard", "noisy-topk"])
 def test_recomputation_draws_the_random_numbers_of_the_forward(router):
     tokens = torch.randint(0, 32, (8, 8))
