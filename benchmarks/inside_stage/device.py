@@ -121,9 +121,9 @@ class EmulatedAxis(Axis):
         self._begin("reduce_scatter", whole * (self.degree - 1) // self.degree)()
         return self._inner._reduce_scatter(pieces)
 
-    def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]:
+    def _all_to_all(self, pieces: list[Tensor], arriving: Sequence[Sequence[int]] | None) -> list[Tensor]:
         self._begin("all_to_all", sum(p.nbytes for c, p in enumerate(pieces) if c != self.index))()
-        return self._inner._all_to_all(pieces)
+        return self._inner._all_to_all(pieces, arriving)
 
     def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
         wait, finish = self._begin("broadcast", x.nbytes), self._inner._broadcast(x, source)
@@ -160,7 +160,7 @@ class LocalAxis(Axis):
     def _reduce_scatter(self, pieces: Sequence[Tensor]) -> Tensor:
         return pieces[self.index].contiguous()
 
-    def _all_to_all(self, pieces: list[Tensor]) -> list[Tensor]:
+    def _all_to_all(self, pieces: list[Tensor], arriving: Sequence[Sequence[int]] | None) -> list[Tensor]:
         return pieces
 
     def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:

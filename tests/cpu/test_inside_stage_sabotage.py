@@ -28,7 +28,11 @@ SABOTAGE: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "reduce": (ChannelAxis, "_reduce", lambda axis, x, target: x if axis.index == target else None),
     "reduce-scatter": (ChannelAxis, "_reduce_scatter", lambda axis, pieces: pieces[axis.index].clone()),
     "all-gather": (ChannelAxis, "_all_gather", lambda axis, x: [x] * axis.degree),
-    "all-to-all": (ChannelAxis, "_all_to_all", lambda axis, pieces: [pieces[axis.index].clone() for _ in pieces]),
+    "all-to-all": (
+        ChannelAxis,
+        "_all_to_all",
+        lambda axis, pieces, arriving: [pieces[axis.index].clone() for _ in pieces],
+    ),
     "shift": (ChannelAxis, "_shift", lambda axis, tensors, by: lambda: [tensor.clone() for tensor in tensors]),
     "gradients over replicas": (ThreadLinks, "_sum", lambda links, leaving, values: []),
     "gradients inside the stage": (BlockSum, "finish", lambda blocks: None),

@@ -62,7 +62,7 @@ SABOTAGE = {
     "a sum on one process": (ChannelAxis, "_reduce", lambda axis, x, target: x if axis.index == target else None),
     "a sum that is scattered": (ChannelAxis, "_reduce_scatter", lambda axis, pieces: pieces[axis.index]),
     "a sum on all processes": (ChannelAxis, "_all_reduce", lambda axis, x, combine: x),
-    "pieces of others": (ChannelAxis, "_all_to_all", lambda axis, pieces: pieces),
+    "pieces of others": (ChannelAxis, "_all_to_all", lambda axis, pieces, arriving: pieces),
     "a doubled bias": (GridLinear, "forward", doubled),
 }
 UNUSED = {("2d", "a sum that is scattered"), ("2.5d", "a sum that is scattered"), ("3d", "a sum on one process")}
