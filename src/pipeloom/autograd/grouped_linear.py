@@ -5,7 +5,7 @@
     result       [ x @ w0.T | x @ w1.T | - | x @ w3.T ]
 
 The weight gradient is a product that a split backward defers to W (`pipeloom.autograd.weight_products`). Results and
-gradients are bitwise those of ``F.linear`` on each group.
+gradients are those of ``F.linear`` on each group: bitwise, if rows are multiples of 16 bytes.
 """
 
 from collections.abc import Callable, Iterator

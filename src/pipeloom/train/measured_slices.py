@@ -41,6 +41,10 @@ def _measured(config: TrainConfig) -> tuple[int | str, str]:
     sizes: dict[str, Any] = {
         name: getattr(model, name) for name in ("width", "heads", "kv_heads", "positions", "dropout")
     }
+    if model.experts:
+        of_experts = ("experts", "router", "top_k", "capacity_factor", "capacity_by", "shared_experts", "expert_width")
+        sizes |= {name: getattr(model, name) for name in of_experts}
+        sizes["experts_every"] = min(model.experts_every, ranks)
     grid = -(-tokens // _FINEST)
     # One block for each rank is enough: blocks are alike, and a rank's share takes as often as long as it has blocks.
     one_each = GPTConfig(vocabulary_size=256, layers=ranks, sequence_length=tokens, **sizes)
