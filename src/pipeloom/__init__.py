@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         run_threads,
         update_parameters,
     )
+    from pipeloom.pipe import Pipe
     from pipeloom.plan.plan import Plan
     from pipeloom.sim import Costs, Network, Timeline, simulate
     from pipeloom.split import register_layout
@@ -47,6 +48,7 @@ _LAZY = {
         "DataParallel Mesh OffloadActivations OffloadedOptimizer Precision parallel_cross_entropy parallelize "
         "run_threads update_parameters"
     ),
+    "pipeloom.pipe": "Pipe",
     "pipeloom.plan.plan": "Plan",
     "pipeloom.sim": "Costs Network Timeline simulate",
     "pipeloom.split": "register_layout",
@@ -67,6 +69,7 @@ __all__ = [
     "OffloadActivations",
     "OffloadedOptimizer",
     "Op",
+    "Pipe",
     "Pipeline",
     "PipeloomError",
     "Placement",

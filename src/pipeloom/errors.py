@@ -5,7 +5,9 @@
     │   ├── ScheduleError     a schedule or program is invalid
     │   ├── SplitError        a model cannot be split as requested
     │   ├── DataError         training data is missing, unreadable or too small
-    │   └── CheckpointError   a checkpoint is unreadable, damaged or does not match the model
+    │   ├── CheckpointError   a checkpoint is unreadable, damaged or does not match the model
+    │   ├── PipeTypeError     `Pipe` got a model, value or move of a kind that it does not support (also a TypeError)
+    │   └── TooFewDevices     `Pipe` has more partitions than devices (also an IndexError)
     └── RunError              a failure during a run; exit code 1
         ├── StageError        the user's module or loss function raised inside an action
         ├── CallerError       the user's batches or callbacks of a stream raised, or returned an invalid value
@@ -43,6 +45,14 @@ class DataError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint that is unreadable, damaged, or does not match the model."""
+
+
+class PipeTypeError(InputError, TypeError):
+    """A model, a value or a move between devices of a kind that `Pipe` does not support."""
+
+
+class TooFewDevices(InputError, IndexError):  # noqa: N818  # named after the condition, like PeerLost
+    """`Pipe` has more partitions than devices."""
 
 
 class RunError(PipeloomError, RuntimeError):

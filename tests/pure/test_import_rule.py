@@ -28,6 +28,7 @@ PARALLEL = ENGINE | {"engine"}
 TRAINING = PARALLEL | {"parallel", "plan"}
 PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
 TRAIN = TRAINING | PLAN | {"training", "plan", "report"}
+CLI = TRAIN | {"train", "pipe"}
 ALLOWED = {
     "common": set(),
     "ir": set(),
@@ -42,11 +43,12 @@ ALLOWED = {
     "autograd": AUTOGRAD,
     "engine": ENGINE,
     "parallel": PARALLEL,
+    "pipe": {"split", "autograd"},
     "training": TRAINING,
     "plan": PLAN,
     "report": {"ir", "sim"},
     "train": TRAIN,
-    "cli": TRAIN | {"train"},
+    "cli": CLI,
 }
 TORCH_FREE = ("ir", "schedules", "passes", "sim", "report")
 

@@ -165,6 +165,11 @@ def auxiliary_losses() -> Generator[Collected]:
         yield found
 
 
+def collecting() -> bool:
+    """Whether what is declared in this thread now is collected."""
+    return _open() is not None
+
+
 def _open() -> Collected | None:
     """What collects in this thread; None: nothing does, or a recomputation runs."""
     found = _thread.collected

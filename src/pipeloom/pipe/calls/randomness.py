@@ -1,0 +1,125 @@
+"""Random numbers of stages that run at the same time.
+
+All threads of a process share the CPU's generator. Were two stages to draw from it at once, a run could not be
+repeated, and a recomputation would draw other numbers than its forward. So stages that draw take turns: each call of a
+stage starts from a seed of its own, derived from the generator, the stage and the micro-batch. Whether a model draws is
+seen in its first batch, in which stages take turns; a model that does not draw leaves the generator as it was.
+
+A batch of one micro-batch, or a pipe of one partition, runs one stage at a time and draws as the plain model does. A
+generator of a CUDA device serves one partition; its state is restored for a recomputation.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import RunError
+
+_SEEDS = 2**63
+_STAGES = 2**20  # more than there are partitions
+
+
+class RandomState(NamedTuple):
+    """What a recomputation restores: the states of the CPU's and of the device's generator; None: not needed."""
+
+    host: Tensor | None
+    device: Tensor | None
+
+
+class Randomness:
+    """What a pipe knows of its model's random numbers, for train and eval.
+
+    Args:
+        alone: whether the pipe has a single partition.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        self.alone = alone
+        self.turns = threading.Lock()
+        self.draws: dict[bool, bool] = {}  # by whether the model trains; no entry: unknown
+
+
+class BatchRandomness:
+    """Random numbers of one batch.
+
+    Args:
+        known: of the pipe.
+        training: whether the pipe trains.
+        num_microbatches: of this batch.
+    """
+
+    def __init__(self, known: Randomness, *, training: bool, num_microbatches: int) -> None:
+        self._known = known
+        self._training = training
+        self._drawn = False
+        self._in_order = known.alone or num_microbatches == 1
+        self._begin = torch.get_rng_state()
+        self._turns = not self._in_order and known.draws.get(training, True)
+        self._seed = int(torch.randint(_SEEDS - 1, ()).item()) if self._turns else 0
+        if self._turns:
+            torch.set_rng_state(self._begin)
+
+    @contextmanager
+    def forward(self, microbatch: int, stage: int, device: torch.device) -> Iterator[list[RandomState]]:
+        """Around the forward of a stage; the list has the state for its recomputation afterwards."""
+        state: list[RandomState] = []
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        if not self._turns:
+            before = torch.get_rng_state() if self._in_order else None
+            yield state
+            drew = before is not None and not torch.equal(before, torch.get_rng_state())
+            state.append(RandomState(before if drew else None, on_device))
+            return
+        with self._known.turns:
+            others = torch.get_rng_state()
+            torch.default_generator.manual_seed((self._seed + microbatch * _STAGES + stage) % _SEEDS)
+            before = torch.get_rng_state()
+            try:
+                yield state
+                drew = not torch.equal(before, torch.get_rng_state())
+            finally:
+                torch.set_rng_state(others)
+        self._drawn |= drew
+        state.append(RandomState(before if drew else None, on_device))
+
+    @contextmanager
+    def recomputation(self, state: RandomState, device: torch.device) -> Iterator[None]:
+        """Around a recomputation: it draws the numbers of its forward."""
+        if state.host is None and state.device is None:
+            yield
+            return
+        with self._known.turns:
+            others = torch.get_rng_state()
+            on_device = torch.cuda.get_rng_state(device) if state.device is not None else None
+            if state.host is not None:
+                torch.set_rng_state(state.host)
+            if state.device is not None:
+                torch.cuda.set_rng_state(state.device, device)
+            try:
+                yield
+            finally:
+                torch.set_rng_state(others)
+                if on_device is not None:
+                    torch.cuda.set_rng_state(on_device, device)
+
+    def finish(self, *, recomputes: bool) -> None:
+        """After all forwards of the batch.
+
+        Raises:
+            RunError: a stage drew at the same time as others, and its recomputation would draw other numbers.
+        """
+        if self._turns:
+            self._known.draws[self._training] = self._drawn
+            if self._drawn:
+                torch.randint(_SEEDS - 1, ())  # so that the next batch has other seeds
+        elif not self._in_order and not torch.equal(self._begin, torch.get_rng_state()):
+            self._known.draws[self._training] = True
+            if recomputes:
+                raise RunError(
+                    "a layer drew random numbers, which none did in the batches before, while stages ran at the same "
+                    "time: its recomputation would draw other ones. Run the batch again: stages now take turns."
+                )

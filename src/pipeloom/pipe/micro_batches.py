@@ -1,0 +1,77 @@
+"""Values of a pipe: a tensor or a tuple of tensors, split into micro-batches along dimension 0."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError, PipeTypeError, folded
+
+Value = Tensor | tuple[Tensor, ...]
+
+
+def check_value(value: Any, place: str) -> None:
+    """Check that `value` is a tensor or a tuple of tensors; `place` says what it is, for the message.
+
+    Raises:
+        PipeTypeError: it is not.
+    """
+    if isinstance(value, Tensor) or (type(value) is tuple and all(isinstance(each, Tensor) for each in value)):
+        return
+    wrong = next((each for each in value if not isinstance(each, Tensor)), value) if type(value) is tuple else value
+    raise PipeTypeError(f"{place} is {folded(wrong)}: must be a tensor or a tuple of tensors.")
+
+
+def tensors_of(value: Value) -> tuple[Tensor, ...]:
+    """The tensors of a value."""
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def split(tensors: Sequence[Tensor], chunks: int) -> list[tuple[Tensor, ...]]:
+    """The tensors of each micro-batch: at most `chunks` of them, as `torch.chunk` splits a tensor.
+
+    Raises:
+        InputError: a tensor without dimensions, or tensors that give different numbers of micro-batches.
+    """
+    for tensor in tensors:
+        if not tensor.dim():
+            raise InputError("an input has no dimension 0 to split into micro-batches. Give it a batch dimension.")
+    parts = [tensor.chunk(chunks if len(tensor) else 1) for tensor in tensors]
+    if len({len(each) for each in parts}) > 1:
+        sizes = [len(tensor) for tensor in tensors]
+        raise InputError(
+            f"inputs with batch sizes {sizes} and chunks={chunks} give {[len(each) for each in parts]} micro-batches. "
+            "Give all inputs the same batch size."
+        )
+    return list(zip(*parts, strict=True))
+
+
+def gather(parts: Sequence[Value]) -> Value:
+    """The outputs of the micro-batches as the output of the batch.
+
+    Raises:
+        InputError: micro-batches differ in their number of tensors, or a tensor has no dimension.
+    """
+    columns = [tensors_of(part) for part in parts]
+    if len({(isinstance(part, Tensor), len(column)) for part, column in zip(parts, columns, strict=True)}) > 1:
+        raise InputError("the last layer returns another number of tensors for some micro-batches: must be the same.")
+    if len(parts) > 1 and any(not tensor.dim() for tensor in columns[0]):
+        raise InputError(
+            "the last layer returns a tensor without dimensions, which has no batch to join. Move the loss out of the "
+            "pipe, or use chunks=1."
+        )
+    joined = tuple(each[0] if len(parts) == 1 else torch.cat(each) for each in zip(*columns, strict=True))
+    return joined[0] if isinstance(parts[0], Tensor) else joined
+
+
+def num_microbatches(value: Value, chunks: int) -> int:
+    """The number of micro-batches of a value.
+
+    Raises:
+        InputError: the value has no batch dimension.
+    """
+    tensors = tensors_of(value)
+    if not tensors:
+        raise InputError("the input is an empty tuple: it has no batch to split.")
+    return len(split([tensor.detach() for tensor in tensors], chunks))
