@@ -295,6 +295,7 @@ def test_the_reference_has_every_option(monkeypatch, capsys):
         "simulate",
         "slice",
         "partition",
+        "tune",
         "schedules",
         "report",
         "doctor",

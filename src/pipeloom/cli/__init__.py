@@ -13,6 +13,7 @@ COMMANDS = {
     "memory": "predict peak memory per rank, and select memory-saving options that fit a limit",
     "slice": "choose sequence slices that shorten a step",
     "partition": "choose stage boundaries and replicas per stage from layer times",
+    "tune": "find the number of micro-batches of a one-process pipeline by experiment",
     "schedules": "list schedules with paper, constraints, and formulas for bubble and peak activations",
     "report": "regenerate report.html of a run",
     "checkpoint": "list, verify or convert checkpoints",

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pipeloom.cli.common.inside_options import add_inside_options, check_has_effect, inside_of
 from pipeloom.cli.common.parser import Parser
+from pipeloom.cli.common.partition_answers import StreamAnswer, SynchronousAnswer
 from pipeloom.cli.common.planning import add_model_options, check_file_alone, given_model, measured_model
-from pipeloom.cli.partition_answers import StreamAnswer, SynchronousAnswer
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import Bytes, BytesPerSecond
