@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import pipeloom as pl
 from pipeloom.cli import main
 from pipeloom.errors import InputError
-from pipeloom.models.gpt import GPT, init_parameters, loss_fn
+from pipeloom.models import GPT, init_parameters, loss_fn
 from pipeloom.models.gpt_config import GPTConfig
 
 from .test_train import local, metrics, run, story, text

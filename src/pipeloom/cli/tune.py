@@ -120,7 +120,7 @@ def _gpt(given: dict[str, Any]) -> tuple[Any, Any, Any]:
     import torch
     from torch import nn
 
-    from pipeloom.models.gpt import GPT, init_parameters, loss_fn
+    from pipeloom.models import GPT, init_parameters, loss_fn
 
     config = measured_model(given)
     gpt = GPT(config)

@@ -6,10 +6,11 @@ from pipeloom.common.lazy_exports import lazy_exports
 from pipeloom.models.gpt_config import GPTConfig
 
 if TYPE_CHECKING:
-    from pipeloom.models.gpt import GPT, init_parameters, loss_fn, materialize
+    from pipeloom.models.gpt import GPT, loss_fn
+    from pipeloom.models.initialization import init_parameters, materialize
 
 # Module -> its public names, loaded at first use.
-_LAZY = {"pipeloom.models.gpt": "GPT init_parameters loss_fn materialize"}
+_LAZY = {"pipeloom.models.gpt": "GPT loss_fn", "pipeloom.models.initialization": "init_parameters materialize"}
 
 __all__ = ["GPT", "GPTConfig", "init_parameters", "loss_fn", "materialize"]
 

@@ -1,5 +1,5 @@
 # ruff: noqa: N803  # shapes are part of the names
-"""A small GPT: pre-norm blocks, causal attention, rotary or learned positions. And initial values of parameters.
+"""A small GPT: pre-norm blocks, causal attention, rotary or learned positions.
 
     embedding ── blocks.0 ── ... ── blocks.L-1 ── norm ── head        in this order: `GPT.pipeline_layers`
 
@@ -21,11 +21,8 @@ from torch.nn import functional as F
 from pipeloom.errors import InputError
 from pipeloom.models.experts.layer import Experts
 from pipeloom.models.gpt_config import GPTConfig
+from pipeloom.models.initialization import STD
 from pipeloom.slicing import causal_attention, dropout, position_rows, sequence_length
-from pipeloom.slicing.context import hashed
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and checkpointing, ignored
-_STD = 0.02  # GPT-2's
 
 
 class Embedding(nn.Module):
@@ -118,7 +115,7 @@ class Block(nn.Module):
         super().__init__()
         width = config.width
         # GPT-2: layers that add to the residual stream are scaled by 1 / sqrt(number of additions).
-        added_std = _STD / (2 * config.layers) ** 0.5
+        added_std = STD / (2 * config.layers) ** 0.5
         self.init_std = dict.fromkeys(("attention_out", "mlp_down"), added_std)
         self.attention_norm = nn.LayerNorm(width, bias=False)
         self.qkv = nn.Linear(width, sum(size for size, _ in config.qkv_sections), bias=False)
@@ -249,67 +246,3 @@ class GPT(nn.Module):
 def loss_fn(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Mean cross-entropy over all tokens, in nats; `targets_BS` has any integer dtype."""
     return F.cross_entropy(logits_BSV.flatten(0, -2), targets_BS.flatten().long())
-
-
-@torch.no_grad()
-def init_parameters(module: nn.Module, *, seed: int) -> None:
-    """Initialize every parameter with a generator seeded with (`seed`, canonical name).
-
-    Matrices are normal with standard deviation 0.02, or ``init_std[parameter]`` of their module, or ``init_std[child]``
-    of the module around it. So are parameters of three dimensions, such as those of experts. Biases are 0, other
-    vectors (the gains of norms) 1. Values are drawn on the CPU in float32, so they do not depend on split, device and
-    dtype. Of a parameter that is cut inside its stage (`pipeloom.parallel.placed`), all values are drawn, and this
-    process keeps its block. Names of tied parameters are looked up in ``module.canonical_names``.
-    """
-    canonical: dict[str, str] = getattr(module, "canonical_names", {})
-    parents = dict(module.named_modules())
-    for name, parameter in module.named_parameters():
-        path, _, last = name.rpartition(".")
-        parent, _, child = path.rpartition(".")
-        around: dict[str, float] = getattr(parents.get(parent), "init_std", {})
-        stds: dict[str, float] = getattr(parents.get(path), "init_std", {})
-        block = getattr(parameter, "placed_block", None)
-        shape = parameter.shape if block is None else block.full_shape
-        if len(shape) < 2:
-            full = torch.full(shape, 0.0 if last.endswith("bias") else 1.0)
-        else:
-            key = canonical.get(name, name)
-            for wrapper in _WRAPPERS:
-                key = key.replace(wrapper, "")
-            draw, std = torch.Generator().manual_seed(hashed(seed, key)), stds.get(last, around.get(child, _STD))
-            full = torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=draw)
-        parameter.copy_(full if block is None else block.cut(full))
-
-
-@torch.no_grad()
-def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Move a stage that was built on the meta device to `device` and initialize it. Tied parameters stay tied.
-
-    Buffers on the meta device are recomputed by ``reset_buffers()`` of their module (or ``reset_running_stats()`` of
-    BatchNorm); other buffers are moved with their values.
-
-    Raises:
-        InputError: the module of a buffer on the meta device has no such method.
-    """
-    new: dict[int, nn.Parameter] = {}
-    for path, part in module.named_modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in new:
-                    made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                    vars(made).update(vars(parameter))
-                    new[id(parameter)] = made
-                part._parameters[name] = new[id(parameter)]
-        lost = [name for name, buffer in part._buffers.items() if buffer is not None and buffer.is_meta]
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-        if lost:
-            reset: Any = getattr(part, "reset_buffers", None) or getattr(part, "reset_running_stats", None)
-            if reset is None:
-                raise InputError(
-                    f"buffer {f'{path}.{lost[0]}'.lstrip('.')!r} is on the meta device and has no values. "
-                    f"Give {type(part).__name__} a method reset_buffers() that computes them."
-                )
-            reset()
-    init_parameters(module, seed=seed)

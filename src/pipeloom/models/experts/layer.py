@@ -15,8 +15,7 @@ from pipeloom.models.experts.routers import make_router
 from pipeloom.models.experts.routing import Compute, Routing, dispatch_here
 from pipeloom.models.experts.settings import ExpertSettings
 from pipeloom.models.experts.sigmoid import Sigmoid
-
-_STD = 0.02
+from pipeloom.models.initialization import STD
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -76,7 +75,7 @@ class Experts(nn.Module):
         shared_experts: int = 0,
         gated: bool = False,
         activation: Callable[[Tensor], Tensor] | None = None,
-        down_std: float = _STD,
+        down_std: float = STD,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -99,7 +98,7 @@ class Experts(nn.Module):
             self.shared_up = nn.Linear(width, shared_experts * first, bias=False)
             self.shared_down = nn.Linear(shared_experts * expert_width, width, bias=False)
         scale = 0.1**0.5 if self.settings.router == "switch" else 1.0  # a tenth of the variance
-        self.init_std = {"up": scale * _STD, "gate_up": scale * _STD, "down": scale * down_std, "shared_down": down_std}
+        self.init_std = {"up": scale * STD, "gate_up": scale * STD, "down": scale * down_std, "shared_down": down_std}
         self.sliceable = self.router.sliceable
         if isinstance(self.router, Sigmoid):
             self.after_step = self.router.move_bias  # the observed loads are the layer's

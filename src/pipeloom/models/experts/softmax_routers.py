@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from pipeloom.models.experts.router import Router, chosen_per_expert, largest, mean_share, switch_balance
 from pipeloom.models.experts.routing import Routing, assign
 from pipeloom.models.experts.settings import ExpertSettings
-
-_STD = 0.02
+from pipeloom.models.initialization import STD
 
 
 class TopK(Router):
@@ -49,7 +48,7 @@ class Switch(Router):
 
     def __init__(self, width: int, settings: ExpertSettings) -> None:
         super().__init__(width, settings)
-        self.init_std["weight"] = _STD * 0.1**0.5
+        self.init_std["weight"] = STD * 0.1**0.5
 
     def draw(self, like: Tensor) -> Tensor:
         return torch.empty_like(like).uniform_(1 - self.jitter, 1 + self.jitter)
