@@ -11,15 +11,15 @@ from itertools import product
 from typing import Self
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis, AxisMeter
 from pipeloom.parallel.axis_forms import ChannelAxis, GroupAxis
 from pipeloom.parallel.data.links import Links, ProcessLinks, ThreadLinks
-from pipeloom.parallel.mesh_shape import AXES, EXPERT_LINES, MeshShape, check_axis, check_line, check_parts
+from pipeloom.parallel.mesh_groups import MeshGroups
+from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_line, check_parts
 from pipeloom.parallel.placed import Place
-from pipeloom.processes.collectives import destroy_groups, leave_group
 from pipeloom.processes.members import Members, ProcessMembers, current_members
 from pipeloom.transport import shared_memory
 from pipeloom.transport.interface import Lane, Transport
@@ -49,7 +49,6 @@ class Mesh:
         rank: of this process, in the default group.
         members: exchange small values between all processes of the mesh.
         meter: counts the collectives of `axis`.
-        device_mesh: torch's ``DeviceMesh``, with the axes pp, dp and those of degrees above 1; None between threads.
 
     Raises:
         InputError: there is no process group, the degrees do not match its size, `ep` does not divide the processes
@@ -78,31 +77,17 @@ class Mesh:
         degrees = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
         self.shape = MeshShape.of(degrees, num_processes=members.size, order=order, ep=ep, expert_axes=expert_axes)
         self.meter = AxisMeter()
-        self._made: tuple[dist.ProcessGroup, ...] = ()
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._groups = MeshGroups(self.shape, self.rank)
         self._axes: dict[str, Axis] = {}
         self._parts: dict[str, int] = {}  # of axis tp, outermost first
         self._transport: Transport | None = None  # of `_axes`, where they have channels
-        self._left: set[str] = set()  # names of groups that `leave` has closed
-        self._is_closed = False
-        self.device_mesh: DeviceMesh | None = None
         try:
             self._agree()
         except InputError:
             self.close()
             raise
         if isinstance(members, ProcessMembers):
-            self._make_groups()
-
-    def _make_groups(self) -> None:
-        used = [axis for axis in self.shape.axes if axis in ("pp", "dp") or self.degree(axis) > 1]
-        device, sizes = "cuda" if "nccl" in dist.get_backend_config() else "cpu", tuple(map(self.degree, used))
-        self.device_mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(used))
-        for axis in used:
-            group = self.device_mesh.get_group(axis)
-            # Not the user's own group: a collective that times out leaves a group of gloo closed.
-            self._groups[axis] = dist.new_group() if group is dist.group.WORLD and self.degree(axis) > 1 else group
-        self._made += tuple(group for group in self._groups.values() if group is not dist.group.WORLD)
+            self._groups.make()
 
     def _agree(self) -> None:
         """Compare the meshes of all processes before groups are made: different groups would hang."""
@@ -113,6 +98,11 @@ class Mesh:
                     f"process {self.rank} has a mesh of {own}, process {rank} a mesh of {other.decode()}: all "
                     "processes must form one mesh. Pass the same degrees and order on each."
                 )
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """torch's ``DeviceMesh``, with the axes pp, dp and those of degrees above 1; None between threads."""
+        return self._groups.device_mesh
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
@@ -135,43 +125,9 @@ class Mesh:
         Raises:
             InputError: the axis is unknown, or has degree 1 and is not pp or dp; or the mesh is closed.
         """
-        if axis in self._groups:
-            return self._groups[axis]
         if isinstance(self.members, ThreadMembers):
             raise InputError(f"mesh {self} is made of threads, which have no process groups. Use mesh.axis({axis!r}).")
-        self._check_open()
-        if axis in self.shape.axes and self.degree(axis) > 1:
-            raise InputError(self._without_group(axis))
-        check_axis(axis)
-        raise InputError(
-            f"mesh axis {axis!r} has degree 1: only pp, dp and axes of a higher degree have a group. Use "
-            'mesh.group("pp") or mesh.group("dp").'
-        )
-
-    def _joint_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
-        """The process group of all processes that differ from this one on `axes` alone; every process calls it."""
-        used = [axis for axis in axes if self.degree(axis) > 1] or list(axes[:1])
-        if len(used) == 1 and used[0] not in EXPERT_LINES:
-            return self.group(used[0])
-        return self._group_of(self.shape.along_all(used, self.rank), "+".join(used))
-
-    def _group_of(self, line: Sequence[int], name: str | None = None) -> dist.ProcessGroup:
-        """A group of these processes. Only they make it, so that set-up does not grow with the number of processes."""
-        name = name or _name_of(line)
-        if name not in self._groups:
-            self._check_open()
-            if name in self._left:  # the others may be gone
-                raise InputError(self._without_group(name))
-            self._groups[name] = dist.new_group(sorted(line), use_local_synchronization=True)
-            self._made += (self._groups[name],)
-        return self._groups[name]
-
-    def _without_group(self, name: str) -> str:
-        return f"mesh {self} has no group along {name}: a pipeline on it failed. Make a new mesh and new pipelines."
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise InputError(f"mesh {self} is closed: its groups are gone. Make a new Mesh, or close it last.")
+        return self._groups.along(axis)
 
     def links(self, *axes: str) -> Links:
         """Overlapping collectives between all processes that differ from this one on `axes` alone, in order of rank.
@@ -183,7 +139,7 @@ class Mesh:
             line = tuple(sorted(self.shape.along_all(axes, self.rank)))
             lane = Lane.EXPERT_REPLICA if "edp" in axes else Lane.REPLICA
             return ThreadLinks(self.members.transport(line), len(line), line.index(self.rank), lane)
-        return ProcessLinks(lambda: self._joint_group(axes))
+        return ProcessLinks(lambda: self._groups.along_all(axes))
 
     def divide(self, **parts: int) -> None:
         """Arrange the processes of axis tp in a grid, whose axes `axis` and `place` then know. Every process calls it.
@@ -260,7 +216,7 @@ class Mesh:
         return self._axes.get(key) or self._make_axis(key, name, tuple(members))
 
     def _make_axis(self, key: str, name: str, line: tuple[int, ...]) -> Axis:
-        self._check_open()
+        self._groups.check_open()
         self._axes[key] = self._connect(name, line)
         return self._axes[key]
 
@@ -280,7 +236,7 @@ class Mesh:
             if all(local.reaches(peer, of=line[0]) for peer in line):
                 local.open(ChannelAxis.channels_between(line))
                 return ChannelAxis(name, local, line, index, copies=False, meter=self.meter)
-        return GroupAxis(name, self._group_of(line), line, self.meter)
+        return GroupAxis(name, self._groups.of(line), line, self.meter)
 
     def leave(self, *axes: str) -> None:
         """Called after an error: closes what communicates along the axes, so that other processes stop waiting.
@@ -289,24 +245,7 @@ class Mesh:
         """
         if self._transport is not None:
             self._transport.close()
-        used = [axis for axis in axes if self.degree(axis) > 1] or axes
-        self._leave_group("+".join(used))
-        self._leave_group(_name_of(self.shape.along_all(used, self.rank)))
-
-    def _leave_group(self, axis: str) -> None:
-        if self._is_closed or axis not in self._groups or "nccl" in dist.get_backend_config(self._groups[axis]):
-            return
-        group = self._groups.pop(axis)
-        self._left.add(axis)
-        if group is dist.group.WORLD:
-            return
-        self._made = tuple(made for made in self._made if made is not group)
-        registry = getattr(self.device_mesh, "_pg_registry", {})
-        for name in [name for name, registered in registry.items() if registered is group]:
-            del registry[name]
-        held = [group]
-        del group
-        leave_group(held)
+        self._groups.leave(axes)
 
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Ranks in the default group: all processes, in groups along an axis."""
@@ -318,15 +257,11 @@ class Mesh:
         Close its pipelines first. Needed where a process makes one mesh after another:
         ``torch.distributed.destroy_process_group()`` destroys the groups too. Closing twice does nothing.
         """
-        destroy_groups(self._made)
-        self._made, self._is_closed = (), True
-        self._groups.clear()
+        self._groups.close()
         self._axes.clear()
         if self._transport is not None:
             self._transport.close()
         self.members.close()
-        # Part of a reference cycle, which would keep the groups alive.
-        getattr(getattr(self, "device_mesh", None), "_pg_registry", {}).clear()
 
     def __enter__(self) -> Self:
         return self
@@ -340,8 +275,3 @@ class Mesh:
 
     def __str__(self) -> str:
         return str(self.shape)
-
-
-def _name_of(line: Sequence[int]) -> str:
-    """Of a group that no axis names."""
-    return ",".join(map(str, line))
