@@ -203,3 +203,42 @@ def test_a_model_that_is_not_cut_along_ep_is_refused() -> None:
             pl.Pipeline(nn.Sequential(cut), schedule, loss_fn=nn.functional.mse_loss, mesh=mesh)
 
     pl.run_threads(2, work, timeout_seconds=60)
+
+
+def test_a_rank_without_experts_may_have_placeholders() -> None:
+    """Lists of stages, as ranks that build their own stage alone have them: the experts are on the other rank."""
+    x = torch.randn(2, 4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def work(own: bool) -> tuple[float, torch.Tensor]:
+        with pl.Mesh(pp=2, dp=2, ep=2) as mesh:
+            torch.manual_seed(0)
+            experts, last = pl.parallelize(make_model(), mesh), nn.Linear(6, 6).double()
+            with torch.no_grad():
+                last.weight.copy_(torch.eye(6))
+                last.bias.zero_()
+            stages: list[nn.Module] = [experts, last]
+            if own:
+                stages[1 - mesh.coordinate("pp")] = nn.Identity()
+            schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
+            with pl.Pipeline(stages, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh) as pipe:
+                batch = x[mesh.coordinate("dp")]
+                loss = pipe.step(batch, -batch).item()
+                return loss, torch.cat([p.grad.flatten() for p in pipe.parameters() if p.grad is not None])
+
+    for (loss, found), (wanted, gradients) in zip(
+        *(pl.run_threads(4, lambda own=own: work(own), timeout_seconds=60) for own in (True, False)), strict=True
+    ):
+        assert loss == wanted
+        assert torch.equal(found, gradients)
+
+
+def test_placeholders_without_experts_on_any_rank_are_refused() -> None:
+    def work() -> None:
+        with pl.Mesh(pp=2, dp=2, ep=2) as mesh:
+            stages = [nn.Identity(), nn.Identity()]
+            stages[mesh.coordinate("pp")] = nn.Linear(6, 6)
+            schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
+            with pytest.raises(InputError, match="no experts of the model are cut along ep"):
+                pl.Pipeline(stages, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh)
+
+    pl.run_threads(4, work, timeout_seconds=60)

@@ -11,6 +11,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.models.experts import take_over
 from pipeloom.models.experts.transformers_experts import FusedExperts
+from pipeloom.parallel.placed import placed_block
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,6 +73,49 @@ def test_outputs_and_gradients_are_those_of_the_original(name):
         torch.testing.assert_close(b.grad, expected, rtol=1e-9, atol=1e-12, msg=key)
     twin = copy.deepcopy(taken)
     torch.testing.assert_close(twin(tokens).logits, original(tokens).logits, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "GptOss"])
+def test_expert_parallel_processes_share_experts(name):
+    """Outputs of every process, and the sum of its parts of the gradients, beside one process."""
+    original, tokens = make(name), torch.randint(0, 32, (2, 2, 8), generator=torch.Generator().manual_seed(1))
+    take_over(original)
+    outputs = [original(each).logits for each in tokens]
+    sum(output.square().sum() for output in outputs).backward()
+
+    def work():
+        with pl.Mesh(dp=2, ep=2) as mesh:
+            model = pl.parallelize(copy.deepcopy(original), mesh)
+            model.zero_grad()
+            output = model(tokens[mesh.coordinate("dp")]).logits
+            output.square().sum().backward()
+            torch.testing.assert_close(output, outputs[mesh.coordinate("dp")], rtol=1e-10, atol=1e-12)
+            found = {}
+            for key, parameter in model.named_parameters():
+                block = placed_block(parameter)
+                found[key] = torch.zeros(parameter.shape if block is None else block.full_shape, dtype=torch.float64)
+                if block is not None:
+                    block.how.join(parameter.grad, block.place, found[key])
+                elif parameter.grad is not None:
+                    found[key] += parameter.grad
+            assert any(placed_block(parameter) for parameter in model.parameters())
+            return found
+
+    first, second = pl.run_threads(2, work, timeout_seconds=60)
+    for key, parameter in original.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(first[key] + second[key], parameter.grad, rtol=1e-9, atol=1e-11, msg=key)
+
+
+def test_experts_of_transformers_are_not_cut_along_tp():
+    def work():
+        with pl.Mesh(tp=2) as mesh:
+            model = make("Mixtral")
+            take_over(model)
+            with pytest.raises(InputError, match=r"experts.gate_up_proj.*cut along tp by up, gate_up, down alone"):
+                pl.parallelize(model, mesh, {"model.layers.*.mlp.experts": "experts"})
+
+    pl.run_threads(2, work, timeout_seconds=60)
 
 
 def test_routers_declare_losses_and_loads_and_move_their_bias():

@@ -64,14 +64,18 @@ def check_arguments(
     _check_slices(schedule, slices)
 
 
-def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module]) -> None:
+def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module], *, is_whole: bool) -> None:
     """Validate that the parameters of a model lie on the ranks of the mesh that share its stages and experts.
+
+    Args:
+        mesh: of all processes.
+        modules: the stages.
+        is_whole: whether this process has all of them; else some may be placeholders, and all processes call this.
 
     Raises:
         InputError: there are several ranks and no parameter lies on them, or a parameter lies on those of another mesh.
     """
-    found = [placed_block(parameter) for module in modules for parameter in module.parameters()]
-    blocks = [block for block in found if block is not None]
+    blocks = list(filter(None, (placed_block(parameter) for module in modules for parameter in module.parameters())))
     for block in blocks:
         place = Place({"tp": 0}, {"tp": 1}) if mesh is None else mesh.place
         if "ep" in block.place.degrees:
@@ -83,12 +87,17 @@ def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module]) -> None:
             )
     if mesh is None:
         return
-    if mesh.degree("tp") > 1 and not blocks:
+    # Any parameter with a place counts for tp: grids cut along parts of it.
+    cut_along = {"tp": bool(blocks), "ep": any("ep" in block.how.axes for block in blocks)}
+    if not is_whole and max(mesh.degree(axis) for axis in cut_along) > 1:  # the stages of other ranks may be cut
+        found = mesh.members.gather(bytes(cut_along.values()))
+        cut_along = {axis: any(row[place] for row in found) for place, axis in enumerate(cut_along)}
+    if mesh.degree("tp") > 1 and not cut_along["tp"]:
         raise InputError(
             f"mesh={mesh}: no parameter of the model is cut along tp, so all tensor-parallel ranks would do the same "
             "work. Call pipeloom.parallelize(model, mesh, plan) first, or give tp degree 1."
         )
-    if mesh.degree("ep") > 1 and not any("ep" in block.how.axes for block in blocks):
+    if mesh.degree("ep") > 1 and not cut_along["ep"]:
         raise InputError(
             f"mesh={mesh}: no experts of the model are cut along ep. Call pipeloom.parallelize(model, mesh) first, or "
             "give ep degree 1."

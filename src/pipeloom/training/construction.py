@@ -88,7 +88,7 @@ def construct(
     for module in stages.modules if in_parts else ():
         make_sliceable(module, context=parts is not None)
 
-    check_placed(mesh, stages.modules)
+    check_placed(mesh, stages.modules, is_whole=not is_cut)
     if parts is not None:
         check_heads_of_model(stages.modules, parts.kind, parts.axis.degree)
     sharing = share(mesh, data, precision, timeout_seconds)

@@ -8,6 +8,7 @@ tp.
     shared_up        linear       -         column
     shared_down      linear       -         row
     router.*         any          -         whole: every tensor-parallel rank routes all tokens
+    others           [E, ...]     dim 0     -; such as those of `pipeloom.models.experts.take_over`
 """
 
 from collections.abc import Mapping
@@ -41,8 +42,9 @@ def expert_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_parameters(layers: Mapping[str, nn.Module]) -> list[nn.Parameter]:
-    """The parameters of routers: tensor-parallel ranks have their full gradient."""
-    return [parameter for layer in layers.values() for parameter in layer.get_submodule("router").parameters()]
+    """The parameters of the layers' own routers: tensor-parallel ranks have their full gradient."""
+    routers = (getattr(layer, "router", None) for layer in layers.values())
+    return [parameter for router in routers if router is not None for parameter in router.parameters()]
 
 
 class ExpertCutter:
@@ -73,26 +75,39 @@ class ExpertCutter:
                 f"{name!r} has {layer.num_experts} experts, which ep={self._ep.degree} processes cannot share evenly. "
                 f"Use ep={_divisors(layer.num_experts)}."
             )
-        width = layer.down.shape[2]
-        if width % self._tp.degree:
-            raise InputError(
-                f"{name!r} has experts of width {width}, which {self._tp.degree} tensor-parallel ranks cannot share "
-                f"evenly. Use tp={_divisors(width)}."
-            )
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.shape[:1] != (layer.num_experts,):
+                raise InputError(
+                    f"{f'{name}.{key}'!r} has shape {list(parameter.shape)}: parameters of experts must be stacks of "
+                    f"{layer.num_experts}. Put others into a submodule."
+                )
+            if self._tp.degree > 1:
+                self._check_tensor(name, key, tuple(parameter.shape))
         if self._exchange == "capacity" and self._ep.degree > 1 and not layer.has_capacity:
             raise InputError(
                 f"exchange='capacity': the experts of {name!r} have no capacity. Set capacity_factor, or use "
                 "exchange='counts'."
             )
 
+    def _check_tensor(self, name: str, key: str, shape: tuple[int, ...]) -> None:
+        if key not in _CUT_BY_TP:
+            raise InputError(
+                f"{f'{name}.{key}'!r}: experts are cut along tp by {', '.join(_CUT_BY_TP)} alone. Use tp=1, with ep, or "
+                "a pipeloom.models.experts.Experts."
+            )
+        width = shape[2] if key == "down" else shape[1] // _CUT_BY_TP[key][1]
+        if width % self._tp.degree:
+            raise InputError(
+                f"{name!r} has experts of width {width}, which {self._tp.degree} tensor-parallel ranks cannot share "
+                f"evenly. Use tp={_divisors(width)}."
+            )
+
     def cut(self, name: str, module: nn.Module) -> None:
         """Cut the layer in place. Shared experts are cut by the caller, as linear layers."""
         layer: Any = module
-        for key in _CUT_BY_TP:
-            parameter = getattr(layer, key)
-            if parameter is not None:
-                how = self._placed(key, tuple(parameter.shape))
-                setattr(layer, key, self._cutter.block_of(parameter, how, f"{name}.{key}", self._place))
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            how = self._placed(key, tuple(parameter.shape))
+            setattr(layer, key, self._cutter.block_of(parameter, how, f"{name}.{key}", self._place))
         layer.dispatch = ExpertDispatch(self._ep, self._tp, sums_input=not self._sequence, exchange=self._exchange)
         if self._tp.degree > 1:
             layer.enter = _Enter(self._tp) if self._sequence else layer.enter
