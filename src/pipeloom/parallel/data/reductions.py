@@ -1,8 +1,10 @@
 """`Reductions`: when each unit's gradients are summed over replicas.
 
-Replicas that also communicate inside backwards, along axes ep or cp, must find gradients for the same parameters there:
-a sharded reduction waits for the one before, which a replica without a gradient starts only after its backward.
-`pipeloom.models.experts` has gradients for all experts, of zeros where no token chose one.
+A sharded reduction waits for the one before, which a replica without some of its gradients starts only after its
+backward. Replicas that also communicate inside backwards, along axes ep or cp, must not wait there for each other: no
+backward would end. So in their first step they start no reduction that would wait inside a backward, and later ones
+neither, once gradients came on some replicas alone. Where that happens for the first time in a later step, replicas
+wait until their timeout. `pipeloom.models.experts` has gradients for all experts, of zeros where no token chose one.
 """
 
 from collections import deque
@@ -21,11 +23,13 @@ from pipeloom.parallel.data.unit_gradients import UnitGradients
 class Completion:
     """Starts the reductions of one REDUCE_GRAD inside the last backward that it covers.
 
-    All replicas reduce the `units` in their order.
+    All replicas reduce the `units` in their order. `may_start` says whether one may start inside a backward.
     """
 
-    def __init__(self, units: Sequence[UnitGradients], start: Callable[[UnitGradients], None]) -> None:
-        self._units, self._start = units, start
+    def __init__(
+        self, units: Sequence[UnitGradients], start: Callable[[UnitGradients], None], may_start: Callable[[], bool]
+    ) -> None:
+        self._units, self._start, self._may_start = units, start, may_start
         self._queue: deque[UnitGradients] = deque()
         self._missing: dict[UnitGradients, set[int]] = {}
         self._begun = False
@@ -56,7 +60,7 @@ class Completion:
     def _arrived(self, unit: UnitGradients, index: int, _: Tensor) -> None:
         if unit in self._missing:
             self._missing[unit].discard(index)
-            while self._queue and not self._missing[self._queue[0]]:
+            while self._queue and not self._missing[self._queue[0]] and self._may_start():
                 self._start(self._queue.popleft())
 
     def reach(self, unit: UnitGradients) -> None:
@@ -68,6 +72,8 @@ class Completion:
         """Start all that remain, also units with missing gradients."""
         if not self._begun:
             self.begin()
+        for unit in self._missing:
+            unit.arrivals.add(not self._missing[unit])
         while self._queue:
             self._start(self._queue.popleft())
         self.drop()
@@ -84,18 +90,22 @@ class Reductions:
     """The reductions of one rank over replicas, from the first that starts to the deposit of all sums.
 
     Where gradients are sharded, a reduction waits for the one before, because each holds the flat gradients of a unit.
-    `look` is called at peak memory, with flat gradients that `tensors` does not yield yet.
+    `look` is called at peak memory, with flat gradients that `tensors` does not yield yet. `meets`: whether replicas
+    also communicate inside backwards.
     """
 
     _by_stage: Mapping[int, Sequence[UnitGradients]]
     _data: DataAxis
     _replicas: ReplicaGroup
     _look: Callable[[Tensor | None], None]
+    _meets: bool = False
 
     def __post_init__(self) -> None:
         self._units = list(dict.fromkeys(unit for units in self._by_stage.values() for unit in units))
         self._completions: dict[Action, Completion] = {}
         self._reducing: deque[UnitGradients] = deque()
+        self._meets &= self._data.strategy.shards_optimizer
+        self._is_known = self._differs = False  # whether replicas found gradients for other parameters in a backward
 
     def completion(self, action: Action, program: Program) -> Completion:
         """The `Completion` of a REDUCE_GRAD.
@@ -111,8 +121,12 @@ class Reductions:
                 later = {a.stage for a in behind if a.op is Op.REDUCE_GRAD and a.microbatch is not None}
                 waiting = {unit for stage in later - {action.stage} for unit in self._by_stage.get(stage, ())}
                 units = [unit for unit in units if unit not in waiting]
-            self._completions[action] = Completion(units, self._start)
+            self._completions[action] = Completion(units, self._start, self._may_start)
         return self._completions[action]
+
+    def _may_start(self) -> bool:
+        """Whether a reduction may start inside a backward: not where it would wait for a replica that waits there."""
+        return not (self._reducing and self._meets and (self._differs or not self._is_known))
 
     def _start(self, unit: UnitGradients) -> None:
         if self._data.strategy.shards_optimizer:
@@ -132,12 +146,18 @@ class Reductions:
         for unit in alone:
             unit.start(self._look)
         self._wait()  # for the known reductions, before replicas exchange flags
-        flags = iter(self._replicas.any([flag for unit in self._units for flag in (unit.late, *unit.present)]))
+        own = [flag for unit in self._units for flag in (unit.late, *unit.present)]
+        if self._meets:
+            own += [all_came in unit.arrivals for unit in self._units for all_came in (True, False)]
+        flags = iter(self._replicas.any(own))
         present = {}
         for unit in self._units:
             if next(flags):  # on some replica, gradients came after their reduction had started
                 self._start(unit)
             present[unit] = [next(flags) for _ in unit.present]
+        came = list(flags)
+        self._differs |= any(map(all, zip(came[::2], came[1::2], strict=True)))
+        self._is_known = True
         self._wait()
         for unit in self._units:
             unit.deposit(present[unit], loss_scale)

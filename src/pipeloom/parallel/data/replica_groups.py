@@ -22,12 +22,14 @@ class ReplicaGroups:
     Attributes:
         every: all replicas.
         experts: those with the same experts as this process; `every` where experts are not divided.
+        meet_in_backwards: whether replicas also communicate inside backwards, about tokens.
     """
 
     def __init__(self, mesh: Mesh | None, timeout_seconds: float) -> None:
         self.every = self.experts = ReplicaGroup(mesh, timeout_seconds)
         if mesh is not None and mesh.degree(EXPERTS) > 1:
             self.experts = ReplicaGroup(mesh, timeout_seconds, EXPERT_REPLICA_AXES)
+        self.meet_in_backwards = mesh is not None and max(map(mesh.degree, (EXPERTS, "cp"))) > 1
 
     def of(self, parameter: nn.Parameter) -> ReplicaGroup:
         """The replicas that have the same values of a parameter, or of its main parameter."""

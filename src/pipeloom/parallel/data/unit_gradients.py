@@ -28,6 +28,7 @@ class UnitGradients:
 
     Attributes:
         present: for each parameter, whether this replica has a gradient in this run.
+        arrivals: of the backwards that end in a reduction, in this run: whether all gradients came in them.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -45,6 +46,7 @@ class UnitGradients:
         self._reducing: deque[tuple[Wait, Tensor, Tensor]] = deque()  # with this replica's segment, and all segments
         self._aside: list[Tensor | None] = []
         self.present = [False] * len(self.parameters)
+        self.arrivals: set[bool] = set()
         self._trained = [parameter.requires_grad for parameter in self.parameters]
 
     def begin(self) -> None:
@@ -59,6 +61,7 @@ class UnitGradients:
                 main.requires_grad_(changed.requires_grad)
             self._trained[index] = main.requires_grad
         self.present = [False] * len(self.parameters)
+        self.arrivals.clear()
 
     @property
     def is_alone(self) -> bool:

@@ -64,7 +64,7 @@ class UnitStore(ParameterStore):
             cast_tables(self._modules, DTYPES[precision.dtype])
         self._users: dict[Unit, set[int]] = {unit: set() for unit in self._units}  # stages that hold it gathered
         gradients = {stage: [unit.gradients for unit in units] for stage, units in self._by_stage.items()}
-        self._reductions = Reductions(gradients, axis, replicas.every, self._look)
+        self._reductions = Reductions(gradients, axis, replicas.every, self._look, replicas.meet_in_backwards)
         self._open = False
 
     def _add_stage(self, stage: int, rank: RankModules) -> None:

@@ -92,7 +92,7 @@ class ExpertCutter:
     def _check_tensor(self, name: str, key: str, shape: tuple[int, ...]) -> None:
         if key not in _CUT_BY_TP:
             raise InputError(
-                f"{f'{name}.{key}'!r}: experts are cut along tp by {', '.join(_CUT_BY_TP)} alone. Use tp=1, with ep, or "
+                f"{f'{name}.{key}'!r}: experts are cut along tp by {', '.join(_CUT_BY_TP)} alone. Use tp=1 and ep, or "
                 "a pipeloom.models.experts.Experts."
             )
         width = shape[2] if key == "down" else shape[1] // _CUT_BY_TP[key][1]
