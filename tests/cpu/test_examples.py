@@ -154,6 +154,37 @@ def test_train_gpt_takes_a_text(tmp_path: Path, capsys: Capture) -> None:
     assert "step 2  loss" in _here(ROOT / "examples" / "train_gpt.py", options, capsys)
 
 
+def test_resnet50_in_four_ways(tmp_path: Path) -> None:
+    """Gradients of all four ways are those of the plain model."""
+    options = [
+        "--width",
+        "4",
+        "--batch",
+        "4",
+        "--splits",
+        "2,4",
+        "--classes",
+        "10",
+        "--rounds",
+        "1",
+        "--svg",
+        "curve.svg",
+    ]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "resnet50" / "compare.py"), *options],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^(naive|loop|pipe|pipeline) +(?:(\S+) +)?(\S+e[-+]\d+)$", done.stdout, re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["naive", "loop", "pipe", "pipeline"]
+    assert all(float(number) <= 1e-12 for _, *numbers in rows for number in numbers if number)
+    assert (tmp_path / "curve.svg").read_text().count("<circle") == 8
+
+
 def test_the_readme_example_runs_as_printed(tmp_path: Path, capsys: Capture) -> None:
     (code,) = _blocks("README.md")
     script = tmp_path / "mine.py"
