@@ -200,6 +200,7 @@ PAGES = (
     "docs/tutorials/training-loop.md",
     "docs/tutorials/new-schedule.md",
     "docs/how-to/slicing.md",
+    "docs/how-to/traced-models.md",
     "docs/how-to/streams.md",
     "docs/how-to/partitioning.md",
     "docs/how-to/plans.md",

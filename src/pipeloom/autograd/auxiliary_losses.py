@@ -172,6 +172,8 @@ def collecting() -> bool:
 
 def _open() -> Collected | None:
     """What collects in this thread; None: nothing does, or a recomputation runs."""
+    if torch.compiler.is_exporting():
+        raise InputError("auxiliary losses and observed quantities are lost in a traced model. Split it by its layers.")
     found = _thread.collected
     return None if found is None or _graph_task() != -1 else found
 

@@ -61,10 +61,12 @@ def split(
     num_stages: int,
     *,
     layers: Sequence[str] | None = None,
-    cut: str | Sequence[int] = "layers",
+    cut: str | Sequence[int] | Sequence[str] = "layers",
     sample: Any = None,
     loss_fn: LossFn | None = None,
     parts_of_sequences: bool = False,
+    example: Any = None,
+    agree: Callable[[list[float]], list[float]] = lambda times: times,
 ) -> Stages:
     """Split `model` into `num_stages` contiguous stages.
 
@@ -84,6 +86,11 @@ def split(
             stage; 0 gives the first or last stage only layers that do not count.
         sample: for "time", the input of one micro-batch; with `loss_fn`, the pair (inputs, targets).
         loss_fn: for "time", ``loss_fn(output, targets)``; its time is added to the last layer's.
+        example: inputs of one micro-batch, for a model that is traced with torch.export (see
+            `pipeloom.split.traced`): ``(args, kwargs)``, a tuple of arguments, a dict of keyword arguments, or the only
+            argument. `cut` is then "time", "parameters", or the names of the modules at which the stages after the
+            first begin.
+        agree: returns the times that the first process measured, so that all processes cut a traced model alike.
         parts_of_sequences: whether the stages run slices of sequences or the tokens of context-parallel ranks.
 
     Raises:
@@ -94,13 +101,19 @@ def split(
         raise SplitError(f"num_stages={num_stages!r}: must be an integer >= 1.")
     if not isinstance(model, nn.Module):
         return _given_stages(model, num_stages)
+    if example is not None and layers is None:
+        from pipeloom.split.traced.cutting import traced_stages  # loads torch.export, which takes seconds
+
+        traced, calls = traced_stages(model, num_stages, example, "time" if cut == "layers" else cut, agree)
+        return _describe(traced, calls, list(model.named_parameters(remove_duplicate=False)))
+    counts: Any = cut  # a model that is not traced is cut by numbers of layers
     named = layers is not None or hasattr(model, "pipeline_layers")
     way = None if named else _way_in(model, num_stages, parts_of_sequences)
     whole = num_stages == 1 and not named and way is None
     if whole and not isinstance(model, nn.Sequential):  # no cut, so the layers need not be known
         return _describe([model], [("",)], list(model.named_parameters(remove_duplicate=False)))
     chain, make_stage = _find_chain(model, layers, way)
-    pieces = consecutive(chain, count_layers(chain, num_stages, cut, sample, loss_fn, make_stage))
+    pieces = consecutive(chain, count_layers(chain, num_stages, counts, sample, loss_fn, make_stage))
     modules = [make_stage(piece) for piece in pieces]
     for module in modules:
         module.training = model.training  # only of the stage itself: each layer keeps its own mode

@@ -25,8 +25,9 @@ from pipeloom.parallel.options import check_synchronous
 from pipeloom.parallel.tensor.batch_rule import BatchRule
 from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.plan.plan import Plan
-from pipeloom.processes.agreement import RunFingerprint
+from pipeloom.processes.agreement import RunFingerprint, gather_json
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
+from pipeloom.processes.members import current_members
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
 from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute, context_of
@@ -39,7 +40,7 @@ Model = nn.Module | Sequence[nn.Module] | Stages
 class PipelineOptions(NamedTuple):
     """The arguments of `Pipeline` that a plan may give, by their names there. None: not given."""
 
-    cut: str | Sequence[int] | None = None
+    cut: str | Sequence[int] | Sequence[str] | None = None
     slices: Sequence[int] | None = None
     recompute: str | Sequence[str] | None = None
     offload: OffloadActivations | None = None
@@ -56,6 +57,7 @@ def construct(
     *,
     loss_fn: LossFn | None,
     layers: Sequence[str] | None,
+    example: Any,
     transport: str | Transport,
     blackbox: Any,
     timeout_seconds: float,
@@ -71,7 +73,15 @@ def construct(
     in_parts = sliced or parts is not None
     stages = model
     if not isinstance(stages, Stages):
-        stages = split(stages, schedule.num_stages, layers=layers, cut=cut, parts_of_sequences=in_parts)
+        stages = split(
+            stages,
+            schedule.num_stages,
+            layers=layers,
+            cut=cut,
+            parts_of_sequences=in_parts,
+            example=example,
+            agree=_times_of_the_first_process,
+        )
     if len(stages.modules) != schedule.num_stages:
         raise InputError(
             f"the model has {len(stages.modules)} stages and the schedule {schedule.num_stages}: the numbers must be "
@@ -125,6 +135,12 @@ def construct(
         blackbox=blackbox,
         skips=skips,
     )
+
+
+def _times_of_the_first_process(times: list[float]) -> list[float]:
+    """Measured times, the same on all processes."""
+    found = gather_json(times, current_members(), lost="another rank ended or timed out while it traced its model")
+    return [float(seconds) for seconds in found[0]]
 
 
 def _programs(

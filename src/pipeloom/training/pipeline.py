@@ -44,7 +44,8 @@ class Pipeline:
             data-parallel degree above 1, `mesh`; arguments must not contradict it.
         loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples. `forward` needs
             none.
-        layers, cut: how to cut `model`; see `pipeloom.split.split`. `cut` None: "layers".
+        layers, cut: how to cut `model`; see `pipeloom.split.split`. `cut` None: "layers"; of a traced model "time".
+        example: inputs of one micro-batch, to trace a model whose layers are no chain; see `pipeloom.split.split`.
         transport: "auto", "loopback" (all ranks in this process, one after another), "threads" (all ranks in this
             process, one thread each), "shared-memory" (ranks are processes of one machine), "torch"
             (torch.distributed), or a `Transport` made for this rank, which the pipeline closes and whose own timeout
@@ -100,7 +101,8 @@ class Pipeline:
         *,
         loss_fn: LossFn | None = None,
         layers: Sequence[str] | None = None,
-        cut: str | Sequence[int] | None = None,
+        cut: str | Sequence[int] | Sequence[str] | None = None,
+        example: Any = None,
         transport: str | Transport = "auto",
         slices: Sequence[int] | None = None,
         recompute: str | Sequence[str] | None = None,
@@ -121,6 +123,7 @@ class Pipeline:
             options,
             loss_fn=loss_fn,
             layers=layers,
+            example=example,
             transport=transport,
             blackbox=blackbox,
             timeout_seconds=timeout_seconds,

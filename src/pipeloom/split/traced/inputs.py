@@ -1,0 +1,176 @@
+"""The inputs of a traced model: how a batch is bound to the arguments of its forward, and what the trace holds for."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+
+from pipeloom.errors import InputError, SplitError, folded
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Signature:
+    """Binds examples and batches to the arguments of a model's forward.
+
+    Args:
+        model: the model.
+        example: ``(args, kwargs)``, a tuple of arguments, a dict of keyword arguments, or the only argument.
+
+    Attributes:
+        example: its arguments.
+
+    Raises:
+        SplitError: the example does not fit the forward, or has no tensor.
+    """
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        self._signature = inspect.signature(model.forward)
+        self._single: type | None = None  # of the only argument
+        try:
+            self.example = self.bind(example)
+        except TypeError as error:
+            raise SplitError(
+                f"example={folded(example)}: {error}. Pass (args, kwargs) as the model's forward takes them."
+            ) from None
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(self.example)):
+            raise SplitError(f"example={folded(example)}: holds no tensor. Pass inputs of one micro-batch.")
+        args, kwargs = self.example
+        if len(args) == 1 and not kwargs:
+            self._single = type(args[0])
+        self._order = list(kwargs)
+
+    def bind(self, value: Any) -> Arguments:
+        """The arguments that a batch stands for; the same for positional and keyword arguments of one name.
+
+        Raises:
+            TypeError: the forward does not take them.
+        """
+        if self._single in (tuple, list, dict) and isinstance(value, self._single):
+            bound = self._signature.bind(value)
+        elif isinstance(value, tuple) and tuple(map(type, value)) == (tuple, dict):
+            bound = self._signature.bind(*value[0], **value[1])
+        elif isinstance(value, dict):
+            bound = self._signature.bind(**value)
+        elif isinstance(value, tuple):
+            bound = self._signature.bind(*value)
+        else:
+            bound = self._signature.bind(value)
+        return Arguments(bound.args, bound.kwargs)
+
+    def by_name(self, arguments: Arguments) -> dict[str, Any]:
+        """Arguments by the names of the forward."""
+        return dict(self._signature.bind(*arguments.args, **arguments.kwargs).arguments)
+
+    def leaves(self, value: Any) -> tuple[list[Any], TreeSpec]:
+        """The tensors and constants of a batch in the order of the trace, and their structure."""
+        args, kwargs = self.bind(value)
+        known = [name for name in getattr(self, "_order", ()) if name in kwargs]
+        kwargs = {name: kwargs[name] for name in [*known, *(name for name in kwargs if name not in known)]}
+        return tree_flatten((args, kwargs))
+
+
+class InputRules:
+    """What the inputs must be for a trace to hold.
+
+    Args:
+        signature: of the model.
+        traced: per leaf of the example, a tensor whose dynamic sizes are symbols, or a constant.
+        names: of the leaves.
+        guards: conditions on sizes, as torch.export writes them.
+    """
+
+    def __init__(
+        self, signature: Signature, traced: Sequence[Any], names: Sequence[str], guards: Sequence[str]
+    ) -> None:
+        self.signature, self._names = signature, names
+        _, self._spec = signature.leaves((signature.example.args, signature.example.kwargs))
+        self._leaves = [
+            (tuple(int(n) if isinstance(n, int) else None for n in leaf.shape), leaf.dtype)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in traced
+        ]
+        self._guards = [(text, compile(text, "<guard>", "eval")) for text in guards]
+        self._passed: set[Any] = set()
+
+    def check(self, value: Any) -> list[Any]:
+        """The leaves of a micro-batch.
+
+        Raises:
+            InputError: the trace does not hold for it.
+        """
+        try:
+            leaves, spec = self.signature.leaves(value)
+        except TypeError as error:
+            raise InputError(f"inputs: {error}. Pass the arguments of the example that was traced.") from None
+        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        if (key, spec) in self._passed:
+            return leaves
+        if spec != self._spec:
+            raise InputError(
+                f"inputs have the structure {spec}, and the example that was traced {self._spec}: must be equal. Pass "
+                "the same arguments, or trace an example with these."
+            )
+        for name, leaf, known in zip(self._names, leaves, self._leaves, strict=True):
+            self._check_leaf(name, leaf, known)
+        self._check_guards(value)
+        self._passed.add((key, spec))
+        return leaves
+
+    def _check_leaf(self, name: str, leaf: Any, known: Any) -> None:
+        if not isinstance(known, tuple) or not isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) or isinstance(known, tuple) or leaf != known:
+                seen = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else folded(leaf)
+                raise InputError(f"input {name!r} is {seen}: the trace holds for another kind or value. Trace it anew.")
+            return
+        shape, dtype = known
+        fits = len(shape) == leaf.dim() and all(n in (None, m) for n, m in zip(shape, leaf.shape, strict=True))
+        if not fits or leaf.dtype != dtype:
+            wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+            raise InputError(
+                f"input {name!r} is a {leaf.dtype} tensor of shape {list(leaf.shape)}: the trace holds for {dtype} of "
+                f"shape {wanted}. Pass such a tensor, or trace an example of this shape."
+            )
+
+    def fixed_batch(self) -> str | None:
+        """A condition that fails for every other batch size than the example's; None: there is none."""
+        args, kwargs = self.signature.example
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        size = max(2, leaves[0].shape[0])
+        broken = []
+        for other in (size + 1, size + 2, 2 * size + 3):
+
+            def resized(leaf: Any, other: int = other) -> Any:
+                return leaf.new_empty((other, *leaf.shape[1:]), device="meta") if isinstance(leaf, Tensor) else leaf
+
+            broken.append(self._broken(tree_map(resized, (args, kwargs))))
+        return broken[0] if all(broken) else None
+
+    def _check_guards(self, value: Any) -> None:
+        text = self._broken(value)
+        if text is not None:
+            raise InputError(
+                f"inputs do not fulfil {text}: the traced example does, and the model may compute something else "
+                "where it does not hold. Pass inputs of such sizes, or trace an example of these."
+            )
+
+    def _broken(self, value: Any) -> str | None:
+        """The first condition that a batch breaks."""
+        scope = {"L": self.signature.by_name(self.signature.bind(value)), "torch": torch}
+        for text, code in self._guards:
+            try:
+                held = bool(eval(code, scope))  # a condition that torch.export wrote
+            except Exception:
+                held = True  # about values that a batch does not have
+            if not held:
+                return text
+        return None
