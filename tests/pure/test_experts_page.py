@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks import tables
+from benchmarks.common.report import markdown, parts_from_json
+
 from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.parallel.expert.traffic import dispatch_traffic
@@ -43,3 +46,8 @@ def test_the_table_of_routers() -> None:
         number, _, square = weight.partition(" ")
         shown = 0.0 if number == "none" else float(number) * (64 if square == "`E`²" else 1)
         assert abs(shown - settings.balance_weight) < 1e-12
+
+
+def test_the_comparison_of_routers_is_the_measured_one() -> None:
+    result = tables.results_of("mixtures")[0]
+    assert markdown(parts_from_json(result["parts"])) in PAGE
