@@ -10,6 +10,7 @@ import torch
 import pipeloom as pl
 from pipeloom.engine.binders import sequence_slices
 from pipeloom.models import loss_fn
+from pipeloom.parallel.tensor.one_d.logits import VocabularyLogits
 from pipeloom.slicing import SliceContext
 from tests.cpu.tensor_cases import (
     TOKENS,
@@ -110,15 +111,18 @@ def test_dropout_needs_slices_between_threads():
         run(lambda: build(config(dropout=0.1)), tp=2)
 
 
-def test_evaluation_and_full_logits():
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])  # the latter has its last stage on two ranks
+def test_evaluation_and_full_logits(schedule):
     sizes = config(**MODELS["padded"])
     model, (inputs, targets) = build(sizes), batch()
     expected, logits = loss_fn(model(inputs), targets), model(inputs)
 
     def work(mesh):
         whole = pl.parallelize(build(sizes), mesh, sequence=True)
-        made = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=4)
+        made = pl.schedules.build(schedule, num_ranks=2, num_microbatches=4)
         with pl.Pipeline(whole, made, loss_fn=loss_fn, mesh=mesh) as pipe:
+            for part in pipe._evaluate(inputs, None, with_loss=False).outputs.values():  # not of another rank
+                assert not isinstance(part, VocabularyLogits) or part.vocabulary.axis is mesh.axis("tp")
             return pipe.evaluate(inputs, targets), pipe.forward(inputs)
 
     for loss, output in on_mesh(work, pp=2, tp=2):

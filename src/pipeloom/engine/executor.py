@@ -170,6 +170,9 @@ class Executor:
 
         def finish() -> None:
             if share_results:
+                if not with_loss and len(self._results.holders) > 1:  # messages carry no parts of outputs
+                    full = self._state.sharing.blocks.full_output
+                    batch.outputs = {b: full(batch.outputs[b]) for b in sorted(batch.outputs)}
                 self._results.share(batch.losses if with_loss else batch.outputs, everywhere=with_loss)
 
         self.drive(runs, finish, {rank: each.records for rank, each in bound.items()})

@@ -19,6 +19,8 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.placed import Place, PlacedBlock, placed_block
+from pipeloom.parallel.tensor.one_d.logits import full_logits
+from pipeloom.transport.values import Value
 
 # Some elements of a flattened parameter: runs of neighbours or, where these are many, positions. None: all.
 _Elements = list[slice] | Tensor | None
@@ -81,6 +83,9 @@ class MeshBlocks(Blocks):
 
     def common(self, number: int) -> int:
         return int(self._mesh.axis("tp").broadcast(torch.tensor([number]), 0))
+
+    def full_output(self, output: Value) -> Value:
+        return full_logits(output)
 
     def owned(self, parameter: nn.Parameter, values: Tensor, span: Range | None) -> list[Tensor]:
         if parameter not in self._owned:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.stores.parameter_range import Range
+from pipeloom.transport.values import Value
 
 Gradients = Sequence[Tensor | None]
 
@@ -47,6 +48,10 @@ class Blocks:
     def common(self, number: int) -> int:
         """The number of the first process inside the stage; every one of them calls it."""
         return number
+
+    def full_output(self, output: Value) -> Value:
+        """An output of the last stage in place of this process's part of it; every one of them calls it."""
+        return output
 
     def owned(self, parameter: nn.Parameter, values: Tensor, span: Range | None) -> list[Tensor]:
         """The elements that this process owns: over all processes of a stage, each element of a parameter once.
