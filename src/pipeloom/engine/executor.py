@@ -211,6 +211,9 @@ class Executor:
         with self.ended_by_errors() if has_processes and has_replicas else nullcontext():
             if needs_targets:
                 batch.weigh(sharing.sum_samples(batch.num_samples, refusal))
+                weigh_labels = getattr(self.loss_fn, "weigh", None)
+                if weigh_labels is not None:
+                    weigh_labels(batch, sharing.sum_samples)
             elif refusal is not None:
                 raise refusal
         if self._sliced and not program.schedule.forward_only:

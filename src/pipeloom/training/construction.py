@@ -30,7 +30,9 @@ from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_me
 from pipeloom.processes.members import current_members
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
+from pipeloom.split.planned.layouts import find_layout
 from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute, context_of
+from pipeloom.training.own_loss import OwnLoss
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
 
@@ -72,6 +74,8 @@ def construct(
 
     in_parts = sliced or parts is not None
     stages = model
+    if loss_fn is None and isinstance(model, nn.Module) and not in_parts and find_layout(model) is not None:
+        loss_fn = OwnLoss(model)
     if not isinstance(stages, Stages):
         stages = split(
             stages,

@@ -28,6 +28,7 @@ from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.observations import AuxiliaryValue, Observations
+from pipeloom.training.own_loss import OwnLoss, plain_batch
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch, with_form
 
@@ -42,8 +43,9 @@ class Pipeline:
             the one that runs: an I and the W behind it are merged into B where no rank waits for the I. Or a
             `pipeloom.Plan`, which also gives `cut`, `slices`, `recompute`, `offload`, `data`, `precision` and, for a
             data-parallel degree above 1, `mesh`; arguments must not contradict it.
-        loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples. `forward` needs
-            none.
+        loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples. None: a model of
+            transformers computes its own from labels in the batch, as the mean over the labels of all replicas;
+            `num_items_in_batch` in the batch replaces their number. `forward` needs none.
         layers, cut: how to cut `model`; see `pipeloom.split.split`. `cut` None: "layers"; of a traced model "time".
         example: inputs of one micro-batch, to trace a model whose layers are no chain; see `pipeloom.split.split`.
         transport: "auto", "loopback" (all ranks in this process, one after another), "threads" (all ranks in this
@@ -145,8 +147,10 @@ class Pipeline:
         """Forward and backward of one batch; gradients add to ``.grad`` as in plain accumulation.
 
         Args:
-            inputs: the full batch, samples along dimension 0; read on the rank with the first stage.
-            targets: the full batch, read on the rank with the last stage.
+            inputs: the full batch, samples along dimension 0; read on the rank with the first stage. The model's first
+                argument, or for a stage that runs a model's own forward a dict of its keyword arguments.
+            targets: the full batch, read on the rank with the last stage. Without `loss_fn`, the labels of the batch,
+                which is then read on the rank with the last stage too.
 
         Returns:
             The loss, the mean over all samples of the batch, on every rank; without a graph.
@@ -176,6 +180,7 @@ class Pipeline:
     def _train(
         self, inputs: Value, targets: Value, *, share_losses: bool, warm_up: WarmUp | None = None
     ) -> dict[int, Tensor]:
+        inputs, targets = self._separated(inputs, targets)
         if not self._trains or not torch.is_grad_enabled():
             check_trains(self.schedule, self.executor.loss_fn)
             self._trains = True
@@ -195,8 +200,19 @@ class Pipeline:
         """The loss of one batch in evaluation mode, on every rank; gradients and modes stay."""
         if self.executor.loss_fn is None:
             raise InputError("evaluate() needs a loss: pass loss_fn to Pipeline.")
+        inputs, targets = self._separated(inputs, targets)
         with evaluation_mode(self.modules()):
             return self.state.sharing.sum_losses(total(self._evaluate(inputs, targets, with_loss=True).losses))
+
+    def _separated(self, inputs: Value, targets: Value) -> tuple[Value, Value]:
+        """Inputs and targets of a batch that may hold the labels, where the model computes its own loss."""
+        inputs = plain_batch(inputs)
+        own = self.executor.loss_fn
+        if isinstance(own, OwnLoss):
+            inputs, targets = own.separate(inputs, plain_batch(targets))
+            if targets is None and inputs is not None and self.needs_targets:
+                raise InputError(own.missing())
+        return inputs, targets
 
     def forward(self, inputs: Value = None) -> Value:
         """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set.
@@ -204,7 +220,7 @@ class Pipeline:
         Outputs of context-parallel ranks are gathered to whole sequences, logits of tensor-parallel ranks to the
         whole vocabulary.
         """
-        batch = self._evaluate(inputs, None, with_loss=False)
+        batch = self._evaluate(plain_batch(inputs), None, with_loss=False)
         if not batch.outputs:
             return None
         outputs = [batch.outputs[b] for b in sorted(batch.outputs)]

@@ -35,6 +35,8 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     if skips is not None:
         module = skips.run
     first, last = stage == 0, stage == program.schedule.num_stages - 1
+    # A model that computes its own loss gets the targets among its arguments.
+    joined = getattr(wiring.stages[stage], "joined", None) if getattr(wiring.loss_fn, "joins_targets", False) else None
     finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program)
     mover = wiring.mover if key in state.to_offload else None
 
@@ -42,6 +44,8 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
         value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)
         if skips is not None:
             leaves = skips.take(leaves)
+        if last and joined is not None and state.batch.targets is not None:
+            value = joined(value, state.batch.targets[microbatch])
         saved[key] = None
         live = len(saved) - state.num_offloaded
         if live > state.peak_live:

@@ -93,7 +93,7 @@ class DataSharing(Sharing):
         return _cast(value, DTYPES[self._precision.dtype]) if cast else value
 
     def loss_fn(self, loss_fn: LossFn | None) -> LossFn | None:
-        if loss_fn is None or not self._precision.has_masters:
+        if loss_fn is None or not self._precision.has_masters or getattr(loss_fn, "joins_targets", False):
             return loss_fn
         return lambda output, targets: loss_fn(_cast(output, torch.float32), targets)
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+_INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark on a model whose hooks are installed
+
 
 def collector() -> dict[str, Any] | None:
     """What the running forward of a model of transformers collects into; None: nothing is collected."""
@@ -27,6 +29,11 @@ def install_hooks(model: nn.Module) -> None:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
     except ImportError:
         return
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for module in models:
+        if any(getattr(part, _INSTALLED, False) for part in module.modules()):
+            setattr(
+                module, _INSTALLED, True
+            )  # a forward of a model inside has installed them; twice would collect twice
+        else:
             maybe_install_capturing_hooks(module)

@@ -40,7 +40,8 @@ def register_layout(model_class: type[nn.Module], layers: Sequence[str]) -> None
     Args:
         model_class: the class; its subclasses have the same layout, unless they have one of their own.
         layers: names of modules in execution order, relative to an instance, such as
-            ``["embeddings", "encoder.layer.*", "pooler"]``; a ``*`` matches all members of a container. Each runs
+            ``["embeddings", "encoder.layer.*", "pooler"]``; a ``*`` matches all members of a container. A module that
+            is None in an instance is left out. Each runs
             once in a forward, with hidden states as its first argument, except those before the blocks.
 
     Raises:
@@ -67,10 +68,19 @@ def find_layout(model: nn.Module) -> Layout | None:
             patterns = next((_KNOWN[name] for name in own if name in _KNOWN), None)
         patterns, declared = (_of_plan(module), "base_model_pp_plan") if patterns is None else (patterns, "its layout")
         if patterns:
+            patterns = tuple(pattern for pattern in patterns if not _is_none(module, pattern))
             prefix = f"{base}." if base else ""
             heads = _heads(model, base)
             return Layout(base, (*(prefix + pattern for pattern in patterns), *heads), declared)
     return None
+
+
+def _is_none(module: nn.Module, pattern: str) -> bool:
+    """Whether an optional module is left out of this instance: its attribute is None."""
+    parent, _, name = pattern.rpartition(".")
+    if "*" in pattern:
+        return False
+    return getattr(module.get_submodule(parent), name, module) is None
 
 
 def _of_plan(module: nn.Module) -> tuple[str, ...]:

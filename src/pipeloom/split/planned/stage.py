@@ -220,6 +220,12 @@ class PlannedStage(StageModule):
         self._known[form] = ()
         return output
 
+    def joined(self, value: Any, more: Mapping[str, Any]) -> Any:
+        """A value for this stage with more keyword arguments of the model."""
+        if self._first > 0:
+            return {**value, "inputs": {**value["inputs"], **more}}
+        return {**(value if isinstance(value, Mapping) else {self._first_argument: value}), **more}
+
     def _form(self, call: _Forward) -> Any:
         kinds = tuple((name, type(value)) for name, value in call.inputs.items())
         flags = tuple((name, value) for name, value in call.inputs.items() if isinstance(value, bool))

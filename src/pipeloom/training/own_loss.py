@@ -1,0 +1,148 @@
+"""`OwnLoss`: the loss that a model of transformers computes from labels among its arguments."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import InputError
+
+_NUM_ITEMS = "num_items_in_batch"
+_IGNORED = -100
+
+
+class OwnLoss:
+    """The loss in the output of a model that gets labels. The last stage gets them as keyword arguments.
+
+    The loss is the mean over the labels of all replicas, however these are spread over micro-batches; a number
+    `num_items_in_batch` in the batch, such as that of several batches between two updates, replaces theirs. A model
+    that divides by `num_items_in_batch` gets its part of that number. A loss of another model is taken as the mean over
+    the labels of its micro-batch, and weighted by them. Without "labels" (such as positions of answers), losses are
+    means over samples.
+    """
+
+    joins_targets = True  # the engine passes the targets to the last stage
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        self._names = frozenset(name for name in parameters if _is_label(name))
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        function: Any = getattr(model, "loss_function", None)
+        self._takes_number = _NUM_ITEMS in parameters or (takes_any and function is not None)
+        self._shifts = getattr(function, "__name__", "") == "ForCausalLMLoss"
+
+    def separate(self, batch: Any, targets: Any) -> tuple[Any, Any]:
+        """Separate a batch into inputs and labels.
+
+        Args:
+            batch: a dict of the model's keyword arguments, or its first argument.
+            targets: labels, or a dict of several kinds of labels; None: they are in the batch.
+
+        Returns:
+            The arguments without labels, and the labels with `num_items_in_batch` if it is there; None: no labels.
+        """
+        given = {} if targets is None else dict(targets) if isinstance(targets, Mapping) else {"labels": targets}
+        if isinstance(batch, Mapping):
+            inputs = {}
+            for name, value in batch.items():
+                if _is_label(name) or name == _NUM_ITEMS:
+                    given.setdefault(name, value)
+                else:
+                    inputs[name] = value
+            batch = inputs
+        number = given.get(_NUM_ITEMS)
+        if isinstance(number, Tensor):
+            given[_NUM_ITEMS] = number.item()
+        given = {name: value for name, value in given.items() if value is not None}
+        return batch, given if any(isinstance(value, Tensor) for value in given.values()) else None
+
+    def missing(self) -> str:
+        """The error about a batch without labels."""
+        names = " or ".join(map(repr, sorted(self._names))) or "labels"
+        return (
+            f"the batch has no labels, and the pipeline no loss_fn: the model computes its loss from {names}. Add them "
+            "to the batch, or pass targets or loss_fn."
+        )
+
+    def weigh(self, batch: Any, sum_samples: Callable[[int], int]) -> None:
+        """Add what a micro-batch's loss needs to its targets, so that its weighted loss is its part of the whole.
+
+        Args:
+            batch: a `pipeloom.engine.batch.Batch` with its weights.
+            sum_samples: adds up a number over all replicas.
+        """
+        if not batch.targets or "labels" not in batch.targets[0]:
+            return
+        number = batch.targets[0].get(_NUM_ITEMS)
+        counts = [self._count(each["labels"]) for each in batch.targets]
+        if number is None:
+            number = max(1, sum_samples(sum(counts)))
+        batch.targets = [
+            _Labels(target, count, number * weight, self._takes_number)
+            for target, count, weight in zip(batch.targets, counts, batch.weights, strict=True)
+        ]
+
+    def _count(self, labels: Tensor) -> int:
+        counted = labels[..., 1:] if self._shifts and labels.dim() > 1 else labels
+        return int((counted != _IGNORED).sum())
+
+    def __call__(self, output: Any, targets: Any) -> Tensor:
+        """The loss in the model's output, as the part of this micro-batch."""
+        loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else None
+        if loss is None:
+            raise InputError(
+                f"the model returned no loss for {', '.join(map(repr, targets))}: it computes none from them. Pass "
+                "loss_fn to Pipeline."
+            )
+        if not isinstance(targets, _Labels) or targets.number_was_read():
+            return loss
+        if targets.count == 0:  # the mean over no label is not a number
+            others = [value.sum() for value in output.values() if isinstance(value, Tensor) and value.dim()]
+            return 0.0 * torch.stack(others).sum()
+        return loss * (targets.count / targets.number)
+
+
+class _Labels(dict[str, Any]):
+    """The targets of a micro-batch, with how its loss is weighted.
+
+    Attributes:
+        count: its labels that count.
+        number: its part of the number of all labels: by what the sum over its labels is divided.
+    """
+
+    def __init__(self, targets: Mapping[str, Any], count: int, number: float, takes_number: bool) -> None:
+        super().__init__(targets)
+        self.count, self.number = count, number
+        self.pop(_NUM_ITEMS, None)
+        if takes_number:
+            self[_NUM_ITEMS] = torch.tensor(number, dtype=torch.float64).as_subclass(_Noticed)
+
+    def number_was_read(self) -> bool:
+        """Whether the model's loss has used `num_items_in_batch`."""
+        return getattr(self.get(_NUM_ITEMS), "was_read", False)
+
+
+class _Noticed(Tensor):
+    """A number that notices when it is used; results are plain tensors."""
+
+    was_read = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in args:
+            if isinstance(each, _Noticed):
+                each.was_read = True
+        with torch._C.DisableTorchFunctionSubclass():
+            args = tuple(each.as_subclass(Tensor) if isinstance(each, _Noticed) else each for each in args)
+            return func(*args, **(kwargs or {}))
+
+
+def plain_batch(batch: Any) -> Any:
+    """A batch as the ecosystem makes it, such as a `BatchEncoding`, as a dict of its values."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def _is_label(name: str) -> bool:
+    return "label" in name or name in ("start_positions", "end_positions")
