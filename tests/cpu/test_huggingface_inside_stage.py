@@ -108,7 +108,7 @@ def train(rank: int, case: Case, directory: str | None = None) -> Trained:
                 )
             state = {name: value.numpy() for name, value in pipe.state_dict().items()}
             logits = pipe.eval().forward(inputs)
-            return Trained(losses, gradients, state, _pieces(pipe), None if logits is None else logits.numpy())
+            return Trained(losses, gradients, state, _pieces(pipe), None if logits is None else logits.logits.numpy())
 
 
 def _pieces(pipe: pl.Pipeline, *, gradients: bool = False) -> list[Any]:

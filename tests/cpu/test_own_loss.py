@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError
+from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 
@@ -127,7 +128,15 @@ def test_replicas_and_several_steps_weigh_by_labels():
             found = pipe.step(parts[mesh.coordinate("dp")])
             return found.item(), {name: p.grad.clone() for name, p in pipe.named_parameters()}
 
-    for found, own in pl.run_threads(4, run):
+    def run_with_targets():
+        mesh = pl.Mesh(pp=2, dp=2)
+        part = parts[mesh.coordinate("dp")]
+        inputs = {name: part[name] for name in ("input_ids", "attention_mask")}
+        with pl.Pipeline(copy.deepcopy(model), schedule, mesh=mesh, loss_fn=causal_lm_loss) as pipe:
+            found = pipe.step(inputs, causal_lm_targets(part["labels"]))
+            return found.item(), {name: p.grad.clone() for name, p in pipe.named_parameters()}
+
+    for found, own in (*pl.run_threads(4, run), *pl.run_threads(4, run_with_targets)):
         assert found == pytest.approx(loss, rel=1e-5)
         for name, gradient in own.items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=1e-8)

@@ -61,7 +61,8 @@ def made(name):
     return model
 
 
-def loss_fn(logits, targets):
+def loss_fn(output, targets):
+    logits = output if isinstance(output, torch.Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -187,6 +187,7 @@ class Executor:
         self.check_free()
         needs_targets = with_loss and program.schedule.num_stages - 1 in self._state.stages
         batch = Batch()
+        whole: Sequence[Value] | None = None  # targets, before context-parallel ranks share them out
         refusal: Exception | None = None
         sharing = self._state.sharing
         try:
@@ -200,6 +201,7 @@ class Executor:
             if self._sliced:
                 cut_sequences(batch, program.schedule.num_slices, self._slice_lengths)
             self._check_batch(batch)
+            whole = batch.targets
             if self.parts is not None:
                 cut_tokens(batch, self.parts)
         except Exception as error:
@@ -213,7 +215,7 @@ class Executor:
                 batch.weigh(sharing.sum_samples(batch.num_samples, refusal))
                 weigh_labels = getattr(self.loss_fn, "weigh", None)
                 if weigh_labels is not None:
-                    weigh_labels(batch, sharing.sum_samples)
+                    weigh_labels(batch, sharing.sum_samples, whole)
             elif refusal is not None:
                 raise refusal
         if self._sliced and not program.schedule.forward_only:

@@ -1,6 +1,6 @@
 """The loss of Hugging Face's causal language models, in a form that supports micro-batches and slices."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ def causal_lm_targets(labels: Tensor, *, ignore_index: int = -100) -> dict[str, 
     Returns:
         "labels" [batch, tokens], the labels shifted by one position; "weight" [batch], for every sample the number of
         all tokens divided by that of tokens with loss. The weight turns the mean over the latter, which may be spread
-        unevenly over micro-batches, into a mean over all tokens.
+        unevenly over micro-batches, into a mean over all tokens. A `Pipeline` with `causal_lm_loss` extends it to the
+        batches of all replicas.
     """
     shifted = F.pad(labels[:, 1:].long(), (0, 1), value=-100)
     shifted = shifted.masked_fill(shifted == ignore_index, -100)
@@ -52,3 +53,24 @@ def causal_lm_loss(output: Any, targets: Mapping[str, Tensor]) -> Tensor:
     labels, weight = targets["labels"], targets["weight"]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
     return (losses.view_as(labels) * weight.to(losses.dtype).unsqueeze(1)).mean()
+
+
+def _weigh_over_replicas(batch: Any, sum_samples: Callable[[int], int], whole: Any) -> None:
+    """Turn the weights of a replica's batch into those of the batches of all replicas. The engine calls it.
+
+    Args:
+        batch: a `pipeloom.engine.batch.Batch`, whose targets are replaced.
+        sum_samples: adds up a number over all replicas.
+        whole: its targets with all tokens, of which a context-parallel rank has a part.
+    """
+    if not batch.targets or not isinstance(batch.targets[0], Mapping) or "weight" not in batch.targets[0]:
+        return
+    tokens = sum(target["labels"].numel() for target in whole)
+    counting = sum(int((target["labels"] != -100).sum()) for target in whole)
+    all_tokens, all_counting = sum_samples(tokens), sum_samples(counting)
+    if (all_tokens, all_counting) != (tokens, counting):
+        factor = all_tokens * max(1, counting) / (max(1, all_counting) * tokens)
+        batch.targets = [{**target, "weight": target["weight"] * factor} for target in batch.targets]
+
+
+causal_lm_loss.weigh = _weigh_over_replicas  # type: ignore[attr-defined]

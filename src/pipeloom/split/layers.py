@@ -119,13 +119,16 @@ def _check_layers(model: nn.Module, patterns: Sequence[str], layers: list[ChainL
             )
 
 
-def check_complete(model: nn.Module, layers: Sequence[ChainLayer], replicated: Sequence[str] = ()) -> None:
+def check_complete(
+    model: nn.Module, layers: Sequence[ChainLayer], replicated: Sequence[str] = (), *, runs_others: bool = False
+) -> None:
     """Check that the layers hold all parameters and persistent buffers, and warn of other modules that will not run.
 
     Args:
         model: the whole model.
         layers: all of its layers.
         replicated: names of modules without parameters that every stage runs in addition to its layers.
+        runs_others: whether stages run all other modules without parameters.
 
     Raises:
         SplitError: a parameter or persistent buffer is in no layer.
@@ -143,6 +146,8 @@ def check_complete(model: nn.Module, layers: Sequence[ChainLayer], replicated: S
         raise SplitError(
             f"{', '.join(map(repr, missing[:3]))}{more} would be in no stage: no layer holds it. {' '.join(fixes)}."
         )
+    if runs_others:
+        return
     outer = {".".join(layer.name.split(".")[:i]) for layer in layers for i in range(layer.name.count(".") + 1)}
     for name, module in model.named_modules():
         if id(module) not in inside and name not in (*outer, *replicated) and not list(module.children()):

@@ -13,7 +13,7 @@ from pipeloom.split.chain_partition import Tie, consecutive, find_ties
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
 from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find_layers
 from pipeloom.split.planned.collected import install_hooks
-from pipeloom.split.planned.layouts import Layout, find_layout
+from pipeloom.split.planned.layouts import Layout, find_layout, runs_in_order
 from pipeloom.split.planned.stage import PlannedStage
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers
 from pipeloom.split.skips import chain_stage, find_skips
@@ -107,8 +107,8 @@ def split(
         traced, calls = traced_stages(model, num_stages, example, "time" if cut == "layers" else cut, agree)
         return _describe(traced, calls, list(model.named_parameters(remove_duplicate=False)))
     counts: Any = cut  # a model that is not traced is cut by numbers of layers
+    way = _way_in(model, layers, num_stages, parts_of_sequences)
     named = layers is not None or hasattr(model, "pipeline_layers")
-    way = None if named else _way_in(model, num_stages, parts_of_sequences)
     whole = num_stages == 1 and not named and way is None
     if whole and not isinstance(model, nn.Sequential):  # no cut, so the layers need not be known
         return _describe([model], [("",)], list(model.named_parameters(remove_duplicate=False)))
@@ -148,8 +148,7 @@ def profile_model(
         SplitError: the layers of the model are unknown, or it is on the meta device.
     """
     if isinstance(model, nn.Module):
-        named = layers is not None or hasattr(model, "pipeline_layers")
-        chain, make_stage = _find_chain(model, layers, None if named else _way_in(model, 2, False))
+        chain, make_stage = _find_chain(model, layers, _way_in(model, layers, 2, False))
         modules = [(layer.name, make_stage([layer])) for layer in chain]
     else:
         modules = [(str(index), module) for index, module in enumerate(_given_stages(model).modules)]
@@ -157,12 +156,54 @@ def profile_model(
     return times, find_ties([{id(p): p.nbytes for p in module.parameters()} for _, module in modules])
 
 
-def _way_in(model: nn.Module, num_stages: int, parts_of_sequences: bool) -> Decoder | Layout | None:
-    """How a model without `layers` is cut: by its plan or layout, or as a decoder where parts of sequences run."""
-    layout = find_layout(model)
-    if layout is not None and not parts_of_sequences and getattr(model, "tokens_part", (0, 1))[1] == 1:
-        return layout
-    return find_decoder(model, num_stages)
+def _way_in(
+    model: nn.Module, layers: Sequence[str] | None, num_stages: int, parts_of_sequences: bool
+) -> Decoder | Layout | None:
+    """How a model is cut.
+
+    Returns:
+        A layout: stages run the model's own forward. A decoder: stages call its modules, also for parts of sequences.
+        None: stages run a chain of layers.
+
+    Raises:
+        SplitError: the model changes its forward in a way that stages for parts of sequences do not run.
+    """
+    if layers is None and not hasattr(model, "pipeline_layers") and not isinstance(model, nn.Sequential):
+        layout = find_layout(model)
+        if layout is not None and not parts_of_sequences and getattr(model, "tokens_part", (0, 1))[1] == 1:
+            return layout
+        decoder = find_decoder(model, num_stages)
+        if decoder is not None:
+            _check_unchanged(model)
+        return decoder
+    if layers is None and runs_in_order(model):
+        return None
+    if parts_of_sequences:
+        _check_unchanged(model)
+        return None
+    patterns = getattr(model, "pipeline_layers", None) if layers is None else layers
+    if patterns is None:
+        patterns = [name for name, _ in model.named_children()]
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    listed = isinstance(patterns, Sequence) and all(isinstance(name, str) for name in patterns)
+    if not listed or not patterns or type(model).forward is nn.Module.forward or runs_in_order(model):
+        return None
+    if any(hasattr(part, "stashes") for part in model.modules()):  # skips between layers belong to chains
+        _check_unchanged(model)
+        return None
+    return Layout("", tuple(patterns), "layers")
+
+
+def _check_unchanged(model: nn.Module) -> None:
+    """Raises SplitError for hooks and replaced forwards of the modules around the layers, which chains do not run."""
+    changed = "forward hooks" if model._forward_hooks or model._forward_pre_hooks else None
+    changed = "a forward set on the instance" if "forward" in vars(model) else changed
+    if changed is not None:
+        raise SplitError(
+            f"{type(model).__name__} has {changed}, which stages for parts of sequences do not run: another function "
+            "would be trained. Remove it, or train on whole sequences."
+        )
 
 
 def _find_chain(
@@ -171,6 +212,8 @@ def _find_chain(
     """The layers of the model, and a function that builds a stage of some of them."""
     if isinstance(way, Layout):
         chain = find_layers(model, way.patterns)
+        if way.declared == "layers":
+            check_complete(model, chain, runs_others=True)
         order = [(name, counted) for name, _, counted in chain]
         install_hooks(model)
         return chain, lambda piece: PlannedStage([(name, module) for name, module, _ in piece], model, order, way)

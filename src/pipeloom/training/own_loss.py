@@ -66,12 +66,13 @@ class OwnLoss:
             "to the batch, or pass targets or loss_fn."
         )
 
-    def weigh(self, batch: Any, sum_samples: Callable[[int], int]) -> None:
+    def weigh(self, batch: Any, sum_samples: Callable[[int], int], whole: Any = None) -> None:
         """Add what a micro-batch's loss needs to its targets, so that its weighted loss is its part of the whole.
 
         Args:
             batch: a `pipeloom.engine.batch.Batch` with its weights.
             sum_samples: adds up a number over all replicas.
+            whole: its targets; the model's own forward takes whole sequences.
         """
         if not batch.targets or "labels" not in batch.targets[0]:
             return

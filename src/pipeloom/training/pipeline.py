@@ -27,6 +27,7 @@ from pipeloom.plan.plan import Plan
 from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
 from pipeloom.training.evaluation_mode import evaluation_mode
+from pipeloom.training.model_check import ModelCheck
 from pipeloom.training.observations import AuxiliaryValue, Observations
 from pipeloom.training.own_loss import OwnLoss, plain_batch
 from pipeloom.transport.interface import Transport
@@ -71,6 +72,9 @@ class Pipeline:
             `pipeloom.parallel.context.ContextParallel`. Each passes the full batch, with sequences along dimension 1,
             and `loss_fn` is the mean over a rank's tokens. Inputs may be a dict with "attention_mask" (0 for padding)
             and "document_ids", both [samples, tokens].
+        check: a small batch of inputs, or (inputs, targets), with at least one sample per micro-batch: before training,
+            the pipeline's outputs are compared with those of the model, in evaluation mode, and a loss_fn that would be
+            a mean of means is reported. Every process passes it.
         blackbox: a writable buffer of 64 bytes for the label of the running action.
         timeout_seconds: how long a rank waits for a message, or for replicas.
 
@@ -92,8 +96,8 @@ class Pipeline:
     system (see `pipeloom.processes.host_memory`).
 
     Raises:
-        InputError: an illegal schedule, a model that cannot be cut this way, a process group of another size, or ranks
-            with different programs.
+        InputError: an illegal schedule, a pipeline that computes something else than the model (`check`), a model that
+            cannot be cut this way, a process group of another size, or ranks with different programs.
     """
 
     def __init__(
@@ -113,12 +117,14 @@ class Pipeline:
         data: DataParallel | str | None = None,
         precision: Precision | str | None = None,
         context: ContextKind | None = None,
+        check: Value = None,
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
         options = PipelineOptions(cut, slices, recompute, offload, mesh, data, precision, context)
         if isinstance(schedule, Plan):
             options, schedule = options_of_plan(schedule, model, options), schedule.make_schedule()
+        expected = None if check is None else ModelCheck(model, check, schedule.num_microbatches, loss_fn)
         self.state, self.executor = construct(
             model,
             schedule,
@@ -139,7 +145,17 @@ class Pipeline:
         self.memory = MemoryUse(self.state.stores, ranks)
         self.observed = Observations(self.state, self.executor)
         self._trains = False  # whether `check_trains` has passed
+        if expected is not None:
+            self._compare(expected)
         self._dropouts = [] if self.executor.parts is None else with_dropout(self.modules())
+
+    def _compare(self, expected: ModelCheck) -> None:
+        found: dict[str, Any] = {}
+        stages = {stage: module for worker in self.executor.workers.values() for stage, module in worker.stages.items()}
+        with self.executor.ended_by_errors(), evaluation_mode(self.modules()):
+            with expected.watching(stages, found):
+                output = self.forward(expected.inputs)
+            expected.compare(output, found)
 
     # Runs
 

@@ -109,3 +109,21 @@ def _heads(model: nn.Module, base: str) -> list[str]:
         prefix = f"{name}." if name else ""
         found += [prefix + key for key in keys if around._modules.get(key) is not None]
     return found
+
+
+def runs_in_order(model: nn.Module) -> bool:
+    """Whether a model's forward is known to run its layers one after another, and nothing else.
+
+    It does for an nn.Sequential, and for a class that declares `pipeline_layers` with its forward. A subclass with
+    another forward, forward hooks and a forward set on the instance may do something else.
+    """
+    if "forward" in vars(model) or model._forward_hooks or model._forward_pre_hooks:
+        return False
+    if type(model).forward is nn.Sequential.forward or "pipeline_layers" in vars(model):
+        return True
+    for kind in type(model).__mro__:
+        if "pipeline_layers" in vars(kind):
+            return True
+        if "forward" in vars(kind):
+            return False
+    return False

@@ -35,6 +35,8 @@ from pipeloom.split.planned.stand_ins import (
 )
 from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace, running
 
+_FIRST = ""  # the key of the model's first argument, given without a name
+
 
 class _Leave(BaseException):
     """Ends the forward of a stage behind its last part. Not an Exception, so that no model catches it."""
@@ -54,7 +56,7 @@ class _Forward:
         origins: follows values, in the first forward of a form of inputs.
         sends: places of the values that later stages need, "part|place".
         found: these values.
-        done: own parts that have run.
+        done, passed: own parts that have run, earlier parts that were passed over.
         result: of the last own part.
         entries: what parts left in dicts and lists among their arguments, by the argument's place and by entry.
         collected: what transformers' hooks collected.
@@ -68,6 +70,7 @@ class _Forward:
         self.sends: Sequence[str] = ()
         self.found: dict[str, Tensor] = {}
         self.done: list[int] = []
+        self.passed: set[str] = set()
         self.result: Any = None
         self.entries: dict[str, dict[Any, Any]] = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
         self.collected: dict[str, Any] = {}
@@ -110,7 +113,9 @@ class PlannedStage(StageModule):
         self._shell = (self._shell_of(model, ""),)  # in a tuple: it is no submodule
         base: Any = model.get_submodule(layout.base)
         self._without_cache = "use_cache" in inspect.signature(base.forward).parameters
-        self._first_argument = next(iter(inspect.signature(self._shell[0].forward).parameters), "input")
+        arguments = inspect.signature(self._shell[0].forward).parameters
+        self._arguments_known = frozenset(arguments)
+        self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values())
         self._model_name = type(model).__name__
 
     # The module tree that the forward walks
@@ -189,8 +194,7 @@ class PlannedStage(StageModule):
                 compute in a way that stages cannot exchange.
         """
         if self._first == 0:
-            inputs = dict(value) if isinstance(value, Mapping) else {self._first_argument: value}
-            call = _Forward(run, inputs, {})
+            call = _Forward(run, self._arguments(value), {})
         else:
             call = _Forward(run, dict(value["inputs"]), value)
         if self.training != self._training:
@@ -204,12 +208,13 @@ class PlannedStage(StageModule):
             call.origins = Origins()
             call.origins.mark([value for name, value in call.arrived.items() if name != "inputs"], OWN)
         settings = dict(call.inputs)
+        first = (settings.pop(_FIRST),) if _FIRST in settings else ()
         if self._without_cache:
             settings.setdefault("use_cache", False)
         self._current = call
         try:
             with call.origins or nullcontext():
-                output = self._shell[0](**settings)
+                output = self._shell[0](*first, **settings)
         except _Leave as left:
             if left.stage is not self:
                 raise
@@ -224,7 +229,13 @@ class PlannedStage(StageModule):
         """A value for this stage with more keyword arguments of the model."""
         if self._first > 0:
             return {**value, "inputs": {**value["inputs"], **more}}
-        return {**(value if isinstance(value, Mapping) else {self._first_argument: value}), **more}
+        return {**self._arguments(value), **more}
+
+    def _arguments(self, value: Any) -> dict[str, Any]:
+        """The keyword arguments of the model: a dict of these, or its first argument."""
+        if isinstance(value, Mapping) and (self._takes_any or self._arguments_known.issuperset(value)):
+            return dict(value)
+        return {_FIRST: value}
 
     def _form(self, call: _Forward) -> Any:
         kinds = tuple((name, type(value)) for name, value in call.inputs.items())
@@ -266,10 +277,7 @@ class PlannedStage(StageModule):
             return layer(*args, **settings)
         name, place = self._names[index], self._first + index
         if index in call.done or (call.done and index < call.done[-1]):
-            raise SplitError(
-                f"the forward of {self._model_name} runs {name!r} twice or in another order than "
-                f"{self._layout.declared}: stages run their parts once. Use one stage."
-            )
+            raise SplitError(self._order(name))
         call.done.append(index)
         if call.extras:
             prefix = f"{name}|"
@@ -307,6 +315,12 @@ class PlannedStage(StageModule):
             if origins is None and not call.sends:
                 raise _Leave(self)
         return result
+
+    def _order(self, name: str) -> str:
+        return (
+            f"the forward of {self._model_name} runs {name!r} twice or in another order than {self._layout.declared}: "
+            "stages run their parts once. Use one stage."
+        )
 
     def _fill(self, call: _Forward, containers: Mapping[str, Any]) -> None:
         """Add the entries that parts of earlier stages left in dicts and lists among their arguments."""
@@ -350,6 +364,9 @@ class PlannedStage(StageModule):
     ) -> Any:
         call = self._current
         assert call is not None
+        if call.done or name in call.passed:
+            raise SplitError(self._order(name))
+        call.passed.add(name)
         if place == self._first - 1:
             found = collector()
             if found is not None:

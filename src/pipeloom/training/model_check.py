@@ -1,0 +1,135 @@
+"""`ModelCheck`: compares a pipeline with the uncut model on a sample, for ``Pipeline(..., check=sample)``."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeloom.engine.rank_state import LossFn
+from pipeloom.errors import InputError
+from pipeloom.split.stage_module import StageModule
+from pipeloom.training.evaluation_mode import evaluation_mode
+from pipeloom.training.own_loss import OwnLoss, plain_batch
+from pipeloom.transport.values import Value, join_batch, split_batch
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; of shorter formats 0.05
+
+
+class ModelCheck:
+    """What the model computes for a sample, before it is cut.
+
+    Args:
+        model: the uncut model.
+        sample: inputs of a batch, or the pair (inputs, targets).
+        num_microbatches: of the schedule.
+        loss_fn: as for `Pipeline`.
+
+    Raises:
+        InputError: no model but its parts, or a model on the meta device.
+    """
+
+    def __init__(self, model: Any, sample: Value, num_microbatches: int, loss_fn: LossFn | None) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError("check: compares with the uncut model, and the model is given in parts. Remove check.")
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise InputError("check: the model is on the meta device, without values. Load it first, or remove check.")
+        inputs, targets = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
+        self.inputs = plain_batch(inputs)
+        pieces, self._sizes = split_batch(self.inputs, num_microbatches, "check: inputs")
+        self._layers: dict[str, Any] = {}
+        outputs = []
+        with evaluation_mode([model]), torch.no_grad():
+            with _recorded(dict(model.named_modules()), self._layers):
+                outputs.append(_run(model, pieces[0]))
+            outputs += [_run(model, piece) for piece in pieces[1:]]
+            if loss_fn is not None and targets is not None and not isinstance(loss_fn, OwnLoss):
+                self._check_loss(loss_fn, outputs, targets, num_microbatches)
+        self._output = join_batch(outputs)
+
+    def _check_loss(self, loss_fn: LossFn, outputs: Sequence[Value], targets: Value, num_microbatches: int) -> None:
+        parts, _ = split_batch(targets, num_microbatches, "check: targets")
+        shares = [size / sum(self._sizes) for size in self._sizes]
+        mean = sum(
+            float(loss_fn(output, part)) * share for output, part, share in zip(outputs, parts, shares, strict=True)
+        )
+        joined = join_batch(outputs)
+        if isinstance(outputs[0], dict):
+            kind: Any = type(outputs[0])
+            joined = kind(**joined)
+        whole = float(loss_fn(joined, targets))
+        if not abs(mean - whole) <= 1e-3 * max(abs(whole), 1e-30):
+            warnings.warn(
+                f"check: the loss of the whole sample is {whole:.6g}, and {mean:.6g} as the mean over micro-batches. "
+                "loss_fn is a mean over the labels of a micro-batch, and micro-batches have different numbers of them. "
+                "Use pipeloom.models.huggingface.causal_lm_loss, or a loss with weights per sample.",
+                stacklevel=5,
+            )
+
+    @contextmanager
+    def watching(self, stages: Mapping[int, nn.Module], found: dict[str, Any]) -> Iterator[None]:
+        """Record the first results of the layers of this process's stages."""
+        layers: dict[str, nn.Module] = {}
+        for module in stages.values():
+            if isinstance(module, StageModule):
+                layers |= {name: part for name, part in module.named_modules() if name in self._layers}
+        with _recorded(layers, found):
+            yield
+
+    def compare(self, output: Value | None, layers: Mapping[str, Any]) -> None:
+        """Raises InputError where the pipeline's output differs, with the first layer that does."""
+        differing = [name for name in self._layers if name in layers and _differ(layers[name], self._layers[name])]
+        if output is None and not differing:
+            return
+        if output is not None and not _differ(output, self._output):
+            return
+        parts = [name for name in differing if not any(other.startswith(f"{name}.") for other in differing)]
+        where = f"the first layer that differs is {parts[0]!r}" if parts else "its layers on this rank are equal"
+        raise InputError(
+            f"check: the pipeline computes another result than the model; {where}. Its stages do not run what its "
+            "forward does there: pass other layers, or a model whose forward calls its modules in order."
+        )
+
+
+def _run(model: nn.Module, inputs: Value) -> Value:
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+
+
+@contextmanager
+def _recorded(modules: Mapping[str, nn.Module], found: dict[str, Any]) -> Iterator[None]:
+    """Record the first result of each module, in the order in which they end."""
+
+    def record(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            found.setdefault(name, result)
+
+        return hook
+
+    handles = [module.register_forward_hook(record(name)) for name, module in modules.items() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _differ(found: Any, expected: Any) -> bool:
+    ours, theirs = _tensors(found), _tensors(expected)
+    return len(ours) != len(theirs) or not all(map(_close, ours, theirs))
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape or not found.numel():
+        return found.shape == expected.shape
+    tolerance = _TOLERANCE.get(found.dtype, 0.05)
+    bound = tolerance * float(expected.abs().max())
+    return torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=bound, equal_nan=True)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The floating-point tensors with dimensions in a value, in an order that does not depend on its classes."""
+    leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()]
