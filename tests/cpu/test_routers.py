@@ -260,6 +260,11 @@ def test_gates_are_float32_in_bfloat16_and_under_autocast(name):
         ),
         ({"shared_experts": -1}, r"^shared_experts=-1: must be 0 or more\.$"),
         ({"expert_width": 0}, r"^expert_width=0: must be at least 1\.$"),
+        ({"expert_width": 2.5}, r"^expert_width=2\.5: must be an integer, at least 1\.$"),
+        ({"top_k": True}, r"^top_k=True: must be an integer, at least 1\.$"),
+        ({"experts": 4.0}, r"^experts=4\.0: must be an integer, at least 1\.$"),
+        ({"capacity_by": "token"}, r"^capacity_by='token': must be one of batch, sequence\.$"),
+        ({"capacity_factor": "2"}, r"^capacity_factor='2': must be more than 0\. "),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):

@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 from pipeloom.autograd.auxiliary_losses import auxiliary_loss, observe
 from pipeloom.autograd.grouped_linear import grouped_linear
-from pipeloom.errors import InputError
 from pipeloom.models.experts.routers import make_router
 from pipeloom.models.experts.routing import Compute, Routing, dispatch_here
-from pipeloom.models.experts.settings import ExpertSettings
+from pipeloom.models.experts.settings import ExpertSettings, check_integer
 from pipeloom.models.experts.sigmoid import Sigmoid
 from pipeloom.models.initialization import STD
 
@@ -80,11 +79,9 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.settings = ExpertSettings.of(**settings)
-        for name, size, least in (("width", width, 1), ("expert_width", expert_width, 1)):
-            if size < least:
-                raise InputError(f"{name}={size}: must be at least {least}.")
-        if shared_experts < 0:
-            raise InputError(f"shared_experts={shared_experts}: must be 0 or more.")
+        check_integer("width", width, 1)
+        check_integer("expert_width", expert_width, 1)
+        check_integer("shared_experts", shared_experts, 0)
         experts, first = self.settings.experts, (2 if gated else 1) * expert_width
         self.gated = gated
         self.activation = activation or (F.silu if gated else F.gelu)

@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from pipeloom.errors import InputError
 
@@ -83,15 +83,16 @@ class ExpertSettings(NamedTuple):
         if router not in ROUTERS:
             raise InputError(f"router={router!r}: must be one of {', '.join(ROUTERS)}.")
         kind = ROUTERS[router]
-        if experts < 1:
-            raise InputError(f"experts={experts}: must be at least 1.")
+        check_integer("experts", experts, 1)
+        if top_k is not None:
+            check_integer("top_k", top_k, 1)
+        if capacity_by not in get_args(CapacityGroup):
+            raise InputError(f"capacity_by={capacity_by!r}: must be one of {', '.join(get_args(CapacityGroup))}.")
         if kind.fixed_k and top_k not in (None, kind.top_k):
             raise InputError(
                 f"top_k={top_k}: router {router!r} sends a token to {kind.top_k} expert{'s' * (kind.top_k > 1)}. "
                 "Remove top_k, or use router 'topk'."
             )
-        if top_k is not None and top_k < 1:
-            raise InputError(f"top_k={top_k}: must be at least 1.")
         chosen = kind.top_k if top_k is None else top_k
         if chosen > experts:
             if kind.fixed_k:
@@ -103,11 +104,11 @@ class ExpertSettings(NamedTuple):
                 f"{chosen_text}: a token cannot have more than the {experts} experts that there are. Use top_k="
                 f"{experts} or less."
             )
-        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-            raise InputError(f"capacity_factor={capacity_factor}: must be more than 0. Use 1.0 or more.")
+        if capacity_factor is not None and not (_is_number(capacity_factor) and 0 < capacity_factor < math.inf):
+            raise InputError(f"capacity_factor={capacity_factor!r}: must be more than 0. Use 1.0 or more.")
         for name, weight in (("balance_weight", balance_weight), ("z_loss_weight", z_loss_weight)):
-            if weight is not None and not 0 <= weight < math.inf:
-                raise InputError(f"{name}={weight}: must be 0 or more.")
+            if weight is not None and not (_is_number(weight) and 0 <= weight < math.inf):
+                raise InputError(f"{name}={weight!r}: must be 0 or more.")
         if router in ("sigmoid", "expert-choice") and balance_weight:
             raise InputError(
                 f"balance_weight={balance_weight}: router {router!r} balances without a loss. Remove it, or use "
@@ -129,3 +130,16 @@ class ExpertSettings(NamedTuple):
         if self.capacity_factor is None:
             return None
         return math.ceil(Fraction(str(self.capacity_factor)) * self.top_k * tokens / self.experts)
+
+
+def check_integer(name: str, value: Any, least: int) -> None:
+    """Raises InputError where `value` is no integer, or below `least`."""
+    rule = f"at least {least}" if least else "0 or more"
+    if type(value) is not int:
+        raise InputError(f"{name}={value!r}: must be an integer, {rule}.")
+    if value < least:
+        raise InputError(f"{name}={value}: must be {rule}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
