@@ -6,8 +6,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import DeclaredLoss, auxiliary_loss, collecting, observe
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, RunError
 from pipeloom.pipe.batch_graph import BatchGraph, connect
+from pipeloom.pipe.calls.buffers import Norm
 from pipeloom.pipe.calls.devices import mark
 from pipeloom.pipe.calls.modes import ThreadModes
 from pipeloom.pipe.calls.randomness import BatchRandomness, Randomness
@@ -71,10 +72,27 @@ def run_batch(model: PipeModel, value: Value, chunks: int, checkpoint: str) -> V
     ]
     run.start(sent, atomic=isinstance(value, Tensor))
     run.wait()
-    randomness.finish(recomputes=any(call.recompute for each in calls for call in each))
+    if randomness.finish() and any(call.recompute for each in calls for call in each):
+        # A layer, or another thread, drew between the numbers of a stage: a recomputation would draw other ones.
+        _check_repeatable(model.partitions)
+        return run_batch(model, value, chunks, checkpoint)  # in which stages take turns
     graph = BatchGraph(model.workers, calls, model.routes, inputs, run.outputs)
     sources = [*tensors, *(parameter for own in parameters for parameter in own)]
     return _result(graph, run.outputs, sources, gradients=modes.gradients)
+
+
+def _check_repeatable(partitions: Sequence[Partition]) -> None:
+    """Check that a forward can run twice; what changes other buffers is not recomputed (`BufferCheck`).
+
+    Raises:
+        RunError: it would update running statistics twice.
+    """
+    norms = (part for each in partitions for part in each.module.modules() if isinstance(part, Norm))
+    if any(norm.training and norm.running_mean is not None for norm in norms):
+        raise RunError(
+            "random numbers were drawn while stages ran at the same time, for the first time in this pipe: their "
+            "recomputation would draw other ones. Run the batch again: stages now take turns."
+        )
 
 
 def _parameters(partition: Partition) -> list[Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import RunError
 
-_Norm = nn.modules.batchnorm._NormBase  # its buffers are statistics, which do not change results in training
+Norm = nn.modules.batchnorm._NormBase  # its buffers are statistics, which do not change results in training
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def kept_statistics(module: nn.Module) -> Iterator[None]:
 
     The recomputation updates copies. Its graph keeps them: to overwrite them would look like an error to autograd.
     """
-    held = [(part, dict(part._buffers)) for part in module.modules() if isinstance(part, _Norm)]
+    held = [(part, dict(part._buffers)) for part in module.modules() if isinstance(part, Norm)]
     for part, buffers in held:
         part._buffers.update({name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()})
     try:
@@ -33,7 +33,7 @@ class BufferCheck:
         self._before: list[tuple[str, Tensor, int]] = [
             (f"{prefix}.{name}", buffer, buffer._version)
             for prefix, part in module.named_modules()
-            if not isinstance(part, _Norm)
+            if not isinstance(part, Norm)
             for name, buffer in part.named_buffers(recurse=False)
         ]
 

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.errors import RunError
-
 _SEEDS = 2**63
 _STAGES = 2**20  # more than there are partitions
 
@@ -106,20 +104,13 @@ class BatchRandomness:
                 if on_device is not None:
                     torch.cuda.set_rng_state(on_device, device)
 
-    def finish(self, *, recomputes: bool) -> None:
-        """After all forwards of the batch.
-
-        Raises:
-            RunError: a stage drew at the same time as others, and its recomputation would draw other numbers.
-        """
+    def finish(self) -> bool:
+        """After all forwards of the batch: whether numbers were drawn at the same time, perhaps by several stages."""
         if self._turns:
             self._known.draws[self._training] = self._drawn
             if self._drawn:
                 torch.randint(_SEEDS - 1, ())  # so that the next batch has other seeds
         elif not self._in_order and not torch.equal(self._begin, torch.get_rng_state()):
             self._known.draws[self._training] = True
-            if recomputes:
-                raise RunError(
-                    "a layer drew random numbers, which none did in the batches before, while stages ran at the same "
-                    "time: its recomputation would draw other ones. Run the batch again: stages now take turns."
-                )
+            return True
+        return False

@@ -5,8 +5,8 @@ threads of their own, at the same time, on any device.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from pipeloom.autograd.auxiliary_losses import Collected
 from pipeloom.errors import PipeTypeError, RunError
 from pipeloom.pipe.calls.buffers import BufferCheck, kept_statistics
 from pipeloom.pipe.calls.devices import Receiver, mark
+from pipeloom.pipe.calls.local_graph import check_leaves, without_hooks
 from pipeloom.pipe.calls.modes import ThreadModes
 from pipeloom.pipe.calls.randomness import BatchRandomness, RandomState
 from pipeloom.pipe.calls.stage_values import InputGradients, Output, OutputGradients, Partition, Sent
@@ -225,7 +226,7 @@ class StageCall:
         partition = self._partition
         mode = (partition.module.training, len(self._parameters))
         if mode not in partition.checked:
-            _check_leaves(partition, self._roots, [*self._leaves, *self._parameters])
+            check_leaves(partition, self._roots, [*self._leaves, *self._parameters])
             partition.checked.add(mode)
 
     def _check_not_done(self) -> None:
@@ -256,7 +257,7 @@ class StageCall:
         found: list[Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
             roots, gradients = zip(*pairs, strict=True)
-            with _without_hooks(self._parameters):
+            with without_hooks(self._parameters):
                 found = list(
                     torch.autograd.grad(
                         roots, wanted, gradients, retain_graph=keep and not self.recompute, allow_unused=True
@@ -271,35 +272,3 @@ class StageCall:
         if not keep:
             self._inputs, self._done = [], True
         return InputGradients(of_inputs[:num_inputs], dict(skips), list(parts), mark(self._partition.device))
-
-
-@contextmanager
-def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Holds back the hooks of parameters: they run once, on the gradient of the batch, in the user's backward."""
-    held = [(hooks, dict(hooks)) for parameter in parameters if (hooks := parameter._backward_hooks)]
-    for hooks, _ in held:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in held:
-            hooks.update(before)
-
-
-def _check_leaves(partition: Partition, roots: Sequence[Tensor], known: Sequence[Tensor | None]) -> None:
-    """Check that the graph has no other leaves, whose gradients would be lost."""
-    expected = {id(leaf) for leaf in known if leaf is not None}
-    coming = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(coming)
-    while coming:
-        node = coming.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and id(leaf) not in expected:
-            raise RunError(
-                f"{partition.name} uses a tensor of shape {tuple(leaf.shape)} that requires gradients and is neither a "
-                "parameter of its layers nor their input. Register it as an nn.Parameter, or pass it as an input."
-            )
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                coming.append(following)

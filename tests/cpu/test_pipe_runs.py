@@ -1,0 +1,336 @@
+"""`pl.Pipe`: random numbers, statistics, errors of stages, balance, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import traceback
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipeloom as pl
+from pipeloom.errors import InputError, PipeTypeError, RunError, TooFewDevices
+from pipeloom.pipe import DeferredBatchNorm, balance_by_size, balance_by_time, is_checkpointing, is_recomputing
+
+CPU2 = ["cpu", "cpu"]
+
+
+def layers(number: int = 6, width: int = 8) -> nn.Sequential:
+    """Linears and in-place activations, in float64."""
+    kinds = [nn.Linear(width, width) if index % 2 == 0 else nn.ReLU(inplace=True) for index in range(number)]
+    return nn.Sequential(*kinds).double()
+
+
+def on_chunks(model: nn.Module, value: torch.Tensor, chunks: int) -> torch.Tensor:
+    """What the pipe computes, in one thread."""
+    return torch.cat([model(part) for part in value.chunk(chunks)])
+
+
+def grads(model: nn.Module) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+class Pair(nn.Module):
+    """Takes and gives two tensors, one of them integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        value, index = pair
+        return self.linear(value) * index[:, None], index + 1
+
+
+class Noise(nn.Module):
+    p = 0.05
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20 if self.p else 0):
+            x = F.dropout(x, p=self.p)
+        return x
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+def test_recomputation_draws_the_same_random_numbers_and_seeds_repeat(checkpoint):
+    def run() -> torch.Tensor:
+        torch.manual_seed(3)
+        pipe = pl.Pipe(
+            nn.Sequential(Noise(), Noise(), Noise()), [1, 1, 1], chunks=5, devices=["cpu"] * 3, checkpoint=checkpoint
+        )
+        outputs = []
+        for _ in range(2):
+            x = torch.ones(10, 50, requires_grad=True)
+            y = pipe(x)
+            y.sum().backward()
+            assert torch.equal(x.grad, y)  # the masks of the forward
+            outputs.append(y.detach())
+        assert not torch.equal(*outputs)
+        assert len({tuple(part.flatten().tolist()) for part in outputs[0].chunk(5)}) == 5
+        return torch.stack(outputs)
+
+    assert torch.equal(run(), run())
+
+
+def test_one_micro_batch_draws_as_the_model_does_and_models_that_do_not_draw_leave_the_generator():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.ones(6, 4)
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    assert torch.equal(pl.Pipe(model, [2, 2], chunks=1, devices=CPU2)(x), expected)
+    pipe = pl.Pipe(layers(4), [2, 2], chunks=3, devices=CPU2)
+    before = torch.get_rng_state()
+    for _ in range(2):
+        pipe(torch.ones(6, 8, dtype=torch.float64)).sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_random_numbers_that_begin_later_are_repeated_in_turns():
+    model = nn.Sequential(Noise(), nn.Identity(), Noise())
+    pipe = pl.Pipe(model, [2, 1], chunks=2, devices=CPU2, checkpoint="always")
+    x = torch.ones(4, 20, requires_grad=True)
+    model[0].p = model[2].p = 0.0
+    pipe(x)
+    model[0].p = model[2].p = 0.1
+    y = pipe(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+    model[0].p = model[2].p = 0.0
+    setattr(pipe, "1", nn.BatchNorm1d(20))
+    pipe(x)
+    model[0].p = 0.1
+    with pytest.raises(RunError, match="Run the batch again"):
+        pipe(x)
+    pipe(x)
+
+
+class Norms(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_batch_norm_has_the_statistics_of_the_whole_batch(checkpoint, momentum):
+    model = nn.Sequential(Norms(momentum=momentum), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, momentum=momentum)).double()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(3)[..., None, None])  # so that the second statistics have a simple reference
+    plain = copy.deepcopy(model[0])
+    names = list(model.state_dict())
+    pipe = pl.Pipe(model, [1, 2], chunks=4, devices=CPU2, checkpoint=checkpoint, deferred_batch_norm=True)
+    assert list(pipe.state_dict()) == names
+    assert isinstance(pipe[0].norm, DeferredBatchNorm)
+    for batch in (8, 3, 6):  # fewer micro-batches than chunks as well
+        x = torch.randn(batch, 3, 5, 4, dtype=torch.float64) * 3 + 1
+        pipe(x).sum().backward()
+        plain(x)
+    for name, value in plain.norm.named_buffers():
+        torch.testing.assert_close(pipe[0].norm.get_buffer(name), value, rtol=1e-12, atol=1e-12)
+    assert int(pipe[2].num_batches_tracked) == 3
+    x = torch.randn(4, 3, 5, 4, dtype=torch.float64)
+    torch.testing.assert_close(pipe[0].eval()(x), plain.eval()(x))
+
+
+def test_recomputation_leaves_statistics_and_notices_other_buffers():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 2)
+    pl.Pipe(model, [1, 1], chunks=4, devices=CPU2, checkpoint="always")(x).sum().backward()
+    on_chunks(plain, x, 4)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer)
+    changing = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    with pytest.raises(RunError, match=r"changes its buffer .*checkpoint='never'"):
+        pl.Pipe(nn.Sequential(changing), chunks=2, checkpoint="always")(x)
+    pl.Pipe(nn.Sequential(changing), chunks=2, checkpoint="never")(x).sum().backward()
+
+
+def test_a_failed_batch_leaves_nothing_in_deferred_statistics():
+    model = nn.Sequential(nn.BatchNorm1d(2), Fails(2))
+    pipe = pl.Pipe(model, [2], chunks=4, devices=["cpu"], deferred_batch_norm=True)
+    with pytest.raises(KeyError):
+        pipe(torch.ones(8, 2))
+    model[1].at = None
+    pipe(torch.zeros(8, 2))
+    assert torch.equal(model[0].running_mean, torch.zeros(2))
+
+
+class Fails(nn.Module):
+    """Raises in the forward or in the backward of a call."""
+
+    def __init__(self, at: int | None = None, *, in_backward: bool = False) -> None:
+        super().__init__()
+        self.at, self.calls, self.in_backward = at, 0, in_backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.at != self.calls:
+            return x * 1
+        if self.in_backward:
+            x = x * 1
+            x.register_hook(self.fail)
+            return x
+        self.fail(x)
+        return x
+
+    def fail(self, _: torch.Tensor) -> None:
+        raise KeyError("the stage's own error")
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_errors_of_stages_are_raised_with_their_traceback_and_the_pipe_goes_on(position, in_backward):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    model.insert(position, Fails(2, in_backward=in_backward))
+    pipe = pl.Pipe(model, [1, 1, 1, 1], chunks=4, devices=["cpu"] * 4, checkpoint="never")
+    with pytest.raises(KeyError, match="own error") as caught:
+        pipe(torch.ones(8, 2, requires_grad=True)).sum().backward()
+    text = "".join(traceback.format_exception(caught.value))
+    assert f"partition {position} (layer {position}) on cpu, micro-batch 1" in text
+    assert "in fail" in text
+    model[position].at = None
+    pipe(torch.ones(8, 2)).sum().backward()
+    assert all(gradient is not None for gradient in grads(model))
+
+
+def test_the_first_error_of_the_schedule_is_raised():
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            started.wait(10)
+            raise ValueError("micro-batch 0 of partition 1")
+
+    class Fast(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                started.set()
+                raise KeyError("micro-batch 1 of partition 0")
+            return x
+
+    for _ in range(3):
+        started = threading.Event()
+        fast = Fast()
+        with pytest.raises(KeyError):
+            pl.Pipe(nn.Sequential(fast, Slow()), [1, 1], chunks=4, devices=CPU2)(torch.ones(4, 1))
+        assert fast.calls == 2
+
+
+def test_tensors_that_are_no_parameters_are_noticed():
+    outside = torch.ones(2, requires_grad=True)
+
+    class Uses(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * outside
+
+    for checkpoint in ("never", "always"):
+        pipe = pl.Pipe(nn.Sequential(nn.Linear(2, 2), Uses()), [2], devices=["cpu"], checkpoint=checkpoint)
+        with pytest.raises(RunError, match="neither a parameter"):
+            pipe(torch.ones(2, 2)).sum().backward()
+
+
+def test_recomputation_is_visible():
+    seen = []
+
+    class Sees(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((is_checkpointing(), is_recomputing()))
+            return x * 2
+
+    pl.Pipe(nn.Sequential(Sees()), chunks=2, checkpoint="except_last")(
+        torch.ones(2, requires_grad=True)
+    ).sum().backward()
+    assert seen == [(True, False), (False, False), (False, True)]
+
+
+def test_balance_is_measured():
+    class Works(nn.Module):
+        def __init__(self, size: int, width: int = 1) -> None:
+            super().__init__()
+            self.size = size
+            self.weight = nn.Parameter(torch.ones(width))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.size):
+                x = (x * 1.01).tanh()
+            return x * self.weight.sum()
+
+    model = nn.Sequential(*(Works(size) for size in (40, 40, 40, 40, 40, 600)))
+    sample = torch.randn(64, 64)
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert balance_by_time(2, model, sample, timeout=0.1) == [5, 1]
+    assert balance_by_size(2, model, sample) == [5, 1]
+    assert all(map(torch.equal, before, model.parameters()))
+    heavy = nn.Sequential(*(Works(1, 10**5) for _ in range(3)), *(Works(1) for _ in range(3)))
+    assert balance_by_size(2, heavy, sample, param_scale=4.0) == [2, 4]
+    pipe = pl.Pipe(model, "size", chunks=4, devices=CPU2)
+    with pytest.raises(InputError, match="first batch"):
+        _ = pipe.partitions
+    pipe(sample)
+    assert pipe.balance == pl.Pipe(model, "size", chunks=4, devices=CPU2, sample=sample).balance == [5, 1]
+    assert pl.Pipe(heavy, devices=CPU2).balance == [2, 4]
+    assert pl.Pipe(heavy, devices=CPU2).devices == [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"balance": [1]}, InputError, "the model has 2 layers, not 1"),
+        ({"balance": [0, 2]}, InputError, "at least one layer"),
+        ({"balance": "fast"}, InputError, "list of layers per partition"),
+        ({"balance": [1, 1], "devices": ["cpu"]}, TooFewDevices, "2 partitions, 1 devices"),
+        ({"chunks": 0}, InputError, "chunks=0: must be a positive integer"),
+        ({"checkpoint": "sometimes"}, InputError, "'always', 'except_last', or 'never'"),
+        ({"devices": []}, InputError, "at least one device"),
+        ({"devices": ["hall"]}, InputError, "'hall' is no device"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, error, text):
+    with pytest.raises(error, match=text) as caught:
+        pl.Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_and_values_that_do_not_fit():
+    shared = nn.Linear(2, 2)
+    own = nn.Sequential(nn.Linear(2, 2))
+    own.register_forward_hook(lambda *_: None)
+
+    class Other(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x
+
+    for model, error, text in (
+        (nn.Linear(2, 2), PipeTypeError, "must be nn.Sequential"),
+        (Other(shared), InputError, "a forward of its own"),
+        (own, InputError, "Register them on the Pipe"),
+        (nn.Sequential(shared, shared), InputError, "duplicate children"),
+        (nn.Sequential(shared, nn.Sequential(shared)), InputError, "duplicate parameters"),
+        (nn.Sequential(nn.LazyLinear(2)), InputError, "lazy"),
+    ):
+        with pytest.raises(error, match=text):
+            pl.Pipe(model)
+    relu = nn.ReLU()
+    pipe = pl.Pipe(nn.Sequential(relu, nn.Linear(2, 2), relu), [1, 2], devices=CPU2, chunks=2)
+    pipe(torch.ones(2, 2))
+    with pytest.raises(PipeTypeError, match="must be a tensor or a tuple of tensors"):
+        pipe("text")
+    with pytest.raises(PipeTypeError, match="must be a tensor or a tuple"):
+        pipe((torch.ones(2, 2), 1))
+    with pytest.raises(InputError, match="no dimension 0"):
+        pipe(torch.tensor(1.0))
+    with pytest.raises(InputError, match="same batch size"):
+        pl.Pipe(nn.Sequential(Pair()), chunks=4)((torch.ones(2, 3), torch.ones(5)))
+    for move in (pipe.cuda, pipe.cpu, lambda: pipe.to("cpu"), lambda: pipe.to(torch.ones(1)), lambda: pipe.to(0)):
+        with pytest.raises(TypeError, match="stays on its devices"):
+            move()
+    assert pipe.double().to(dtype=torch.float32)[1].weight.dtype == torch.float32
