@@ -131,6 +131,7 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
             "--model.layers 100000000 --model.width 1024 --model.heads 16",
             "training needs at least .* [GT]iB for the model",
         ),
+        ("--model.experts 100000000", "model.experts=100000000, model.layers=.*needs at least .* TiB for the model"),
         ("--batch.size 1000000000", "batch.size=1000000000 in 8 micro-batches.*training needs at least"),
         ("--batch.size 1000000000 --batch.microbatches 1000000000 --model.layers 100000", "training needs at least"),
         ("--parallel.slices 17", "parallel.slices=17: must be at most model.sequence_length=16"),

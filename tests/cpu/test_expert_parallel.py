@@ -160,6 +160,16 @@ def _refused(size: int, degrees: dict[str, int], make: Any, **options: Any) -> s
     return first
 
 
+def test_degrees_of_1_leave_a_model_without_a_plan_as_it_is() -> None:
+    def work() -> None:
+        with pl.Mesh(dp=2) as mesh:
+            model = nn.Sequential(nn.Linear(4, 4))
+            assert pl.parallelize(model, mesh) is model
+            assert placed_block(model[0].weight) is None
+
+    pl.run_threads(2, work, timeout_seconds=60)
+
+
 def test_experts_that_cannot_be_shared_are_refused_in_one_line() -> None:
     two = {"dp": 2, "ep": 2}
     assert "3 experts, which ep=2 processes cannot share evenly. Use ep=1 or 3." in _refused(

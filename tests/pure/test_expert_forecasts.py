@@ -177,6 +177,10 @@ def test_a_mixture_is_read_from_json():
         (("mixtral-8x7b", "--data", "3", "--expert", "3"), "expert=3: must divide the 8 experts. Use 1, 2, 4, 8."),
         (("mixtral-8x7b", "--expert-imbalance", "2"), "--expert-imbalance: has no effect without --expert."),
         (
+            ("mixtral-8x7b", "--data", "2", "--expert", "2", "--expert-imbalance", "2.5"),
+            "--expert-imbalance 2.5: must be at most --expert 2",
+        ),
+        (
             ("mixtral-8x7b", "--data", "2", "--expert", "2", "--expert-imbalance", "0.5"),
             "--expert-imbalance 0.5: must be at least 1",
         ),

@@ -141,14 +141,24 @@ class GPTConfig:
         return self.experts > 0 and (block + 1) % self.experts_every == 0
 
     @property
+    def num_mixtures(self) -> int:
+        """Number of blocks with experts."""
+        return self.layers // self.experts_every if self.experts else 0
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters; tied ones count once."""
         rows_qkv = sum(rows for rows, _ in self.qkv_sections)
         block = (self.width + rows_qkv) * self.width + 2 * self.width
-        mixtures = self.layers // self.experts_every if self.experts else 0
+        mixtures = self.num_mixtures
         mlps = (self.layers - mixtures) * 2 * self.mlp_ratio * self.width**2
         routers = ROUTERS[self.router].matrices * self.experts
-        experts = (2 * (self.experts + self.shared_experts) * self.width_of_expert + routers) * self.width
+        beside = mixtures * (2 * self.shared_experts * self.width_of_expert + routers) * self.width
         tables = self.vocabulary_size * (1 if self.tie_embeddings else 2)
         tables += self.sequence_length if self.positions == "learned" else 0
-        return self.layers * block + mlps + mixtures * experts + (tables + 1) * self.width
+        return self.layers * block + mlps + self.num_expert_parameters + beside + (tables + 1) * self.width
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Number of parameters of the experts that tokens are routed to, of all blocks."""
+        return self.num_mixtures * 2 * self.experts * self.width_of_expert * self.width

@@ -26,13 +26,15 @@ def with_experts(inside: InsideStage, given: Mapping[str, Any], data: int) -> In
     """`inside` with the options of experts.
 
     Raises:
-        InputError: a degree below 1 or one that does not divide the processes along its axes.
+        InputError: a degree below 1 or one that does not divide the processes along its axes; an imbalance that no
+            routing has.
     """
     degree, axes = given.get("expert", 1), given.get("expert_axes", "data")
     if degree < 1:
         raise InputError(f"--expert {degree}: must be at least 1.")
-    if not 1 <= given.get("expert_imbalance", 1.0) <= 1e6:
-        raise InputError(f"--expert-imbalance {given['expert_imbalance']:g}: must be at least 1, balanced experts.")
+    imbalance = given.get("expert_imbalance", 1.0)
+    if not imbalance >= 1:
+        raise InputError(f"--expert-imbalance {imbalance:g}: must be at least 1, balanced experts.")
     names = axes.split(",")
     line = (data if "data" in names else 1) * (inside.context if "context" in names else 1)
     if line % degree:
@@ -43,6 +45,10 @@ def with_experts(inside: InsideStage, given: Mapping[str, Any], data: int) -> In
     for option in ("expert_axes", "expert_exchange", "expert_imbalance"):
         if option in given and degree == 1:
             raise InputError(f"--{option.replace('_', '-')}: has no effect without --expert. Add --expert, such as 2.")
+    if imbalance > degree:
+        raise InputError(
+            f"--expert-imbalance {imbalance:g}: must be at most --expert {degree}, all tokens on one process. Lower it."
+        )
     exchange = given.get("expert_exchange", "counts")
     return replace(inside, expert=degree, expert_axes=tuple(AXES[name] for name in names), exchange=exchange)
 

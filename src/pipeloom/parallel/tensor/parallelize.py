@@ -96,7 +96,7 @@ def parallelize(
 def _entries(model: nn.Module, mesh: Mesh, plan: Mapping[str, Any] | None) -> dict[str, Entry]:
     """How modules are cut. Along ep all experts are cut, whether the plan names them or not."""
     experts = dict.fromkeys(expert_layers(model), Entry("experts")) if mesh.degree("ep") > 1 else {}
-    if mesh.degree("tp") == 1 and mesh.degree("ep") > 1 and plan is None:
+    if mesh.degree("tp") == 1 and plan is None:
         return experts
     if plan is None:
         plan = plan_of(model)

@@ -166,8 +166,9 @@ def _check_machine(config: TrainConfig) -> None:
     with suppress(OSError, ValueError):
         limit = min(limit, int(_CGROUP_LIMIT.read_text()))
     if (model + batch) * share > limit:
+        experts = f"model.experts={config.model.experts}, " if config.model.experts else ""
         what, fix = (
-            (f"model.layers={config.model.layers} and model.width={config.model.width}", "Lower one of them.")
+            (f"{experts}model.layers={config.model.layers} and model.width={config.model.width}", "Lower one of them.")
             if model > batch
             else (
                 f"batch.size={config.batch.size} in {config.num_microbatches} micro-batches of "
@@ -183,18 +184,20 @@ def _check_machine(config: TrainConfig) -> None:
 
 def _least_bytes(config: TrainConfig) -> tuple[int, int]:
     """Lower bounds over all processes: weights, gradients and states; a batch, and a micro-batch's activations."""
-    model, batch = config.model, config.batch
-    parameters = 12 * model.layers * model.width**2 + (2 - model.tie_embeddings) * _LEAST_VOCABULARY * model.width
+    model, batch, replicas = config.model, config.batch, config.parameter_replicas
+    sizes = config.gpt(_LEAST_VOCABULARY)
+    experts = _parameter_bytes(config, max(1, replicas // max(1, config.parallel.expert))) * sizes.num_expert_parameters
+    others = _parameter_bytes(config, replicas) * (sizes.num_parameters - sizes.num_expert_parameters)
     tokens = batch.size // config.num_microbatches * model.sequence_length  # a micro-batch of every replica
     recomputes = config.memory.recompute != "none" or config.memory.cap is not None
     kept = model.layers * (1 if recomputes else _KEPT_WIDTHS)
     activations = 4 * tokens * (kept * model.width + _LEAST_VOCABULARY)
-    return _parameter_bytes(config) * parameters, activations + 16 * batch.size * model.sequence_length
+    return experts + others, activations + 16 * batch.size * model.sequence_length
 
 
-def _parameter_bytes(config: TrainConfig) -> int:
-    """Bytes per parameter over all replicas."""
-    degree, strategy, formats = config.data_degree, config.data_parallel.kind, NumberBytes.of(config.number_format)
+def _parameter_bytes(config: TrainConfig, degree: int) -> int:
+    """Bytes per parameter over `degree` replicas."""
+    strategy, formats = config.data_parallel.kind, NumberBytes.of(config.number_format)
     to_disk = config.memory.offload not in (None, CPU)
     masters_here = not (to_disk and config.memory.offload_parameters)
     moments = 0 if to_disk and config.memory.offload_states else int(_FLOAT_BYTES * OPTIMIZERS[config.optimizer.name])
