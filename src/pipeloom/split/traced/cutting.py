@@ -303,7 +303,8 @@ def _holdings(
             by_owner.setdefault(name.rpartition(".")[0], []).append(name)
         else:
             tensors.append((name, constants[name].clone(), False))
-    for owner, held in by_owner.items():
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    for owner, held in sorted(by_owner.items(), key=lambda item: order[item[0]]):
         module = model.get_submodule(owner)
         own = {key for key, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
         if owner and not module._modules and own == {name.rpartition(".")[2] for name in held}:
