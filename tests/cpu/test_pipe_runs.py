@@ -334,3 +334,11 @@ def test_models_and_values_that_do_not_fit():
         with pytest.raises(TypeError, match="stays on its devices"):
             move()
     assert pipe.double().to(dtype=torch.float32)[1].weight.dtype == torch.float32
+
+
+def test_a_failure_stops_the_calls_behind_it_where_stages_take_turns():
+    before, after = Fails(), Fails(1)
+    pipe = pl.Pipe(nn.Sequential(nn.Identity(), nn.Identity(), before, after), [1] * 4, chunks=3, devices=["cpu"] * 4)
+    with pytest.raises(KeyError):
+        pipe(torch.ones(3))
+    assert before.calls == 2

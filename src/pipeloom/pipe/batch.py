@@ -61,7 +61,7 @@ def run_batch(model: PipeModel, value: Value, chunks: int, checkpoint: str) -> V
         ]
         for microbatch in range(len(inputs))
     ]
-    run = ForwardRun(model.workers, calls, model.routes)
+    run = ForwardRun(model.workers, calls, model.routes, randomness)
     moments = [mark(tensor.device) for tensor in tensors]
     sent = [
         [

@@ -11,6 +11,7 @@ figure 2)::
 import threading
 from collections.abc import Sequence
 
+from pipeloom.pipe.calls.randomness import BatchRandomness
 from pipeloom.pipe.calls.stage_call import StageCall
 from pipeloom.pipe.calls.stage_values import Output, Sent
 from pipeloom.pipe.skips import SkipKey, SkipRoutes
@@ -24,12 +25,20 @@ class ForwardRun:
         workers: the threads.
         calls: for each micro-batch, its calls.
         routes: of the skips.
+        randomness: of the batch.
 
     Attributes:
         outputs: for each micro-batch, what each partition gave; values only of the last one.
     """
 
-    def __init__(self, workers: Workers, calls: Sequence[Sequence[StageCall]], routes: SkipRoutes) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        calls: Sequence[Sequence[StageCall]],
+        routes: SkipRoutes,
+        randomness: BatchRandomness,
+    ) -> None:
+        self._randomness = randomness
         self._workers = workers
         self._calls = calls
         self._routes = routes
@@ -70,18 +79,14 @@ class ForwardRun:
         column = microbatch + stage
         goes_on = False
         try:
-            # Calls of the same column run beside the one that failed: which error is first does not depend on time.
-            if self._failure is None or column <= self._failure[0][0]:
-                skips = {key: self._skips.pop((microbatch, key)) for key in self._routes.received[stage]}
-                call = self._calls[microbatch][stage]
-                output = call.forward(tensors, skips, atomic=atomic, receiver=self._workers.receivers[stage])
-                self._skips.update({(microbatch, key): skip for key, skip in output.skips.items()})
-                goes_on = stage + 1 < len(self._calls[microbatch])
-                if goes_on:
-                    self.outputs[microbatch].append(output._replace(tensors=[], skips={}))
-                    self._put(microbatch, stage + 1, output.tensors, output.atomic)
-                else:
-                    self.outputs[microbatch].append(output)
+            with self._randomness.turn():
+                output = self._call(microbatch, stage, tensors, atomic)
+            goes_on = output is not None and stage + 1 < len(self._calls[microbatch])
+            if output is not None and goes_on:
+                self.outputs[microbatch].append(output._replace(tensors=[], skips={}))
+                self._put(microbatch, stage + 1, output.tensors, output.atomic)
+            elif output is not None:
+                self.outputs[microbatch].append(output)
         except BaseException as error:  # of the user's layers, such as SystemExit: raised in the user's thread
             error.add_note(f"in {self._calls[microbatch][stage].place}")
             self._fail((column, stage), error)
@@ -90,6 +95,19 @@ class ForwardRun:
                 self._pending -= not goes_on
                 if not self._pending:
                     self._ended.set()
+
+    def _call(self, microbatch: int, stage: int, tensors: list[Sent], atomic: bool) -> Output | None:
+        """What a call gives; None after an error.
+
+        Calls of the same column run beside the one that failed: which error is first does not depend on time.
+        """
+        if self._failure is not None and microbatch + stage > self._failure[0][0]:
+            return None
+        skips = {key: self._skips.pop((microbatch, key)) for key in self._routes.received[stage]}
+        call = self._calls[microbatch][stage]
+        output = call.forward(tensors, skips, atomic=atomic, receiver=self._workers.receivers[stage])
+        self._skips.update({(microbatch, key): skip for key, skip in output.skips.items()})
+        return output
 
     def _fail(self, place: tuple[int, int], error: BaseException) -> None:
         with self._lock:

@@ -10,8 +10,9 @@ generator of a CUDA device serves one partition; its state is restored for a rec
 """
 
 import threading
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,31 @@ class RandomState(NamedTuple):
     device: Tensor | None
 
 
+class Turns:
+    """A lock that goes to the thread that has waited longest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+        self._taken = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return
+            mine = threading.Event()
+            self._waiting.append(mine)
+        mine.wait()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._taken = False
+
+
 class Randomness:
     """What a pipe knows of its model's random numbers, for train and eval.
 
@@ -37,7 +63,7 @@ class Randomness:
 
     def __init__(self, *, alone: bool) -> None:
         self.alone = alone
-        self.turns = threading.Lock()
+        self.turns = Turns()
         self.draws: dict[bool, bool] = {}  # by whether the model trains; no entry: unknown
 
 
@@ -61,9 +87,13 @@ class BatchRandomness:
         if self._turns:
             torch.set_rng_state(self._begin)
 
+    def turn(self) -> AbstractContextManager[None]:
+        """Around a call, where stages take turns."""
+        return self._known.turns if self._turns else nullcontext()
+
     @contextmanager
     def forward(self, microbatch: int, stage: int, device: torch.device) -> Iterator[list[RandomState]]:
-        """Around the forward of a stage; the list has the state for its recomputation afterwards."""
+        """Around the forward of a stage, in its turn; the list has the state for its recomputation afterwards."""
         state: list[RandomState] = []
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         if not self._turns:
@@ -72,15 +102,14 @@ class BatchRandomness:
             drew = before is not None and not torch.equal(before, torch.get_rng_state())
             state.append(RandomState(before if drew else None, on_device))
             return
-        with self._known.turns:
-            others = torch.get_rng_state()
-            torch.default_generator.manual_seed((self._seed + microbatch * _STAGES + stage) % _SEEDS)
-            before = torch.get_rng_state()
-            try:
-                yield state
-                drew = not torch.equal(before, torch.get_rng_state())
-            finally:
-                torch.set_rng_state(others)
+        others = torch.get_rng_state()
+        torch.default_generator.manual_seed((self._seed + microbatch * _STAGES + stage) % _SEEDS)
+        before = torch.get_rng_state()
+        try:
+            yield state
+            drew = not torch.equal(before, torch.get_rng_state())
+        finally:
+            torch.set_rng_state(others)
         self._drawn |= drew
         state.append(RandomState(before if drew else None, on_device))
 
