@@ -177,10 +177,13 @@ def model_class(config_class: Any) -> Any:
     if config_class.model_type in _CLASSES:
         home = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
         return getattr(home, _CLASSES[config_class.model_type])
-    found = (MODEL_FOR_CAUSAL_LM_MAPPING if config_class in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING)[
-        config_class
-    ]
-    return found[0] if isinstance(found, tuple) else found
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
+        if config_class in mapping:
+            found = mapping[config_class]
+            return found[0] if isinstance(found, tuple) else found
+    home = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    own = (each for each in vars(home).values() if getattr(each, "config_class", None) is config_class)
+    return next(each for each in own if each.__name__.endswith("Model") and "PreTrained" not in each.__name__)
 
 
 def small_model(kind: str) -> nn.Module:

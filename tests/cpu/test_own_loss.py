@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError
+from pipeloom.models import materialize
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
@@ -164,3 +165,23 @@ def test_what_has_no_loss_is_told():
         pl.Pipeline(
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
         ).step(torch.ones(2, 2))
+
+
+def test_rotary_buffers_materialize():
+    with torch.device("meta"):
+        stages = pl.split.split(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), 2)
+    whole = make("LlamaForCausalLM")
+    for stage in stages.modules:
+        materialize(stage, seed=1)
+        assert torch.equal(stage.get_submodule("model.rotary_emb").inv_freq, whole.model.rotary_emb.inv_freq.float())
+
+
+def test_torchrun_without_a_process_group_is_refused(monkeypatch):
+    """Each process would train a model of its own."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    with pytest.raises(InputError, match="WORLD_SIZE=2: torchrun started several processes"):
+        pl.Pipeline(model, schedule)
+    pl.Pipeline(model, schedule, transport="loopback").close()

@@ -52,6 +52,13 @@ def test_pictures_are_what_is_drawn_now(draw, tmp_path):
     assert not stale, f"run python docs/draw.py: {stale}"
 
 
+def test_the_page_of_hugging_face_families_is_what_was_measured():
+    families = _script("huggingface_families")
+    data = json.loads(families.DATA.read_text())
+    assert families.PAGE.read_text() == families.page(data), "run python docs/huggingface_families.py"
+    assert sum(row["pp"] <= families.BOUND for row in data["families"] if isinstance(row["pp"], float)) >= 110
+
+
 def test_tables_are_what_is_generated_now(draw):
     for page in draw.TABLES_IN:
         text = page.read_text()

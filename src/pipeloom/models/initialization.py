@@ -1,5 +1,6 @@
 """Initial values of parameters, by their names: the same on every split and device."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
     """Move a stage that was built on the meta device to `device` and initialize it. Tied parameters stay tied.
 
     Buffers on the meta device are recomputed by ``reset_buffers()`` of their module (or ``reset_running_stats()`` of
-    BatchNorm); other buffers are moved with their values.
+    BatchNorm); other buffers are moved with their values. A module that is made of its `config` alone, such as a rotary
+    embedding of transformers, is made again for its buffers.
 
     Raises:
         InputError: the module of a buffer on the meta device has no such method.
@@ -67,6 +69,11 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
                 part._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
         if lost:
             reset: Any = getattr(part, "reset_buffers", None) or getattr(part, "reset_running_stats", None)
+            if reset is None and _takes_config_alone(part):
+                with torch.device(device):
+                    fresh = type(part)(part.config)
+                part._buffers.update({name: fresh._buffers[name] for name in lost})
+                continue
             if reset is None:
                 raise InputError(
                     f"buffer {f'{path}.{lost[0]}'.lstrip('.')!r} is on the meta device and has no values. "
@@ -74,3 +81,11 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
                 )
             reset()
     init_parameters(module, seed=seed)
+
+
+def _takes_config_alone(module: nn.Module) -> bool:
+    """Whether a module without parameters can be made again from its attribute `config`."""
+    if getattr(module, "config", None) is None or next(module.parameters(), None) is not None:
+        return False
+    first, *others = inspect.signature(type(module)).parameters.values()
+    return first.name == "config" and all(each.default is not each.empty for each in others)

@@ -1,5 +1,6 @@
 """Chooses the transport between the ranks of a pipeline, and prepares it."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +86,11 @@ def connect(
     else:
         owns = False
     threads = isinstance(members, ThreadMembers)
+    if transport == "auto" and members is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        raise InputError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun started several processes without process group: each "
+            "would train a model of its own. Call torch.distributed.init_process_group(), or use transport='loopback'."
+        )
     if transport == "auto" and (members is None or (threads and replicas is None)):
         transport = "loopback"
     if transport in ("loopback", "threads") or isinstance(transport, OneProcessTransport):

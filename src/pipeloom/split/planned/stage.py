@@ -18,11 +18,11 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from pipeloom.errors import SplitError
 from pipeloom.split.planned.collected import collected_outputs, collector
+from pipeloom.split.planned.forward_state import Forward, Leave, containers_of, entries_of
 from pipeloom.split.planned.layouts import Layout
 from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, Origins, tensors_of, with_tensors
 from pipeloom.split.planned.stand_ins import (
@@ -36,45 +36,6 @@ from pipeloom.split.planned.stand_ins import (
 from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace, running
 
 _FIRST = ""  # the key of the model's first argument, given without a name
-
-
-class _Leave(BaseException):
-    """Ends the forward of a stage behind its last part. Not an Exception, so that no model catches it."""
-
-    def __init__(self, stage: "PlannedStage") -> None:
-        super().__init__()
-        self.stage = stage
-
-
-class _Forward:
-    """One forward of a stage.
-
-    Attributes:
-        run: runs blocks, as for `StageModule.forward`.
-        inputs: keyword arguments of the model.
-        arrived: the message of the previous stage; empty on the first.
-        origins: follows values, in the first forward of a form of inputs.
-        sends: places of the values that later stages need, "part|place".
-        found: these values.
-        done, passed: own parts that have run, earlier parts that were passed over.
-        result: of the last own part.
-        entries: what parts left in dicts and lists among their arguments, by the argument's place and by entry.
-        collected: what transformers' hooks collected.
-        placeholder: zeros in the form of the received value.
-    """
-
-    def __init__(self, run: BlockRunner | None, inputs: dict[str, Any], arrived: Mapping[str, Any]) -> None:
-        self.run, self.inputs, self.arrived = run, inputs, arrived
-        self.extras: Mapping[str, Tensor] = arrived.get("extras", {})
-        self.origins: Origins | None = None
-        self.sends: Sequence[str] = ()
-        self.found: dict[str, Tensor] = {}
-        self.done: list[int] = []
-        self.passed: set[str] = set()
-        self.result: Any = None
-        self.entries: dict[str, dict[Any, Any]] = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
-        self.collected: dict[str, Any] = {}
-        self.placeholder: Any = None
 
 
 class PlannedStage(StageModule):
@@ -109,7 +70,7 @@ class PlannedStage(StageModule):
         self._containers: list[nn.Module] = []
         self._training = model.training
         self._known: dict[Any, tuple[str, ...]] = {}
-        self._current: _Forward | None = None
+        self._current: Forward | None = None
         self._shell = (self._shell_of(model, ""),)  # in a tuple: it is no submodule
         base: Any = model.get_submodule(layout.base)
         self._without_cache = "use_cache" in inspect.signature(base.forward).parameters
@@ -194,9 +155,9 @@ class PlannedStage(StageModule):
                 compute in a way that stages cannot exchange.
         """
         if self._first == 0:
-            call = _Forward(run, self._arguments(value), {})
+            call = Forward(run, self._arguments(value), {})
         else:
-            call = _Forward(run, dict(value["inputs"]), value)
+            call = Forward(run, dict(value["inputs"]), value)
         if self.training != self._training:
             self._training = self.training
             for container in self._containers:
@@ -215,7 +176,7 @@ class PlannedStage(StageModule):
         try:
             with call.origins or nullcontext():
                 output = self._shell[0](*first, **settings)
-        except _Leave as left:
+        except Leave as left:
             if left.stage is not self:
                 raise
             return self._message(call, form)
@@ -237,12 +198,12 @@ class PlannedStage(StageModule):
             return dict(value)
         return {_FIRST: value}
 
-    def _form(self, call: _Forward) -> Any:
+    def _form(self, call: Forward) -> Any:
         kinds = tuple((name, type(value)) for name, value in call.inputs.items())
         flags = tuple((name, value) for name, value in call.inputs.items() if isinstance(value, bool))
         return self.training, kinds, flags
 
-    def _message(self, call: _Forward, form: Any) -> dict[str, Any]:
+    def _message(self, call: Forward, form: Any) -> dict[str, Any]:
         if call.origins is not None:
             self._known[form] = tuple(call.found)
         message: dict[str, Any] = {"value": call.result, "inputs": call.inputs}
@@ -254,7 +215,7 @@ class PlannedStage(StageModule):
             message["collected"] = call.collected
         return message
 
-    def _check_end(self, call: _Forward, output: Any) -> None:
+    def _check_end(self, call: Forward, output: Any) -> None:
         if len(call.done) != len(self._names) or self._last != self._end:
             missing = next((n for i, n in enumerate(self._names) if i not in call.done), self._names[-1])
             raise SplitError(
@@ -283,10 +244,10 @@ class PlannedStage(StageModule):
             prefix = f"{name}|"
             given = {k.removeprefix(prefix): v for k, v in call.extras.items() if k.startswith(prefix)}
             args, settings = with_tensors(args, settings, given)
-        containers = _containers_of(args, settings)
+        containers = containers_of(args, settings)
         if index == 0 and containers:
             self._fill(call, containers)
-        before = {place: _entries(container) for place, container in containers.items()}
+        before = {place: entries_of(container) for place, container in containers.items()}
         origins = call.origins
         if origins is not None:
             self._check_arguments(origins, name, args, settings)
@@ -301,7 +262,7 @@ class PlannedStage(StageModule):
         if self.observer is not None:
             self.observer.after(index, result)
         for where, container in containers.items():
-            for entry, value in _entries(container).items():
+            for entry, value in entries_of(container).items():
                 if before[where].get(entry) is not value:
                     call.entries.setdefault(where, {})[entry] = value
         ends = place == self._last and self._last < self._end
@@ -313,7 +274,7 @@ class PlannedStage(StageModule):
             found = collector()
             call.collected = {} if found is None else collected_outputs(found)
             if origins is None and not call.sends:
-                raise _Leave(self)
+                raise Leave(self)
         return result
 
     def _order(self, name: str) -> str:
@@ -322,7 +283,7 @@ class PlannedStage(StageModule):
             "stages run their parts once. Use one stage."
         )
 
-    def _fill(self, call: _Forward, containers: Mapping[str, Any]) -> None:
+    def _fill(self, call: Forward, containers: Mapping[str, Any]) -> None:
         """Add the entries that parts of earlier stages left in dicts and lists among their arguments."""
         for place, entries in call.arrived.get("entries", {}).items():
             container = containers.get(place)
@@ -381,7 +342,7 @@ class PlannedStage(StageModule):
             call.origins.mark(call.placeholder, EARLIER)
         return call.placeholder
 
-    def _placeholder(self, call: _Forward) -> Any:
+    def _placeholder(self, call: Forward) -> Any:
         if call.origins is None:
             return zeros_like(call.arrived["value"])
         call.origins.quiet = True
@@ -405,31 +366,15 @@ class PlannedStage(StageModule):
             if wanted:
                 call.found[key] = call.extras.get(key, tensor)
         if place == self._end or (call.origins is None and len(call.found) == len(call.sends)):
-            raise _Leave(self)
+            raise Leave(self)
         if call.origins is None:
             return call.result if name in self._blocks else self._zeros(twin, args, settings, LATER)
         if name not in self._blocks:
             if place > max(self._places[block] for block in self._blocks):
-                raise _Leave(self)  # heads: their arguments follow from the result of the last block
+                raise Leave(self)  # heads: their arguments follow from the result of the last block
             return self._zeros(twin, args, settings, LATER)
         call.origins.quiet = True
         result = zeros_like(call.result)
         call.origins.quiet = False
         call.origins.mark(result, LATER)
         return result
-
-
-def _containers_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The dicts and lists among the arguments of a call, which its module may change."""
-    named = (*((str(index), value) for index, value in enumerate(args)), *settings.items())
-    return {name: value for name, value in named if isinstance(value, MutableMapping | list)}
-
-
-def _entries(container: Any) -> dict[Any, Any]:
-    """The entries of a dict or list that hold tensors."""
-    items = container.items() if isinstance(container, MutableMapping) else enumerate(container)
-    return {
-        key: value
-        for key, value in items
-        if isinstance(key, str | int) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-    }
