@@ -112,7 +112,7 @@ def test_a_mixture_is_trained_on(dense: Path, tmp_path: Path, capsys: pytest.Cap
         ({"experts": 4, "router": "gshard"}, "router=gshard: leaves out second choices at random"),
         ({"experts": 4, "router": "expert-choice"}, "router=expert-choice: gives a token any number of experts"),
         ({"experts": 1}, "experts=1: a mixture has at least 2."),
-        ({"experts": 2, "top_k": 3}, "model top_k=3: a token cannot have more than the 2 experts"),
+        ({"experts": 2, "top_k": 3}, "model top_k=3: must be at most experts=2"),
         ({"experts": 2, "shared_experts": 1}, "shared_experts=1: an expert is a copy of the MLP"),
         ({"experts": 2, "experts_every": 5}, "model experts_every=5: must be from 1 to layers=4"),
     ],

@@ -100,10 +100,8 @@ class ExpertSettings(NamedTuple):
             chosen_text = (
                 f"top_k={chosen}" if top_k is not None else f"top_k={chosen}, the default of router {router!r}"
             )
-            raise InputError(
-                f"{chosen_text}: a token cannot have more than the {experts} experts that there are. Use top_k="
-                f"{experts} or less."
-            )
+            fix = "Use more experts, or top_k=1." if experts == 1 else f"Use top_k={experts} or less."
+            raise InputError(f"{chosen_text}: must be at most experts={experts}. {fix}")
         if capacity_factor is not None and not (_is_number(capacity_factor) and 0 < capacity_factor < math.inf):
             raise InputError(f"capacity_factor={capacity_factor!r}: must be more than 0. Use 1.0 or more.")
         for name, weight in (("balance_weight", balance_weight), ("z_loss_weight", z_loss_weight)):

@@ -61,7 +61,7 @@ def _check_tensor(config: TrainConfig) -> None:
     parallel, width = config.parallel, config.gpt(vocabulary_size=1).width_of_expert
     if parallel.tensor_layout != "1d":
         raise InputError(
-            f"parallel.tensor_layout={parallel.tensor_layout}: works without experts alone, and model.experts="
+            f"parallel.tensor_layout={parallel.tensor_layout}: does not support layers of experts, and model.experts="
             f"{config.model.experts}. Use 1d."
         )
     if width % parallel.tensor:
