@@ -49,7 +49,7 @@ def find_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[ChainL
         problem = "has no submodules: only a chain of modules can be split. Use num_stages=1."
         if _children(model):
             problem = "is not a plain nn.Sequential: the execution order of its submodules is unknown. "
-            problem += f"Pass it, for example layers={_suggest(model)}."
+            problem += f"Pass it, for example layers={_suggest(model)}, or trace the model: pass inputs as example=."
         raise SplitError(f"{type(model).__name__} {problem}")
     if isinstance(patterns, str):
         patterns = [patterns]
