@@ -245,7 +245,7 @@ def test_gates_are_float32_in_bfloat16_and_under_autocast(name):
     ("settings", "message"),
     [
         ({"top_k": 5}, r"^top_k=5: must be at most experts=4. Use top_k=4 or less\.$"),
-        ({"experts": 1}, r"^top_k=2, the default of router 'topk': .* Use top_k=1 or less\.$"),
+        ({"experts": 1}, r"^top_k=2, the default of router 'topk': .* Use more experts, or top_k=1\.$"),
         ({"experts": 1, "router": "gshard"}, r"^experts=1: router 'gshard' needs at least 2"),
         ({"router": "switch", "top_k": 2}, r"^top_k=2: router 'switch' sends a token to 1 expert\. "),
         ({"capacity_factor": 0.0}, r"^capacity_factor=0.0: must be more than 0\. "),
