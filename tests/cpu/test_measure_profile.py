@@ -108,7 +108,7 @@ def test_a_hugging_face_model():
         "lm_head",
     ]
     assert sum(layer.parameter_bytes for layer in profile.layers) == 4 * sum(p.numel() for p in model.parameters())
-    assert profile.layers[1].activation_bytes == 2 * 8 * 16 * 4
+    assert profile.layers[1].activation_bytes == 2 * 8 * 16 * 4 + 2 * 8 * 8  # hidden states, token ids
 
 
 class Untidy(nn.Module):
