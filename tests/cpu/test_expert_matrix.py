@@ -24,7 +24,7 @@ CASES = pairwise()
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pairs_of_all_factors_train_as_one_process(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     draw_equally(monkeypatch)
-    in_threads(case, updates=2)
+    in_threads(case, updates=1)
 
 
 @pytest.mark.parametrize("sharing", ["ep 2 of 4", "ep 2 tp 2 sequence"])
