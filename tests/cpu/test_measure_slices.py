@@ -58,7 +58,7 @@ def test_stages_of_a_hugging_face_model_are_measured_alike():
     config = transformers.GPT2Config(
         n_layer=2, n_embd=8, n_head=2, n_positions=32, vocab_size=40, bos_token_id=0, eos_token_id=0
     )
-    first, last = split(transformers.GPT2LMHeadModel(config), 2).modules
+    first, last = split(transformers.GPT2LMHeadModel(config), 2, parts_of_sequences=True).modules
     for stage, sample in (
         (first, lambda samples, tokens: torch.randint(40, (samples, tokens))),
         (last, lambda samples, tokens: torch.randn(samples, tokens, 8)),

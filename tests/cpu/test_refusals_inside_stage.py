@@ -241,9 +241,12 @@ def test_attention_dropout_is_refused_before_context_parallel_ranks_communicate(
     said = r"dropout of attention weights with probability 0\.1: context parallelism does not support it"
     tokens = torch.zeros(1, 12, dtype=torch.long)
 
+    def loss_of(output, targets):
+        return loss_fn(getattr(output, "logits", output), targets)
+
     def work(mesh):
         for model in (build(config(dropout=0.1)), *models.pop()):
-            with pl.Pipeline(model, SCHEDULE, loss_fn=loss_fn, mesh=mesh) as pipe:
+            with pl.Pipeline(model, SCHEDULE, loss_fn=loss_of, mesh=mesh) as pipe:
                 pipe.train()
                 mesh.meter.traffic.clear()
                 with pytest.raises(InputError, match=said):

@@ -12,6 +12,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Program, Schedule, WeightPolicy, check
 from pipeloom.ir.check.program_rules import PROGRAM_RULES, updates_of_a_stream
 from pipeloom.ir.check.schedule_rules import SCHEDULE_RULES
+from pipeloom.ir.skips import Skip
 from pipeloom.ir.text import parse_orders
 from pipeloom.passes import (
     evaluation_schedule,
@@ -199,7 +200,8 @@ def test_every_op_is_run_by_programs_that_are_legal_and_simulated():
     split = schedules.from_orders("0F0 0F1 0I0 0W0 0B1\n1F0 1F1 1B0 1I1 1W1")
     zero3 = insert_offload(lower(split, tied_stages=((0, 1),), data=ZERO3), 1, beside=0)
     accepted: set[Op] = set()
-    for program in (zero3, lower(STREAM)):
+    skips = lower(schedules.gpipe(num_ranks=3, num_microbatches=2), skips=(Skip(0, 2),))
+    for program in (zero3, lower(STREAM), skips):
         check(program)
         timeline = simulate(program, Costs.uniform())
         ran = {span.action for rows in (timeline.spans, timeline.background) for row in rows for span in row}

@@ -29,14 +29,18 @@ class Workers:
         cores = torch.get_num_threads()
         on_cpu = sum(device.type == "cpu" for device in devices)
         started = threading.Barrier(len(devices) + 1)
+        threads = []
         for index, (queue, receiver) in enumerate(zip(self._queues, self.receivers, strict=True)):
             share = max(1, cores // on_cpu) if receiver.device.type == "cpu" else None
-            threading.Thread(
-                target=_work, args=(queue, receiver, share, started), name=f"pipe-{index}", daemon=True
-            ).start()
+            threads.append(
+                threading.Thread(
+                    target=_work, args=(queue, receiver, share, started), name=f"pipe-{index}", daemon=True
+                )
+            )
+            threads[-1].start()
         started.wait()
         torch.set_num_threads(cores)  # for the threads that start later
-        self._end = weakref.finalize(self, _stop, self._queues)
+        self._end = weakref.finalize(self, _stop, self._queues, threads)
 
     @property
     def usable(self) -> bool:
@@ -61,6 +65,10 @@ def _work(
             del task
 
 
-def _stop(queues: "Sequence[SimpleQueue[Task | None]]") -> None:
+def _stop(queues: "Sequence[SimpleQueue[Task | None]]", threads: Sequence[threading.Thread]) -> None:
+    """End the threads. A thread that still runs when the interpreter ends would abort the process."""
     for queue in queues:
         queue.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=5.0)

@@ -35,6 +35,7 @@ MOST_USED = (
     "output_dir",
 )
 _TITLES = ("most used", "data", "model", "parallel", "batch", "optimizer", "memory", "output")  # in the help
+_HELP_WIDTH = 76  # of the text behind an option, on a terminal of 120 columns
 _MAY_BE_EMPTY = frozenset({"sample_prompt"})
 
 
@@ -57,7 +58,10 @@ def make_parser(prog: str, description: str, examples: str) -> Parser:
 
 def add_option(group: Any, option: Option) -> None:
     """Add an option of `pipeloom train` to a group of a parser."""
-    text = f"{option.help_with_choices} (default: {option.default_text})"
+    shown, default = option.help_with_choices, f" (default: {option.default_text})"
+    if len(shown + default) > _HELP_WIDTH:  # the reference has all choices
+        shown = shown[: _HELP_WIDTH - len(default) - 4].rpartition(", ")[0] + ", ..."
+    text = shown + default
     shown = option.value or metavar_of(option.kind)
     action = group.add_argument(f"--{option.key}", type=option.kind, default=option.default, help=text, metavar=shown)
     if bool in (option.kind, *get_args(option.kind)):  # `--local` alone means true

@@ -76,7 +76,7 @@ class ParallelConfig:
     context: int = option(1, "context-parallel degree: processes per sequence")
     context_kind: Literal["ring", "ring-plain", "ring-self-attention", "ulysses"] = option("ring", "kind")
     expert: int = option(1, "expert-parallel degree: processes per set of experts")
-    expert_axes: Literal["data", "context", "data,context"] = option("data", "whose processes share experts")
+    expert_axes: Literal["data", "context", "data,context"] = option("data", "axes of experts")
     expert_exchange: Literal["counts", "capacity"] = option("counts", "how tokens are sent to experts")
     order: str = option("dp,pp", "mesh axes, outermost first; unnamed cp, tp are last", value="AXES")
 
