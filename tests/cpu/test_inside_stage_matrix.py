@@ -32,7 +32,7 @@ def test_pairs_of_all_factors_train_as_one_process(case: Case) -> None:
     in_threads(case, updates=UPDATES if has_two and case.schedule == "1f1b" else 0)
 
 
-@pytest.mark.parametrize("layout", ["2.5d", "3d"])  # of 2d: in processes
+@pytest.mark.parametrize("layout", [pytest.param("2.5d", marks=pytest.mark.whole_grid), "3d"])  # of 2d: in processes
 def test_twenty_updates_on_eight_ranks_per_stage(layout: str) -> None:
     in_threads(Case(layout, "1f1b", "ddp", tied=True, grouped=True), dp=1)
 
