@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -92,25 +92,6 @@ def grid() -> list[Case]:
     factors = (SHARINGS, SCHEDULES, STRATEGIES, ROUTERS, ("none", "full"), ("counts", "capacity"))
     every = (Case(*values) for values in product(*factors))
     return [case for case in every if case.exchange == "counts" or case.router not in UNLIMITED]
-
-
-def pairs(case: Case) -> set[Any]:
-    """Two values of a case, with the places of their factors."""
-    return set(combinations(enumerate(case), 2))
-
-
-def pairwise() -> list[Case]:
-    """Few cases in which any two values of two factors meet, if they do in the grid."""
-    left = grid()
-    missing = {pair for case in left for pair in pairs(case)}
-    chosen: list[Case] = []
-    met: Counter[Any] = Counter()
-    while missing:
-        case = max(left, key=lambda each: (len(pairs(each) & missing), -sum(met[value] for value in enumerate(each))))
-        missing -= pairs(case)
-        met.update(enumerate(case))
-        chosen.append(case)
-    return chosen
 
 
 class Expected(NamedTuple):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -79,25 +78,6 @@ def grid() -> list[Case]:
     """All that is legal: sliced sequences are whole on a rank."""
     every = (Case(*values) for values in product(LAYOUTS, SCHEDULES, STRATEGIES, (False, True), (False, True)))
     return [case for case in every if case.schedule != "seq1f1b" or not LAYOUTS[case.layout].context]
-
-
-def pairwise() -> list[Case]:
-    """Few cases in which any two values of two factors meet, if they do in the grid."""
-    left = grid()
-    missing = {pair for case in left for pair in pairs(case)}
-    chosen: list[Case] = []
-    met: Counter[Any] = Counter()
-    while missing:
-        case = max(left, key=lambda each: (len(pairs(each) & missing), -sum(met[value] for value in enumerate(each))))
-        missing -= pairs(case)
-        met.update(enumerate(case))
-        chosen.append(case)
-    return chosen
-
-
-def pairs(case: Case) -> set[Any]:
-    """Two values of a case, with the places of their factors."""
-    return set(combinations(enumerate(case), 2))
 
 
 class Expected(NamedTuple):

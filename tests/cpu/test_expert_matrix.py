@@ -11,14 +11,13 @@ from tests.cpu.expert_cases import (
     expected_of,
     grid,
     in_threads,
-    pairs,
-    pairwise,
     size_of_mesh,
     train_and_compare,
 )
+from tests.cpu.pairwise import pairs, pairwise
 from tests.cpu.ranks import run_ranks
 
-CASES = pairwise()
+CASES = pairwise(grid())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

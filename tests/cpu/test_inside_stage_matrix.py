@@ -16,14 +16,13 @@ from tests.cpu.inside_stage import (
     expected_of,
     grid,
     in_threads,
-    pairs,
-    pairwise,
     size_of,
     train_and_compare,
 )
+from tests.cpu.pairwise import pairs, pairwise
 from tests.cpu.ranks import run_ranks
 
-CASES = pairwise()
+CASES = pairwise(grid())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -15,23 +15,7 @@ from torch.nn import functional as F
 
 import pipeloom as pl
 from pipeloom.errors import RunError
-
-CPU2 = ["cpu", "cpu"]
-
-
-def layers(number: int = 6, width: int = 8) -> nn.Sequential:
-    """Linears and in-place activations, in float64."""
-    kinds = [nn.Linear(width, width) if index % 2 == 0 else nn.ReLU(inplace=True) for index in range(number)]
-    return nn.Sequential(*kinds).double()
-
-
-def on_chunks(model: nn.Module, value: torch.Tensor, chunks: int) -> torch.Tensor:
-    """What the pipe computes, in one thread."""
-    return torch.cat([model(part) for part in value.chunk(chunks)])
-
-
-def grads(model: nn.Module) -> list[torch.Tensor | None]:
-    return [parameter.grad for parameter in model.parameters()]
+from tests.cpu.pipe_models import CPU2, grads, layers, on_chunks
 
 
 def same(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> bool:

@@ -1,4 +1,4 @@
-"""Traced models train as in one process: losses, gradients, buffers, modes, inputs; what cannot be traced is told."""
+"""Traced models train as in one process: losses, gradients, buffers, modes, inputs; errors of tracing."""
 
 from __future__ import annotations
 

@@ -64,33 +64,29 @@ def routes(values: Iterable[SkippingValue], placement: Placement) -> dict[Skip, 
 
 def skip_receives(action: Action, skips: Sequence[Skip], placement: Placement) -> list[Action]:
     """The receives of values (before an F), or of their gradients (before a B or I), that skip stages."""
-    stage, op, b, _ = action
+    stage, op = action.stage, action.op
     if op is Op.F:
-        found = [(Op.RECV_SKIP, skip.source) for skip in skips if skip.target == stage]
-    elif op in (Op.B, Op.I):
-        found = [(Op.RECV_SKIP_GRAD, skip.target) for skip in skips if skip.source == stage and skip.has_gradient]
-    else:
-        return []
-    assert b is not None
-    return [
-        Action(stage, receive, b, other)
-        for receive, other in found
-        if placement.rank_of(other, b) != placement.rank_of(stage, b)
-    ]
+        return _messages(action, Op.RECV_SKIP, [s.source for s in skips if s.target == stage], placement)
+    if op in (Op.B, Op.I):
+        users = [s.target for s in skips if s.source == stage and s.has_gradient]
+        return _messages(action, Op.RECV_SKIP_GRAD, users, placement)
+    return []
 
 
 def skip_sends(action: Action, skips: Sequence[Skip], placement: Placement) -> list[Action]:
     """The sends after an F, B or I of values, or of their gradients, that skip stages."""
-    stage, op, b, _ = action
+    stage, op = action.stage, action.op
     if op is Op.F:
-        found = [(Op.SEND_SKIP, skip.target) for skip in skips if skip.source == stage]
-    elif op in (Op.B, Op.I):
-        found = [(Op.SEND_SKIP_GRAD, skip.source) for skip in skips if skip.target == stage and skip.has_gradient]
-    else:
-        return []
+        return _messages(action, Op.SEND_SKIP, [s.target for s in skips if s.source == stage], placement)
+    if op in (Op.B, Op.I):
+        makers = [s.source for s in skips if s.target == stage and s.has_gradient]
+        return _messages(action, Op.SEND_SKIP_GRAD, makers, placement)
+    return []
+
+
+def _messages(action: Action, op: Op, others: Sequence[int], placement: Placement) -> list[Action]:
+    """The messages between an action's stage and those of `others` that are on another rank."""
+    b = action.microbatch
     assert b is not None
-    return [
-        Action(stage, send, b, other)
-        for send, other in found
-        if placement.rank_of(other, b) != placement.rank_of(stage, b)
-    ]
+    here = placement.rank_of(action.stage, b)
+    return [Action(action.stage, op, b, other) for other in others if placement.rank_of(other, b) != here]

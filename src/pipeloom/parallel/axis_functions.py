@@ -8,6 +8,7 @@
     scatter             own piece               all-gather          of a value that all members have
     reduce_scatter      reduce-scatter          all-gather
     exchange            all-to-all              all-to-all back
+    share_gradient      identity                1/n of it               before a sum over members that all have it
 
 In `gather_partial` and `copy_to` gradients of members are parts of the gradient, which are summed; in `gather` and
 `reduce_from` every member has the whole gradient already. With an axis of one member all are the identity.
@@ -55,6 +56,11 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def exchange(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
     """Cut `x` along `split_dim`, send piece i to member i, and join what arrives along `join_dim`."""
     return x if axis.degree == 1 else apply_function(_Exchange, x, axis, split_dim, join_dim)
+
+
+def share_gradient(x: Tensor, axis: Axis) -> Tensor:
+    """`x`; its gradient, equal on all members, is divided by their number, so that a sum over them counts it once."""
+    return x if axis.degree == 1 else apply_function(_ShareGradient, x, axis)
 
 
 def apply_function(function: Any, *arguments: Any) -> Tensor:
@@ -140,3 +146,15 @@ class _Exchange(Function):
         split_dim, join_dim = ctx.dims
         found = ctx.axis.all_to_all(gradient.chunk(ctx.axis.degree, join_dim))
         return torch.cat(found, split_dim), None, None, None
+
+
+class _ShareGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.degree = axis.degree
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.degree, None

@@ -73,30 +73,10 @@ def construct(
     parts = context_of(mesh, context, schedule, sliced=sliced)
 
     in_parts = sliced or parts is not None
-    stages = model
     if loss_fn is None and isinstance(model, nn.Module) and not in_parts and find_layout(model) is not None:
         loss_fn = OwnLoss(model)
-    if not isinstance(stages, Stages):
-        stages = split(
-            stages,
-            schedule.num_stages,
-            layers=layers,
-            cut=cut,
-            parts_of_sequences=in_parts,
-            example=example,
-            agree=_times_of_the_first_process,
-        )
-    if len(stages.modules) != schedule.num_stages:
-        raise InputError(
-            f"the model has {len(stages.modules)} stages and the schedule {schedule.num_stages}: the numbers must be "
-            f"equal. Cut the model into {schedule.num_stages} stages."
-        )
+    stages = _stages(model, schedule.num_stages, layers, cut, example, in_parts=in_parts)
     skips = routes(stages.skips, schedule.placement)
-    if skips and (sliced or parts is not None):
-        raise InputError(
-            f"the model has {counted(len(stages.skips), 'value')} that skip stages, which slices and context "
-            "parallelism do not support. Remove slices, or use a mesh without axis cp."
-        )
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules, sliced=sliced)
     for module in stages.modules if in_parts else ():
@@ -139,6 +119,39 @@ def construct(
         blackbox=blackbox,
         skips=skips,
     )
+
+
+def _stages(
+    model: Model,
+    num_stages: int,
+    layers: Sequence[str] | None,
+    cut: str | Sequence[int] | Sequence[str],
+    example: Any,
+    *,
+    in_parts: bool,
+) -> Stages:
+    """The model as `num_stages` stages, which run slices or parts of sequences if `in_parts`.
+
+    Raises:
+        InputError: it has another number of stages, or values that skip stages and sequences in parts.
+    """
+    stages = model
+    if not isinstance(stages, Stages):
+        agree = _times_of_the_first_process
+        stages = split(
+            stages, num_stages, layers=layers, cut=cut, parts_of_sequences=in_parts, example=example, agree=agree
+        )
+    if len(stages.modules) != num_stages:
+        raise InputError(
+            f"the model has {len(stages.modules)} stages and the schedule {num_stages}: the numbers must be equal. Cut "
+            f"the model into {num_stages} stages."
+        )
+    if stages.skips and in_parts:
+        raise InputError(
+            f"the model has {counted(len(stages.skips), 'value')} that skip stages, which slices and context "
+            "parallelism do not support. Remove slices, or use a mesh without axis cp."
+        )
+    return stages
 
 
 def _times_of_the_first_process(times: list[float]) -> list[float]:

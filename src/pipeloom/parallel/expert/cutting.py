@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.function import Function, once_differentiable
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis
-from pipeloom.parallel.axis_functions import apply_function
+from pipeloom.parallel.axis_functions import share_gradient
 from pipeloom.parallel.expert.dispatch import ExpertDispatch
 from pipeloom.parallel.expert.traffic import Exchange
 from pipeloom.parallel.mesh import Mesh
@@ -153,19 +152,7 @@ class _EqualParts:
 
     def __call__(self, router: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = arguments
-        return (apply_function(_DivideGradient, x, self._axis.degree), *others)
-
-
-class _DivideGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, by: int) -> Tensor:
-        ctx.by = by
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.by, None
+        return (share_gradient(x, self._axis), *others)
 
 
 def _divisors(number: int) -> str:

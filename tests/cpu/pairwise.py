@@ -1,0 +1,28 @@
+"""Pairwise tests: few cases of a grid in which any two values of two factors meet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, TypeVar
+
+Case = TypeVar("Case", bound=tuple[Any, ...])
+
+
+def pairs(case: tuple[Any, ...]) -> set[Any]:
+    """Two values of a case, with the places of their factors."""
+    return set(combinations(enumerate(case), 2))
+
+
+def pairwise(grid: Sequence[Case]) -> list[Case]:
+    """Few cases of `grid` in which any two values of two factors meet, if they do in the grid."""
+    missing = {pair for case in grid for pair in pairs(case)}
+    chosen: list[Case] = []
+    met: Counter[Any] = Counter()
+    while missing:
+        case = max(grid, key=lambda each: (len(pairs(each) & missing), -sum(met[value] for value in enumerate(each))))
+        missing -= pairs(case)
+        met.update(enumerate(case))
+        chosen.append(case)
+    return chosen
