@@ -16,7 +16,7 @@ from benchmarks.common.reference import TOLERANCE
 from benchmarks.common.report import Parts, Table, environment, markdown, save, table
 from benchmarks.common.statistics import Spread, ratio, spread
 from benchmarks.experts import processes
-from benchmarks.experts.systems import MAKERS, Sizes, System, gpt, layers
+from benchmarks.experts.systems import MAKERS, Sizes, System, even_experts, gpt, layers
 
 from pipeloom.processes.host_memory import keep_freed_memory
 
@@ -26,13 +26,14 @@ SIZES = {
 }
 PARTS = ("gpt", "layers", "processes")
 ROUTERS = ("topk", "switch", "sigmoid", "glam", "noisy-topk", "expert-choice")
+EVEN = "even loads"
 MIXTURES = ("transformers eager", "transformers grouped_mm", "pipeloom take_over", "deepspeed")
 
 
 def systems(part: str, sizes: Sizes) -> dict[str, System]:
     """The systems of a part, after their numbers are compared."""
     if part == "gpt":
-        found = {"dense": gpt(sizes, None)}
+        found = {"dense": gpt(sizes, None), EVEN: even_experts(sizes)}
         for router in ROUTERS:
             found[router] = gpt(sizes, router)
             compare(router, found[router].gradients(), gpt(sizes, router, plain=True).gradients())
@@ -86,12 +87,12 @@ def tables(part: str, results: dict[str, dict[str, list[float]]]) -> Parts:
                 name,
                 spread(taken).show("{:.1f}", 1e3),
                 ratio(taken, seconds["dense"]).show("{:.3f}"),
-                *([ratio(seconds["pipeloom"], taken).show("{:.3f}")] if part == "layers" else []),
+                ratio(*((seconds["pipeloom"], taken) if part == "layers" else (taken, seconds[EVEN]))).show("{:.3f}"),
             )
             for name, taken in seconds.items()
         ]
         header = ("model", "CPU ms per micro-batch", "/ dense")
-        found.append(table((*header, "pipeloom / it") if part == "layers" else header, rows))
+        found.append(table((*header, "pipeloom / it" if part == "layers" else f"/ {EVEN}"), rows))
     return found
 
 
@@ -101,6 +102,8 @@ def headlines(part: str, results: dict[str, dict[str, list[float]]]) -> dict[str
     for label, seconds in results.items():
         names = ROUTERS if part == "gpt" else ("pipeloom",)
         found |= {f"{part}, {label}: {name} / dense": ratio(seconds[name], seconds["dense"]) for name in names}
+        if part == "gpt":
+            found |= {f"{part}, {label}: {name} / {EVEN}": ratio(seconds[name], seconds[EVEN]) for name in names}
         for name in MIXTURES if part == "layers" else ():
             if name in seconds:
                 found[f"{part}, {label}: pipeloom / {name}"] = ratio(seconds["pipeloom"], seconds[name])

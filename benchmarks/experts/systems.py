@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
+from pipeloom.autograd.grouped_linear import grouped_linear
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.models.experts import Experts, take_over
 from pipeloom.models.gpt import Block
@@ -99,6 +100,36 @@ def gpt(sizes: Sizes, router: str | None, *, plain: bool = False) -> System:
             layer.compute = _loop(layer)  # type: ignore[method-assign]
     if router in ("switch", "noisy-topk"):  # their random numbers would differ between two models
         model.eval()
+    return System(model, sizes)
+
+
+class _EvenExperts(nn.Module):
+    """The products of experts with even loads: every token goes through two of them, nothing is routed or sorted.
+
+    As many parameters and products as a mixture; what routing adds to it is what the mixture takes longer.
+    """
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(EXPERTS, inner, width))
+        self.down = nn.Parameter(torch.empty(EXPERTS, width, inner))
+        self._inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).repeat(TOP_K, 1)
+        counts = torch.full((EXPERTS,), rows.shape[0] // EXPERTS)
+        found = grouped_linear(F.gelu(grouped_linear(rows, self.up, counts)), self.down, counts)
+        return found.view(TOP_K, *x.shape).sum(0)
+
+
+def even_experts(sizes: Sizes) -> System:
+    """A GPT with even loads in place of routed experts."""
+    model = GPT(sizes.config())
+    inner = sizes.mlp_width // TOP_K
+    model.blocks = nn.ModuleList(_Block(sizes.config(), _EvenExperts(sizes.width, inner)) for _ in range(sizes.layers))
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.copy_(_drawn(parameter.shape, index) if parameter.dim() > 1 else torch.ones(parameter.shape))
     return System(model, sizes)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.test_train import local, metrics, run, text
+from pipeloom.cli import main
+from tests.cpu.test_train import local, metrics, run, text, words
 
 __all__ = ["text"]  # a fixture
 
@@ -44,3 +45,16 @@ def test_streams_report_experts(text: Path, tmp_path: Path) -> None:
     rows = [row for row in metrics(tmp_path) if "loss" in row]
     assert [row["auxiliary_loss"] > 0 for row in rows] == [True] * 2
     assert all(sum(row["experts"]["blocks.3.experts"]["load"]) == pytest.approx(4) for row in rows)
+
+
+def test_a_default_that_is_written_out_resumes(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = (
+        "--model.experts=2", "--model.router=expert-choice", "--eval_steps=0", "--sample_tokens=0", "--save_steps=1",
+    )  # fmt: skip
+    local(text, tmp_path, *chosen, "--steps=1")
+    assert "\nmodel.router=expert-choice: whether an expert takes a token" in capsys.readouterr().out
+    explicit = ("--model.top_k=2", "--model.expert_width=64", "--model.kv_heads=2", "--resume_from_checkpoint=latest")
+    local(text, tmp_path, *chosen, "--steps=2", *explicit)
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2]
+    assert main(words(text, tmp_path, "--local", *chosen, "--model.top_k=1", "--resume_from_checkpoint=latest")) == 2
+    assert "model.top_k=1: checkpoint" in capsys.readouterr().err

@@ -24,6 +24,11 @@ from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.models.initialization import STD
 from pipeloom.slicing import causal_attention, dropout, position_rows, sequence_length
 
+SEES_THE_FUTURE = (
+    "whether an expert takes a token depends on later tokens, so training and evaluation see the future, and "
+    "generation does not."
+)
+
 
 class Embedding(nn.Module):
     """Token ids [B, S] of any integer type -> [B, S, W].
@@ -204,11 +209,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         if config.experts and config.router == "expert-choice":
-            warnings.warn(
-                "router 'expert-choice' in a causal model: whether an expert takes a token depends on later tokens, so "
-                "training and evaluation see the future, and generation does not.",
-                stacklevel=2,
-            )
+            warnings.warn(f"router 'expert-choice' in a causal model: {SEES_THE_FUTURE}", stacklevel=2)
         self.config = config
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))

@@ -1,6 +1,7 @@
 """`RunParts`: one process's model, pipeline and optimizer, made from the configuration."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pipeloom.ir import Schedule
 from pipeloom.models import GPT, loss_fn, materialize
+from pipeloom.models.gpt import SEES_THE_FUTURE
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.parallel.tensor.parallelize import parallelize
 from pipeloom.processes.black_box import BlackBox
@@ -57,6 +59,7 @@ class RunParts:
         self.journal.enter("setup")
         memory, precision, offloaded = config.memory, config.precision, offloads(config, group.device.type)
         self.schedule, self.corpus = make_schedule(config), open_corpus(config)
+        warnings.filterwarnings("ignore", ".* " + SEES_THE_FUTURE)  # of each process: it is a notice below
         self.stages = _build_stages(config, self.schedule, self.corpus, group)
         main_parameters = memory.offload if memory.offload_parameters and offloaded else None
         self.pipeline = Pipeline(
@@ -86,6 +89,8 @@ class RunParts:
         self.samples_seen = 0
         self.notices = skipped_notice(self.corpus.skipped)
         self.notices += _slow_links(group)
+        if config.model.experts and config.model.router == "expert-choice":
+            self.notices.append(f"model.router=expert-choice: {SEES_THE_FUTURE}")
         if memory.offload is not None and not offloaded:
             self.notices.append(
                 "memory.offload=cpu: has no effect, because this run computes on the CPU. Use disk:PATH."

@@ -3,12 +3,15 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import CheckpointError, DataError, InputError
 from pipeloom.ir.versions import check_drained
+from pipeloom.models.experts.settings import ExpertSettings
 from pipeloom.parallel.options import CPU
 from pipeloom.plan.memory.state_bytes import OPTIMIZERS, NumberBytes
 from pipeloom.train.checkpoint.directory import in_use, resume_path
@@ -134,9 +137,13 @@ def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest)
     vocabulary_size = load_tokenizer(config.data.tokenizer).vocabulary_size
     asked = {**config.to_mapping()["model"], "vocabulary_size": vocabulary_size}
     defaults = TrainConfig().to_mapping()["model"]
+    meant, meant_then = (
+        _with_defaults(asked),
+        _with_defaults({**defaults, **saved}),
+    )  # earlier versions have fewer sizes
     for key in asked.keys() - {"dropout"}:
-        had = saved.get(key, defaults.get(key))  # a checkpoint of an earlier version has fewer sizes
-        if had != asked[key]:
+        had = saved.get(key, defaults.get(key))
+        if meant_then[key] != meant[key]:
             name = key if key == "vocabulary_size" else f"model.{key}"
             raise CheckpointError(
                 f"{name}={asked[key]}: checkpoint {checkpoint} has {had}; both must be equal. Change "
@@ -145,6 +152,19 @@ def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest)
     schedule = make_schedule(config)
     if schedule.microbatches_per_update is not None:
         check_drained(schedule, manifest.step, f"{checkpoint} is after step {manifest.step}")
+
+
+def _with_defaults(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of a model with what None means filled in."""
+    found = dict(sizes)
+    if found["kv_heads"] is None:
+        found["kv_heads"] = found["heads"]
+    if found["experts"]:
+        settings = {name: found[name] for name in ExpertSettings._fields}
+        found |= ExpertSettings.of(**settings)._asdict()
+        if found["expert_width"] is None:
+            found["expert_width"] = found.get("mlp_ratio", 4) * found["width"]
+    return found
 
 
 # The memory of this machine
