@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from pipeloom.pipe import Pipe
     from pipeloom.plan.plan import Plan
+    from pipeloom.pretrained import from_pretrained
     from pipeloom.sim import Costs, Network, Timeline, simulate
     from pipeloom.split import register_layout
     from pipeloom.training import (
@@ -50,6 +51,7 @@ _LAZY = {
     ),
     "pipeloom.pipe": "Pipe",
     "pipeloom.plan.plan": "Plan",
+    "pipeloom.pretrained": "from_pretrained",
     "pipeloom.sim": "Costs Network Timeline simulate",
     "pipeloom.split": "register_layout",
     "pipeloom.training": (
@@ -87,6 +89,7 @@ __all__ = [
     "auxiliary_losses",
     "check",
     "clip_grad_norm",
+    "from_pretrained",
     "ir",
     "observe",
     "parallel_cross_entropy",

@@ -28,7 +28,7 @@ from pipeloom.cli import checkpoint as cli
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint import directory as checkpoint_directory
-from pipeloom.train.checkpoint import tensor_file
+from pipeloom.common import tensor_file
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, SEAL_NAME, seal
 from pipeloom.train.checkpoint.tensor_reader import TensorFiles
 
@@ -589,7 +589,7 @@ import torch
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.train import checkpoint as ck
 from tests.cpu.thread_exchange import ThreadExchange
-from pipeloom.train.checkpoint.tensor_file import HashingFile
+from pipeloom.common.tensor_file import HashingFile
 
 base, overwrite = Path(sys.argv[1]), sys.argv[2] == "overwrite"
 parts = [(0, 400), (400, 1000)] if overwrite else [(0, 1000)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint.exchange import DistributedExchange
-from pipeloom.train.checkpoint.tensor_file import HashingFile
+from pipeloom.common.tensor_file import HashingFile
 from pipeloom.training import BarrierStep, LossScaler
 from tests.cpu.ranks import run_ranks
 

@@ -25,7 +25,8 @@ TRANSPORT = {"ir", "split", "processes"}
 AUTOGRAD = {"ir", "split", "slicing", "transport"}
 ENGINE = {"ir", "passes", "split", "slicing", "processes", "transport", "autograd"}
 PARALLEL = ENGINE | {"engine"}
-TRAINING = PARALLEL | {"parallel", "plan"}
+PRETRAINED = PARALLEL | {"parallel"}
+TRAINING = PRETRAINED | {"pretrained", "plan"}
 PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
 TRAIN = TRAINING | PLAN | {"training", "plan", "report"}
 CLI = TRAIN | {"train", "pipe"}
@@ -43,6 +44,7 @@ ALLOWED = {
     "autograd": AUTOGRAD,
     "engine": ENGINE,
     "parallel": PARALLEL,
+    "pretrained": PRETRAINED,
     "pipe": {"split", "autograd"},
     "training": TRAINING,
     "plan": PLAN,

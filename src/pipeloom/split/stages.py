@@ -1,8 +1,9 @@
 """`split`: cuts a model into stages that together hold exactly its parameters."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find
 from pipeloom.split.planned.collected import install_hooks
 from pipeloom.split.planned.layouts import Layout, find_layout, runs_in_order
 from pipeloom.split.planned.stage import PlannedStage
+from pipeloom.split.planned.stand_ins import without_memory
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers
 from pipeloom.split.skips import chain_stage, find_skips
 from pipeloom.split.stage_module import StageModule
@@ -46,6 +48,8 @@ class Stages:
         layers: per stage, the fully qualified names of its layers.
         canonical_names: alias of a tied parameter -> its canonical name.
         skips: the values that skip stages.
+        whole: the uncut model without values, where it is one of transformers.
+        model: the uncut model, as long as somebody else keeps it.
     """
 
     modules: list[nn.Module]
@@ -54,6 +58,8 @@ class Stages:
     layers: tuple[tuple[str, ...], ...]
     canonical_names: dict[str, str] = field(default_factory=dict)
     skips: tuple[SkippingValue, ...] = ()
+    whole: nn.Module | None = None
+    model: Callable[[], nn.Module | None] = lambda: None
 
 
 def split(
@@ -105,20 +111,20 @@ def split(
         from pipeloom.split.traced.cutting import traced_stages  # loads torch.export, which takes seconds
 
         traced, calls = traced_stages(model, num_stages, example, "time" if cut == "layers" else cut, agree)
-        return _describe(traced, calls, list(model.named_parameters(remove_duplicate=False)))
+        return _describe(traced, calls, model)
     counts: Any = cut  # a model that is not traced is cut by numbers of layers
     way = _way_in(model, layers, num_stages, parts_of_sequences)
     named = layers is not None or hasattr(model, "pipeline_layers")
     whole = num_stages == 1 and not named and way is None
     if whole and not isinstance(model, nn.Sequential):  # no cut, so the layers need not be known
-        return _describe([model], [("",)], list(model.named_parameters(remove_duplicate=False)))
+        return _describe([model], [("",)], model)
     chain, make_stage = _find_chain(model, layers, way)
     pieces = consecutive(chain, count_layers(chain, num_stages, counts, sample, loss_fn, make_stage))
     modules = [make_stage(piece) for piece in pieces]
     for module in modules:
         module.training = model.training  # only of the stage itself: each layer keeps its own mode
     names = [tuple(layer.name for layer in piece) for piece in pieces]
-    return _describe(modules, names, list(model.named_parameters(remove_duplicate=False)))
+    return _describe(modules, names, model)
 
 
 def profile_model(
@@ -262,8 +268,17 @@ def _check_not_class(name: str, given: Any) -> None:
         raise SplitError(f"{name}={given.__name__}: must be an nn.Module, not a class. Create an instance.")
 
 
-def _describe(modules: list[nn.Module], layers: list[tuple[str, ...]], named: list[tuple[str, nn.Parameter]]) -> Stages:
-    """Assemble `Stages`, with the tied parameters: the same object under several names or in several stages."""
+def _describe(
+    modules: list[nn.Module], layers: list[tuple[str, ...]], model: nn.Module | list[tuple[str, nn.Parameter]]
+) -> Stages:
+    """Assemble `Stages`, with the tied parameters: the same object under several names or in several stages.
+
+    Args:
+        modules: of the stages.
+        layers: of the stages, by name.
+        model: the uncut model, or without one the names of all parameters.
+    """
+    named = list(model.named_parameters(remove_duplicate=False)) if isinstance(model, nn.Module) else model
     aliases: dict[int, list[str]] = {}
     for name, parameter in dict.fromkeys(named):
         aliases.setdefault(id(parameter), []).append(name)
@@ -282,4 +297,11 @@ def _describe(modules: list[nn.Module], layers: list[tuple[str, ...]], named: li
         layers=tuple(layers),
         canonical_names=canonical,
         skips=find_skips(modules),
+        whole=without_memory(model) if _is_of_transformers(model) else None,
+        model=weakref.ref(model) if isinstance(model, nn.Module) else lambda: None,
     )
+
+
+def _is_of_transformers(model: Any) -> TypeGuard[nn.Module]:
+    """Whether a model is saved with a configuration: one of transformers, or one with adapters around it."""
+    return isinstance(model, nn.Module) and hasattr(model, "save_pretrained") and hasattr(model, "config")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from pipeloom.common.quantities import counted
@@ -25,6 +24,7 @@ from pipeloom.parallel.options import check_synchronous
 from pipeloom.parallel.tensor.batch_rule import BatchRule
 from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.plan.plan import Plan
+from pipeloom.pretrained.stages import device_of, load_stages
 from pipeloom.processes.agreement import RunFingerprint, gather_json
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.processes.members import current_members
@@ -89,7 +89,7 @@ def construct(
     tied = [parameter.stages for parameter in stages.tied]
     programs = _programs(schedule, tied, sharing.axis, offload, tuple(skips))
 
-    device = next((p.device for module in stages.modules for p in module.parameters()), torch.device("cpu"))
+    device = device_of(stages)
     sharing.check_device(device)
     open_mover = open_activation_offload(offload, device) if offload is not None else lambda: None
     fingerprint = RunFingerprint.of(
@@ -104,6 +104,8 @@ def construct(
         give_back_freed_memory() if frees else keep_freed_memory()
 
     ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]
+    own = sorted({stage for rank in ranks for stage in programs.train.placement.stages_of[rank]})
+    load_stages(stages, own)
     state = ModelState(stages, programs.train, ranks, sharing)
     return state, Executor(
         state,

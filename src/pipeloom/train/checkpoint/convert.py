@@ -22,7 +22,7 @@ from pipeloom.train.checkpoint.manifest import (
     verify_file,
 )
 from pipeloom.train.checkpoint.pieces import Piece, cover, stored_model
-from pipeloom.train.checkpoint.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
+from pipeloom.common.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 
 
 class ModelTensor(NamedTuple):

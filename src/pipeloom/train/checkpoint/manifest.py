@@ -27,7 +27,7 @@ from pipeloom.common.field_types import check_fields
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, folded
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.tensor_file import FileRecord
+from pipeloom.common.tensor_file import FileRecord
 
 FORMAT = "pipeloom-checkpoint"
 VERSION = 3

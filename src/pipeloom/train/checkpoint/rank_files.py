@@ -11,17 +11,17 @@ from torch import Tensor
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
+from pipeloom.pretrained.files import SAFETENSORS_TYPES
 from pipeloom.train.checkpoint.block_shards import BlockShard
 from pipeloom.train.checkpoint.manifest import Part
 from pipeloom.train.checkpoint.pieces import piece_key
 from pipeloom.train.checkpoint.state import (
-    SAFETENSORS_TYPES,
     OptimizerState,
     RandomState,
     check_elements,
     is_elementwise,
 )
-from pipeloom.train.checkpoint.tensor_file import FileRecord, TensorSource, write_tensors
+from pipeloom.common.tensor_file import FileRecord, TensorSource, write_tensors
 from pipeloom.train.checkpoint.written import HeldTensor, WrittenTensor
 
 

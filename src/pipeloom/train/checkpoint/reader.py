@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
+from pipeloom.pretrained.files import SAFETENSORS_TYPES
 from pipeloom.train.checkpoint.block_shards import BlockShard
 from pipeloom.train.checkpoint.directory import resolve
 from pipeloom.train.checkpoint.manifest import (
@@ -22,7 +23,6 @@ from pipeloom.train.checkpoint.manifest import (
 )
 from pipeloom.train.checkpoint.pieces import Piece, stored_model, stored_optimizer
 from pipeloom.train.checkpoint.state import (
-    SAFETENSORS_TYPES,
     OptimizerState,
     RandomState,
     check_elements,

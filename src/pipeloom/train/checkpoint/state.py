@@ -14,18 +14,6 @@ from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel import OffloadedOptimizer
 
-# torch dtype -> its name in safetensors.
-SAFETENSORS_TYPES: dict[torch.dtype, str] = {
-    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)},
-    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
-    torch.bool: "BOOL",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-
 
 def is_elementwise(shape: Iterable[int], part: Range) -> bool:
     """Whether optimizer state of this shape has one number per element of a shard."""

@@ -15,7 +15,7 @@ from pipeloom.train.checkpoint.block_shards import BlockShard
 from pipeloom.train.checkpoint.boxes import Box, boxes_of, cover_box
 from pipeloom.train.checkpoint.manifest import verify_file
 from pipeloom.train.checkpoint.pieces import Piece, cover
-from pipeloom.train.checkpoint.tensor_file import FileRecord
+from pipeloom.common.tensor_file import FileRecord
 
 
 class TensorFiles:

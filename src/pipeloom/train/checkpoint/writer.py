@@ -26,7 +26,7 @@ from pipeloom.train.checkpoint.manifest import (
 )
 from pipeloom.train.checkpoint.rank_files import RankFiles
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState
-from pipeloom.train.checkpoint.tensor_file import FileRecord, write_bytes
+from pipeloom.common.tensor_file import FileRecord, write_bytes
 from pipeloom.train.checkpoint.written import HeldTensor, WrittenTensor, written_by
 
 T = TypeVar("T")

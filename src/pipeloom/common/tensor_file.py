@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -111,11 +110,28 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> FileRecord
     return file.record
 
 
-def tensor_sources(path: Path) -> dict[str, TensorSource]:
-    """The tensors of a safetensors file, in order, to list or copy them without torch.
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file: its bytes are `start` to `stop` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    stop: int
+
+    def read(self) -> bytes:
+        """All bytes of the tensor."""
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            return file.read(self.stop - self.start)
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, in order; reads the header alone.
 
     Raises:
-        CheckpointError: the file is not a safetensors file.
+        CheckpointError: the file is not a safetensors file, or its end is missing.
         OSError: the file cannot be read.
     """
     size = path.stat().st_size
@@ -126,22 +142,29 @@ def tensor_sources(path: Path) -> dict[str, TensorSource]:
                 f"{path}: its safetensors header is longer than the file; the file is damaged or has another format. "
                 "Use another checkpoint."
             )
+        found: dict[str, StoredTensor] | None = None
         with suppress(ValueError, KeyError, TypeError):
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            return {
-                name: TensorSource(
-                    entry["dtype"], tuple(entry["shape"]), partial(_read, path, 8 + length, *entry["data_offsets"])
-                )
-                for name, entry in header.items()
-            }
-    raise CheckpointError(
-        f"{path}: its header is not valid safetensors JSON; the file is damaged or has another format. Use another "
-        "checkpoint."
-    )
+            found = {name: _stored(path, 8 + length, **entry) for name, entry in header.items()}
+    if found is None:
+        raise CheckpointError(
+            f"{path}: its header is not valid safetensors JSON; the file is damaged or has another format. Use another "
+            "checkpoint."
+        )
+    end = max((tensor.stop for tensor in found.values()), default=0)
+    if end > size:
+        raise CheckpointError(f"{path} has {size} bytes instead of {end}: its end is missing. Copy it again.")
+    return found
 
 
-def _read(path: Path, base: int, start: int, end: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(base + start)
-        return file.read(end - start)
+def _stored(path: Path, base: int, *, dtype: str, shape: list[int], data_offsets: list[int]) -> StoredTensor:
+    start, stop = data_offsets
+    if stop - start != math.prod(shape) * _TYPE_BITS[dtype] // 8:
+        raise ValueError("sizes differ")
+    return StoredTensor(dtype, tuple(shape), path, base + start, base + stop)
+
+
+def tensor_sources(path: Path) -> dict[str, TensorSource]:
+    """The tensors of a safetensors file, in order, to list or copy them without torch. Raises as `stored_tensors`."""
+    return {name: TensorSource(each.dtype, each.shape, each.read) for name, each in stored_tensors(path).items()}

@@ -1,0 +1,31 @@
+"""The values of a process's own stages, where the model comes from `from_pretrained`."""
+
+from collections.abc import Iterable
+
+import torch
+
+from pipeloom.pretrained.weights import WEIGHTS, PretrainedWeights
+from pipeloom.split import Stages
+
+
+def _weights(stages: Stages) -> PretrainedWeights | None:
+    return getattr(stages.whole, WEIGHTS, None)
+
+
+def device_of(stages: Stages) -> torch.device:
+    """Where the parameters of a model are, or will be once they are read."""
+    weights = _weights(stages)
+    if weights is not None:
+        return weights.device
+    return next((p.device for module in stages.modules for p in module.parameters()), torch.device("cpu"))
+
+
+def load_stages(stages: Stages, own: Iterable[int]) -> None:
+    """Read the values of some stages of a model from `from_pretrained`; those of other models stay as they are.
+
+    Raises:
+        InputError: a tensor has no value. CheckpointError: a file cannot be read.
+    """
+    weights = _weights(stages)
+    if weights is not None:
+        weights.load([stages.modules[stage] for stage in own])

@@ -1,0 +1,154 @@
+"""`PretrainedWeights`: gives parameters and buffers on the meta device their values, tensor by tensor.
+
+Each tensor of a model from `from_pretrained` knows its name in the model (`NAME`), so that wrappers and cuts around it
+do not matter. Of a parameter that is cut inside its stage (`pipeloom.parallel.placed`), its block alone is copied.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.common.tensor_file import StoredTensor
+from pipeloom.errors import InputError
+from pipeloom.parallel.placed import placed_block
+from pipeloom.pretrained.conversions import Conversion, Conversions
+from pipeloom.pretrained.files import mapped
+from pipeloom.pretrained.initial_values import initial_values
+
+NAME = "pretrained_name"  # attribute of a tensor: its name in the model
+WEIGHTS = "pretrained_weights"  # attribute of a model
+
+
+class _Use(NamedTuple):
+    """A tensor without values in a module: where it is, and the name under which it is in the model."""
+
+    table: dict[str, Tensor | None]
+    key: str
+    tensor: Tensor
+    name: str
+
+
+class PretrainedWeights:
+    """Where the values of a model on the meta device come from.
+
+    Args:
+        model: of transformers, on the meta device, without values and without ties.
+        stored: the tensors of its files.
+        conversions: what makes each tensor.
+        device: for the values.
+        seed: of parameters that are in no file.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stored: Mapping[str, StoredTensor],
+        conversions: Conversions,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.model, self.conversions, self.device = model, conversions, device
+        self._stored, self._seed = stored, seed
+
+    @torch.no_grad()
+    def load(self, modules: Iterable[nn.Module]) -> None:
+        """Replace all tensors of some modules that are on the meta device. What the modules share stays shared.
+
+        Raises:
+            InputError: a tensor has no value: it was added to the model on the meta device.
+            CheckpointError: a file cannot be read.
+        """
+        uses: dict[str, list[_Use]] = {}
+        for use in _without_values(modules):
+            uses.setdefault(use.name, []).append(use)
+        known = {name: conversion for name, conversion in self.conversions.of.items() if name in uses}
+        for conversion in sorted({id(each): each for each in known.values()}.values(), key=self._place):
+            self._read(conversion, uses)
+        initial: dict[str, list[str]] = {}
+        for name in uses.keys() - known.keys():
+            path, _, key = name.rpartition(".")
+            initial.setdefault(path, []).append(key)
+        for path in sorted(initial):
+            self._initialize(path, initial[path], uses)
+
+    def _place(self, conversion: Conversion) -> tuple[str, int]:
+        first = self._stored[conversion.parts[0][1]]
+        return str(first.path), first.start
+
+    def _read(self, conversion: Conversion, uses: Mapping[str, list[_Use]]) -> None:
+        dtype = next(uses[name][0].tensor.dtype for name in conversion.shapes if name in uses)
+
+        def read(key: str) -> Tensor:
+            value = mapped(self._stored[key])
+            return value if conversion.converter is None else value.to(dtype)
+
+        made = conversion.make(read, self.model)
+        for name in [name for name in made if name in uses]:
+            self._put(uses[name], made.pop(name))
+
+    def _initialize(self, path: str, keys: list[str], uses: Mapping[str, list[_Use]]) -> None:
+        dot = f"{path}." if path else ""
+        try:
+            module = self.model.get_submodule(path)
+        except AttributeError:
+            module = None
+        for key in keys:
+            if module is None or module._parameters.get(key, module._buffers.get(key)) is None:
+                raise InputError(
+                    f"{dot + key!r} has no value: it is on the meta device, and {type(self.model).__name__} of the "
+                    "directory does not have it. Add modules with values, on the CPU."
+                )
+        buffers = {name for name in module._buffers if module._buffers[name] is not None}
+        lost = {*keys, *(name for name in buffers & module._non_persistent_buffers_set)}
+        lost |= {name for name in (*module._parameters, *buffers) if dot + name in self.conversions.missing}
+        found = initial_values(self.model, path, sorted(lost), self._seed)
+        for key in keys:
+            self._put(uses[dot + key], found[key])
+
+    def _put(self, uses: list[_Use], full: Tensor) -> None:
+        """Put the values of a full tensor, or of this process's block of it, where tensors have none."""
+        made: dict[int, Tensor] = {}
+        for use in uses:
+            if id(use.tensor) not in made:
+                value = torch.empty_like(use.tensor, device=self.device)
+                block = placed_block(use.tensor)
+                if block is None:
+                    value.copy_(full)
+                else:
+                    if block.how.padded:
+                        value.zero_()
+                    for there, here, _ in block.how.pieces(block.place):
+                        value[here] = full[there].to(value)
+                made[id(use.tensor)] = _like(use.tensor, value)
+            use.table[use.key] = made[id(use.tensor)]
+
+
+def _without_values(modules: Iterable[nn.Module]) -> Iterator[_Use]:
+    seen: set[int] = set()
+    for module in modules:
+        for path, part in module.named_modules():
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            tables: tuple[Any, Any] = (part._parameters, part._buffers)
+            for table in tables:
+                for key, tensor in list(table.items()):
+                    if tensor is not None and tensor.is_meta:
+                        name = getattr(tensor, NAME, f"{path}.{key}" if path else key)
+                        yield _Use(table, key, tensor, name)
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A value as a parameter or buffer in place of another, with its attributes and hooks."""
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    made = nn.Parameter(value, tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, kind, None)
+        if hooks:
+            setattr(made, kind, OrderedDict(hooks))
+    return made
