@@ -18,6 +18,7 @@ TITLES = {
     "pipeloom.parallel": "Device mesh, data parallelism, ZeRO, mixed precision, offload",
     "pipeloom.parallel.context": "Context parallelism: several ranks share the tokens of each sequence",
     "pipeloom.autograd": "Auxiliary losses and quantities that a model declares in its forward",
+    "pipeloom.pretrained": "Models of Hugging Face directories",
     "pipeloom.pipe": "Pipe: a pipeline in one process, used like a module; skips",
     "pipeloom.schedules": "Schedule families, and schedules from functions and files",
     "pipeloom.ir": "Actions, placements, schedules, programs, the checker",

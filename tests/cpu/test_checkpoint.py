@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.cli import checkpoint as cli
+from pipeloom.common import tensor_file
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint import directory as checkpoint_directory
-from pipeloom.common import tensor_file
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, SEAL_NAME, seal
 from pipeloom.train.checkpoint.tensor_reader import TensorFiles
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.common.tensor_file import HashingFile
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint.exchange import DistributedExchange
-from pipeloom.common.tensor_file import HashingFile
 from pipeloom.training import BarrierStep, LossScaler
 from tests.cpu.ranks import run_ranks
 

@@ -1,10 +1,10 @@
 """Models of Hugging Face directories: read and written by the processes of a pipeline, each its own part.
 
-    files            the weight files of a directory, and their tensors
-    conversions      from tensors of files to tensors of a model
-    initial_values   values that are in no file
-    weights          reads the values of some modules
-    loading          `from_pretrained`
+files            the weight files of a directory, and their tensors
+conversions      from tensors of files to tensors of a model
+initial_values   values that are in no file
+weights          reads the values of some modules
+loading          `from_pretrained`
 """
 
 from typing import TYPE_CHECKING

@@ -54,7 +54,9 @@ def find_tensors(directory: Path, named: str | None = None) -> dict[str, StoredT
             return stored_tensors(directory / name)
         return _indexed(directory, name)
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror}). Copy the directory again.") from None
+        raise CheckpointError(
+            f"{error.filename} cannot be read ({error.strerror}). Copy the directory again."
+        ) from None
 
 
 def _indexed(directory: Path, name: str) -> dict[str, StoredTensor]:
@@ -69,7 +71,9 @@ def _indexed(directory: Path, name: str) -> dict[str, StoredTensor]:
     stored = {file: stored_tensors(path) for file, path in files.items()}
     for key, file in weight_map.items():
         if key not in stored[file]:
-            raise CheckpointError(f"{directory / file} has no tensor {key!r}, which {name} names. Copy the files again.")
+            raise CheckpointError(
+                f"{directory / file} has no tensor {key!r}, which {name} names. Copy the files again."
+            )
     return {key: stored[file][key] for key, file in weight_map.items()}
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -157,14 +158,17 @@ def _without_values(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
         for context in model_class.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
         model = model_class(config)
-    kept = [(pattern, kind) for pattern, kind in model._get_dtype_plan(dtype).items()]
-    if kept:
-        import re
-
-        for name, parameter in model.named_parameters():
-            kind = next((kind for pattern, kind in kept if re.search(pattern.replace("*", ".*"), name)), None)
-            if kind is not None:
-                parameter.data = parameter.data.to(kind)
+    kept = {pattern.replace("*", ".*"): kind for pattern, kind in model._get_dtype_plan(dtype).items()}
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in made:
+                name = f"{path}.{key}" if path else key
+                kind = next((kind for pattern, kind in kept.items() if re.search(pattern, name)), parameter.dtype)
+                empty = torch.empty_like(parameter, device="meta", dtype=kind)
+                made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            if parameter is not None:
+                module._parameters[key] = made[id(parameter)]
     return model
 
 
@@ -183,10 +187,7 @@ def _are_equal(one: str, other: str, conversions: Conversions, model: Any, store
         return conversions.of[name].make(lambda key: mapped(stored[key]), model)[name]
 
     first, second = value(one), value(other)
-    rows = max(1, (1 << 22) // max(1, first[:1].numel())) if first.dim() else 1
-    equal = first.shape == second.shape and all(
-        torch.equal(a, b) for a, b in zip(first.split(rows), second.split(rows), strict=True)
-    )
+    equal = torch.equal(first, second)
     if not equal:
         _warn(f"{one} and {other} have different values in the files: they are not tied, though config.json says so.")
     return equal

@@ -52,6 +52,7 @@ class PretrainedWeights:
     ) -> None:
         self.model, self.conversions, self.device = model, conversions, device
         self._stored, self._seed = stored, seed
+        self._modules = dict(model.named_modules())
 
     @torch.no_grad()
     def load(self, modules: Iterable[nn.Module]) -> None:
@@ -91,20 +92,17 @@ class PretrainedWeights:
 
     def _initialize(self, path: str, keys: list[str], uses: Mapping[str, list[_Use]]) -> None:
         dot = f"{path}." if path else ""
-        try:
-            module = self.model.get_submodule(path)
-        except AttributeError:
-            module = None
-        for key in keys:
-            if module is None or module._parameters.get(key, module._buffers.get(key)) is None:
-                raise InputError(
-                    f"{dot + key!r} has no value: it is on the meta device, and {type(self.model).__name__} of the "
-                    "directory does not have it. Add modules with values, on the CPU."
-                )
-        buffers = {name for name in module._buffers if module._buffers[name] is not None}
-        lost = {*keys, *(name for name in buffers & module._non_persistent_buffers_set)}
-        lost |= {name for name in (*module._parameters, *buffers) if dot + name in self.conversions.missing}
-        found = initial_values(self.model, path, sorted(lost), self._seed)
+        module = self._modules.get(path)
+        parameters, buffers = ({}, {}) if module is None else _tables(module)
+        unknown = next((key for key in keys if key not in parameters | buffers), None)
+        if module is None or unknown is not None:
+            raise InputError(
+                f"{f'{dot}{unknown}'!r} has no value: it is on the meta device, and the {type(self.model).__name__} of "
+                "the directory does not have it. Add modules with values, on the CPU."
+            )
+        missing = {key for key in parameters | buffers if dot + key in self.conversions.missing}
+        computed = buffers.keys() & module._non_persistent_buffers_set
+        found = initial_values(self.model, path, sorted({*keys, *missing, *computed}), self._seed)
         for key in keys:
             self._put(uses[dot + key], found[key])
 
@@ -124,6 +122,15 @@ class PretrainedWeights:
                         value[here] = full[there].to(value)
                 made[id(use.tensor)] = _like(use.tensor, value)
             use.table[use.key] = made[id(use.tensor)]
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters and the buffers of a module itself."""
+    parameters, buffers = (
+        {key: tensor for key, tensor in table.items() if tensor is not None}
+        for table in (module._parameters, module._buffers)
+    )
+    return parameters, buffers
 
 
 def _without_values(modules: Iterable[nn.Module]) -> Iterator[_Use]:

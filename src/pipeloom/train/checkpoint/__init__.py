@@ -14,7 +14,6 @@ block of the parameter that it holds (`blocks`). Nothing is ever unpickled.
     manifest             the format and its verification
     pieces, boxes        where the elements of a sharded tensor are stored; block_shards: where a rank's are
     directory            names of checkpoint directories, atomic renames, clean-up
-    tensor_file          writes safetensors files as a stream, with hash and fsync
     tensor_reader        reads tensors, or some of their elements
     exchange             the all-gather between the ranks of a save
     convert              conversion to the layout of Hugging Face

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeloom.common.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.boxes import Box, cover_box
@@ -22,7 +23,6 @@ from pipeloom.train.checkpoint.manifest import (
     verify_file,
 )
 from pipeloom.train.checkpoint.pieces import Piece, cover, stored_model
-from pipeloom.common.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 
 
 class ModelTensor(NamedTuple):

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipeloom.common.field_types import check_fields
+from pipeloom.common.tensor_file import FileRecord
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, folded
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.common.tensor_file import FileRecord
 
 FORMAT = "pipeloom-checkpoint"
 VERSION = 3

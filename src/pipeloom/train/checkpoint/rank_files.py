@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.common.tensor_file import FileRecord, TensorSource, write_tensors
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
@@ -21,7 +22,6 @@ from pipeloom.train.checkpoint.state import (
     check_elements,
     is_elementwise,
 )
-from pipeloom.common.tensor_file import FileRecord, TensorSource, write_tensors
 from pipeloom.train.checkpoint.written import HeldTensor, WrittenTensor
 
 

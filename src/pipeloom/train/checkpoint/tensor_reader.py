@@ -9,13 +9,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pipeloom.common.tensor_file import FileRecord
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.block_shards import BlockShard
 from pipeloom.train.checkpoint.boxes import Box, boxes_of, cover_box
 from pipeloom.train.checkpoint.manifest import verify_file
 from pipeloom.train.checkpoint.pieces import Piece, cover
-from pipeloom.common.tensor_file import FileRecord
 
 
 class TensorFiles:

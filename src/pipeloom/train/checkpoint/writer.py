@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pipeloom.common.tensor_file import FileRecord, write_bytes
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
@@ -26,7 +27,6 @@ from pipeloom.train.checkpoint.manifest import (
 )
 from pipeloom.train.checkpoint.rank_files import RankFiles
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState
-from pipeloom.common.tensor_file import FileRecord, write_bytes
 from pipeloom.train.checkpoint.written import HeldTensor, WrittenTensor, written_by
 
 T = TypeVar("T")
