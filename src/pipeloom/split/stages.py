@@ -49,7 +49,7 @@ class Stages:
         canonical_names: alias of a tied parameter -> its canonical name.
         skips: the values that skip stages.
         whole: the uncut model without values, where it is one of transformers.
-        model: the uncut model, as long as somebody else keeps it.
+        model: returns the uncut model while the caller keeps it, else None.
     """
 
     modules: list[nn.Module]
