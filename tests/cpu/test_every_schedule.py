@@ -16,7 +16,7 @@ REPLICATED = ("dualpipe", "chimera")
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_on_loopback(num_ranks: int) -> None:
-    cases = grid(num_ranks, 4)
+    cases = grid(num_ranks, 3)
     expected = set(pl.schedules.SYNCHRONOUS) - (set(REPLICATED) if num_ranks % 2 else set())
     assert {case.family for case in cases} == expected
     least = {(family, num_chunks): min(several) for family, num_chunks, several in sizes(num_ranks)}
@@ -27,7 +27,7 @@ def test_on_loopback(num_ranks: int) -> None:
 
 
 def test_the_thinned_grid_has_every_family_with_every_state_of_the_other_factors() -> None:
-    cases = [case for num_ranks in (2, 3, 4) for case in grid(num_ranks, 2)]
+    cases = [case for num_ranks in (2, 3, 4) for case in grid(num_ranks, 3)]
     for family in pl.schedules.SYNCHRONOUS:
         of_family = [case for case in cases if case.family == family]
         for factor in ("uneven", "tied", "checkpointed"):
@@ -43,8 +43,19 @@ def _run_cases(rank: int, cases: list[tuple[Case, str]]) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_in_processes(num_ranks: int) -> None:
     """Every family with every number of chunks, by turns over shared memory and over gloo; one pool for all of it."""
-    cases = grid(num_ranks, 2)
+    cases = grid(num_ranks, 1)
     run_ranks(_run_cases, num_ranks, [(case, ("shared-memory", "torch")[i % 2]) for i, case in enumerate(cases)])
+
+
+@pytest.mark.whole_grid
+@pytest.mark.parametrize("transport", ["loopback", "shared-memory", "torch"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_the_whole_grid(num_ranks: int, transport: str) -> None:
+    cases = [(case, transport) for case in grid(num_ranks, 4)]
+    if transport == "loopback":
+        _run_cases(0, cases)
+    else:
+        run_ranks(_run_cases, num_ranks, cases, timeout_seconds=450)
 
 
 def _train_replicas(rank: int | None, name: str, transport: str) -> dict[str, list[torch.Tensor]]:

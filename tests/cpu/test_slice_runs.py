@@ -109,8 +109,16 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize(("turn", "ranks"), enumerate([1, 2, 4]))
+def test_loopback(turn: int, ranks: int) -> None:
+    """Every case once."""
+    for case in CASES[turn::3]:
+        train_sliced(None, ranks, "loopback", case)
+
+
+@pytest.mark.whole_grid
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_loopback(ranks: int) -> None:
+def test_loopback_with_every_case(ranks: int) -> None:
     for case in CASES:
         train_sliced(None, ranks, "loopback", case)
 
