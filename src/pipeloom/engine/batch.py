@@ -49,6 +49,7 @@ class Batch:
         losses: losses of the micro-batches whose last stage ran here, each times its weight; of slices, their sum.
         outputs: outputs of the last stage, where no loss is computed; of slices, a list until all are there.
         num_samples: samples of the batch; 0 where this process reads neither inputs nor targets.
+        num_microbatches: of the batch; 0 where this process does not know it yet.
         all_samples: samples of the batches of all replicas; 0 where this process does not know it yet.
         collects: whether auxiliary losses and observed quantities are collected.
         declared: these, by stage, micro-batch and slice, of the forwards that ran here.
@@ -63,6 +64,7 @@ class Batch:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Value] = field(default_factory=dict)
     num_samples: int = 0
+    num_microbatches: int = 0
     all_samples: int = 0
     collects: bool = False
     declared: dict[ForwardKey, Declared] = field(default_factory=dict)
@@ -81,12 +83,12 @@ class Batch:
         batch = cls()
         if needs_inputs:
             batch.inputs, sizes = _cut(inputs, num_microbatches, "inputs", "first")
-            batch.num_samples = sum(sizes)
+            batch.num_samples, batch.num_microbatches = sum(sizes), num_microbatches
         if needs_targets:
             batch.targets, sizes = _cut(targets, num_microbatches, "targets", "last")
             if needs_inputs and sum(sizes) != batch.num_samples:
                 raise InputError(sample_mismatch(batch.num_samples, sum(sizes)))
-            batch.num_samples, batch.sizes = sum(sizes), sizes
+            batch.num_samples, batch.num_microbatches, batch.sizes = sum(sizes), num_microbatches, sizes
         return batch
 
     def weigh(self, all_samples: int) -> None:

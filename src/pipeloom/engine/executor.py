@@ -4,19 +4,26 @@
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.batch import Batch
-from pipeloom.engine.binders.sequence_parts import cut_tokens
-from pipeloom.engine.binders.sequence_slices import cut_sequences
+from pipeloom.engine.batch_reader import BatchReader, Read
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn, RankWiring
 from pipeloom.engine.rank_threads import RankThreads
+from pipeloom.engine.refusals import (
+    Agreed,
+    BatchAgreement,
+    PeerRefused,
+    all_ranks_run_all_microbatches,
+    refused_by,
+    send_refusals,
+)
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.worker import Bound, WarmUp, Worker
@@ -31,10 +38,16 @@ from pipeloom.transport.values import Value
 
 
 class Programs(NamedTuple):
-    """The programs that every rank of a pipeline runs."""
+    """The programs that every rank of a pipeline runs.
+
+    Attributes:
+        train, forward: of a step, and of its forwards alone.
+        forward_of: the forwards of the first micro-batches.
+    """
 
     train: Program
     forward: Program
+    forward_of: Callable[[int], Program]
 
 
 class Executor:
@@ -83,7 +96,7 @@ class Executor:
         skips: Mapping[Skip, tuple[str, ...]],
     ) -> None:
         self.programs, self.connection, self.loss_fn, self.parts = programs, connection, loss_fn, parts
-        self._sliced, self._slice_lengths, self._check_batch = sliced, slice_lengths, check_batch
+        self._sliced = sliced
         self.local_ranks = tuple(state.stages_of)
         self._state, self._transport = state, connection.transport
         self._results = ResultExchange(connection.rank, programs.forward.schedule, self._transport)
@@ -100,7 +113,6 @@ class Executor:
                 sliced,
                 parts,
                 recompute,
-                state.sharing.sum_samples,
                 open_mover(),
                 skips,
             )
@@ -110,7 +122,23 @@ class Executor:
             self.workers[rank] = Worker(
                 wiring, gradient_sum=gradient_sum, block_sum=block_sum, store=store, blackbox=blackbox
             )
-        self._bound: dict[bool, dict[int, Bound]] = {}  # for training and for evaluation, by rank
+        stages = state.stages
+        self._reader = BatchReader(
+            reads_inputs=0 in stages,
+            reads_targets=programs.train.placement.num_stages - 1 in stages,
+            schedule=programs.train.schedule,
+            sharing=state.sharing,
+            loss_fn=loss_fn,
+            sliced=sliced,
+            slice_lengths=slice_lengths,
+            parts=parts,
+            check_batch=check_batch,
+        )
+        self._agreement = BatchAgreement(connection, state.sharing.replica_ranks)
+        alone = not state.sharing.replica_ranks and not state.sharing.blocks.divides
+        self._refuses_in_messages = alone and all_ranks_run_all_microbatches(programs.train)
+        # By number of micro-batches and whether there are only forwards, then by rank.
+        self._bound: dict[tuple[int, bool], dict[int, Bound]] = {}
         self._threads: RankThreads | None = None
         if isinstance(self._transport, OneProcessTransport) and self._transport.blocking and len(self.local_ranks) > 1:
             self._threads = RankThreads(len(self.local_ranks), self._transport)
@@ -140,32 +168,35 @@ class Executor:
 
     def run(
         self,
-        program: Program,
-        inputs: Value,
-        targets: Value,
+        read: Callable[[], tuple[Value, Value]],
         *,
+        training: bool,
         with_loss: bool,
         share_results: bool = True,
         warm_up: WarmUp | None = None,
     ) -> Batch:
-        """Run `program` on a batch; returns its micro-batches with their losses or, not `with_loss`, outputs.
+        """Run a program on a batch; returns its micro-batches with their losses or, not `with_loss`, outputs.
 
         Args:
-            inputs, targets: of the batch, read on ranks with the first stage, the last stage.
+            read: returns inputs and targets of the batch, read on ranks with the first stage, the last stage.
+            training: whether the training program runs.
             share_results: whether ranks wait for the losses or outputs of other ranks.
             warm_up: runs the first instructions of each rank, in place of `before_call`. Ignored where one thread runs
                 all ranks.
+
+        Raises:
+            InputError: a rank cannot use its batch. All ranks raise, and can make the next call.
         """
-        batch = self._cut(program, inputs, targets, with_loss=with_loss)
+        self.check_free()
+        batch = self._read(read, training=training, with_loss=with_loss)
         batch.collects = with_loss
+        program = self.programs.train if training else self.programs.forward_of(batch.num_microbatches)
         if warm_up is None or not self._transport.blocking:
             warm_up = None
             self.settle()
         self.before_call = None
-        training = not program.schedule.forward_only
-        if training not in self._bound:
-            self._bound[training] = {rank: worker.bind(program) for rank, worker in self.workers.items()}
-        bound, call = self._bound[training], call_number(self.num_calls + 1, training, batch.num_samples)
+        bound = self._bound_to(program)
+        call = call_number(self.num_calls + 1, training, batch.num_samples)
         runs = {rank: worker.run(bound[rank], batch, call, warm_up) for rank, worker in self.workers.items()}
 
         def finish() -> None:
@@ -173,54 +204,81 @@ class Executor:
                 if not with_loss and len(self._results.holders) > 1:  # messages carry no parts of outputs
                     full = self._state.sharing.blocks.full_output
                     batch.outputs = {b: full(batch.outputs[b]) for b in sorted(batch.outputs)}
-                self._results.share(batch.losses if with_loss else batch.outputs, everywhere=with_loss)
+                results = batch.losses if with_loss else batch.outputs
+                self._results.share(results, program.num_microbatches, everywhere=with_loss)
 
-        self.drive(runs, finish, {rank: each.records for rank, each in bound.items()})
+        try:
+            self.drive(runs, finish, {rank: each.records for rank, each in bound.items()})
+        except PeerRefused as refusal:
+            self.num_calls -= 1
+            self._refuse(str(refusal))
+            raise InputError(str(refusal)) from None
         self.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)  # a warm-up may have taken a number
         return batch
 
-    def _cut(self, program: Program, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
-        """The micro-batches of this replica, weighted by all replicas' samples.
+    def _bound_to(self, program: Program) -> dict[int, Bound]:
+        key = program.num_microbatches, program.schedule.forward_only
+        if key not in self._bound:
+            self._bound[key] = {rank: worker.bind(program) for rank, worker in self.workers.items()}
+        return self._bound[key]
 
-        Where one replica's batch is invalid, all replicas raise.
-        """
-        self.check_free()
-        needs_targets = with_loss and program.schedule.num_stages - 1 in self._state.stages
-        batch = Batch()
-        whole: Sequence[Value] | None = None  # targets, before context-parallel ranks share them out
-        refusal: Exception | None = None
-        sharing = self._state.sharing
+    def _read(self, read: Callable[[], tuple[Value, Value]], *, training: bool, with_loss: bool) -> Batch:
+        """The micro-batches of this replica. Where a batch is invalid, all ranks of all replicas raise."""
+        program = self.programs.train if training else self.programs.forward
+        count = program.num_microbatches
+        found, refusal = Read(Batch(), None), None
+        agreed: Agreed | None = None
         try:
-            batch = Batch.cut(
-                program.schedule.num_microbatches,
-                sharing.inputs(inputs),
-                targets,
-                needs_inputs=0 in self._state.stages,
-                needs_targets=needs_targets,
-            )
-            if self._sliced:
-                cut_sequences(batch, program.schedule.num_slices, self._slice_lengths)
-            self._check_batch(batch)
-            whole = batch.targets
-            if self.parts is not None:
-                cut_tokens(batch, self.parts)
+            given = read()
         except Exception as error:
-            refusal = error
-        # With several replicas, the ranks with the last stage exchange the error. Other ranks may already run: closing
-        # the transport ends them. With one replica, this rank may call again.
-        has_processes = self.connection.rank is not None and program.num_ranks > 1
-        has_replicas = sharing.axis is not None and sharing.axis.degree > 1
-        with self.ended_by_errors() if has_processes and has_replicas else nullcontext():
-            if needs_targets:
-                batch.weigh(sharing.sum_samples(batch.num_samples, refusal))
-                weigh_labels = getattr(self.loss_fn, "weigh", None)
-                if weigh_labels is not None:
-                    weigh_labels(batch, sharing.sum_samples, whole)
-            elif refusal is not None:
-                raise refusal
-        if self._sliced and not program.schedule.forward_only:
-            batch.seed = sharing.blocks.common(int(torch.randint(2**63 - 1, ())))
+            given, refusal = (None, None), error
+        while True:
+            if refusal is None:
+                try:
+                    found = self._reader.read(*given, count, training=training, with_loss=with_loss)
+                except Exception as error:
+                    refusal = error
+            if self.connection.rank is None or (training and self._refuses_in_messages):
+                if refusal is not None:
+                    if self.connection.rank is not None:
+                        self._refuse(refused_by(self.connection.rank, refusal))
+                    raise refusal
+                break
+            with self._ended_by_lost_peers():
+                agreed = self._agreement.agree(found.batch.num_samples, refusal)
+            if training or min(count, agreed.most) <= agreed.fewest:
+                count = min(count, agreed.fewest)
+                break
+            count = agreed.fewest  # replicas with larger batches cut them again
+        batch = found.batch
+        batch.num_microbatches = batch.num_microbatches or count
+        if agreed is not None:
+            batch.all_samples = agreed.all_samples
+            if self._state.sharing.replica_ranks:
+                with self.ended_by_errors():
+                    self._reader.weigh(found, agreed.all_samples)
+        if self._sliced and training:
+            batch.seed = self._state.sharing.blocks.common(int(torch.randint(2**63 - 1, ())))
         return batch
+
+    @contextmanager
+    def _ended_by_lost_peers(self) -> Generator[None]:
+        try:
+            yield
+        except RunError as error:
+            with self.ended_by_errors():
+                raise error
+
+    def _refuse(self, text: str) -> None:
+        """End the next call on this rank, and tell its neighbours, which may run it."""
+        rank = self.local_ranks[0]
+        channels = program_channels(self.programs.train)
+        send_refusals(self._transport, channels, rank, call_number(self.num_calls + 1, True), text)
+        with self.ended_by_errors():
+            self.settle()
+            self._transport.end_step()
+        self.num_calls += 2  # the second is that of a warm-up which was repeated
+        self.workers[rank].state.last_refused = self.num_calls
 
     def drive(
         self, runs: Mapping[int, Run], finish: Callable[[], None], records: Mapping[int, Callable[[], Iterable[Record]]]
@@ -256,6 +314,9 @@ class Executor:
         """An error inside the block ends the executor, since ranks are out of step afterwards."""
         try:
             yield
+        except PeerRefused:
+            close_runs(runs)
+            raise
         except BaseException as error:
             self._end(f"it failed: {type(error).__name__}: {error}", runs)
             self._state.sharing.leave()
@@ -265,9 +326,7 @@ class Executor:
 
     def _end(self, reason: str, runs: Iterable[Run] = ()) -> None:
         self.ended = self.ended or reason
-        for run in runs:  # ranks that were waiting release their values
-            with suppress(Exception):  # an error here would hide the first one
-                run.close()
+        close_runs(runs)
         if self._threads is not None:
             self._threads.close()
         self._transport.close()
@@ -281,3 +340,10 @@ class Executor:
             if worker.state.wiring.mover is not None:
                 worker.state.wiring.mover.close()
         self.connection.close()
+
+
+def close_runs(runs: Iterable[Run]) -> None:
+    """Ranks that were waiting release their values."""
+    for run in runs:
+        with suppress(Exception):  # an error here would hide the first one
+            run.close()

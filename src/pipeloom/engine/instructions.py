@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any
 
 from pipeloom.engine.rank_state import Step
+from pipeloom.engine.refusals import PeerRefused
 from pipeloom.errors import CallerError, PeerLost, PipeloomError, RunError, StageError, one_line, unwrapped
 from pipeloom.ir import Action, Op
 from pipeloom.processes.black_box import BLACKBOX_BYTES, label_of
@@ -57,6 +58,7 @@ class InstructionList:
         Raises:
             StageError: a step raised.
             PeerLost: a rank it waited for went away.
+            PeerRefused: the batch of another rank is invalid.
         """
         starts, ends, blackbox = self._starts, self._ends, self._blackbox
         position = start
@@ -70,7 +72,7 @@ class InstructionList:
                 starts[position] = perf_counter()
                 instruction.run()
                 ends[position] = perf_counter()
-        except CallerError:
+        except (CallerError, PeerRefused):
             raise
         except Exception as error:
             raise explained(error, self._rank, self._instructions[position].action) from error

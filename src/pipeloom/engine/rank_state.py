@@ -73,7 +73,6 @@ class RankWiring:
         sliced: whether micro-batches run in slices, even if in one.
         parts: cuts sequences between context-parallel ranks; None: this rank has whole sequences.
         recompute: what backwards recompute, per stage of the model.
-        sum_samples: adds up the numbers of samples of all replicas; every replica calls it.
         mover: moves saved activations, where programs have OFFLOAD and RELOAD.
         skips: by pair of stages, the names of the values that skip stages between them.
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
@@ -87,7 +86,6 @@ class RankWiring:
     sliced: bool
     parts: SequenceParts | None
     recompute: Sequence[Recompute]
-    sum_samples: Callable[[int], int]
     mover: ActivationMover | None
     skips: Mapping[Skip, tuple[str, ...]] = field(default_factory=dict)
     forwards: dict[int, Callable[..., Value]] = field(init=False)
@@ -112,6 +110,7 @@ class RankState:
         batch: of the running step.
         call: number of the running step in its messages (see `pipeloom.transport.interface`).
         other_call: called with a message of another call, as `refuse_other_call`; the message is dropped if it returns.
+        last_refused: number of the last call that a rank refused; messages of calls up to it are dropped.
         loss_scale: the factor of the loss in its backward.
         seeds: gradients in which backwards of the loss start, kept for the next step.
         count_samples: in a stream, returns the samples of a micro-batch and of its batch.
@@ -136,6 +135,7 @@ class RankState:
     batch: Batch = field(default_factory=Batch)
     call: int = 0
     other_call: Callable[[int, int, int], None] = refuse_other_call
+    last_refused: int = 0
     loss_scale: float = 1.0
     seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
     count_samples: Callable[[int], tuple[int, int]] | None = None
@@ -180,12 +180,10 @@ class RankState:
         return microbatch_sizes(num_samples_of(self.call), num_microbatches)[microbatch]
 
     def all_samples(self, microbatch: int) -> int:
-        """The samples of all replicas in the batch of a micro-batch. The first call of a step may meet the replicas."""
+        """The samples of all replicas in the batch of a micro-batch."""
         if self.count_samples is not None:
             return self.count_samples(microbatch)[1]
-        if not self.batch.all_samples:
-            self.batch.all_samples = self.wiring.sum_samples(num_samples_of(self.call))
-        return self.batch.all_samples
+        return self.batch.all_samples or num_samples_of(self.call)
 
     def seed(self, weight: float, like: Tensor) -> Tensor:
         """The gradient of the whole step's loss by one micro-batch's loss."""

@@ -32,11 +32,12 @@ class ResultExchange:
         ranks = range(self._schedule.num_ranks)
         return {Channel(holder, peer, Lane.RESULT) for holder in self.holders for peer in ranks if peer != holder}
 
-    def share(self, results: dict[int, Value], *, everywhere: bool) -> None:
+    def share(self, results: dict[int, Value], num_microbatches: int, *, everywhere: bool) -> None:
         """Send this rank's `results` to others, and add theirs: then it has those of all micro-batches.
 
         Args:
             results: by micro-batch.
+            num_microbatches: of the call.
             everywhere: to and on all ranks, or only those with the last stage.
         """
         rank = self._rank
@@ -46,7 +47,7 @@ class ResultExchange:
             self.send(results, range(self._schedule.num_ranks) if everywhere else self.holders)
         for holder in self.holders:
             if holder != rank:
-                results.update(self.receive(holder, range(self._schedule.num_microbatches)))
+                results.update(self.receive(holder, range(num_microbatches)))
 
     def send(self, results: Mapping[int, Value], peers: Iterable[int]) -> None:
         """Send `results`, by micro-batch, to those of `peers` that are other ranks. Does not wait."""

@@ -17,6 +17,7 @@ from pipeloom.engine.binders.transfers import bind_offload, bind_receive, bind_r
 from pipeloom.engine.instructions import InstructionList, Record, Run, explained
 from pipeloom.engine.overlap_times import OverlapTimes
 from pipeloom.engine.rank_state import Binder, RankState, RankWiring, Step
+from pipeloom.engine.refusals import PeerRefused
 from pipeloom.engine.stores.blocks import BlockSum
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import ParameterStore
@@ -156,6 +157,7 @@ class Worker:
         Raises:
             StageError: the module, the loss or autograd raised.
             PeerLost: a rank that it waited for ended.
+            PeerRefused: a rank cannot use its batch.
         """
         self.state.begin(batch, call)
         if bound.overlap is not None:
@@ -176,6 +178,10 @@ class Worker:
                     self._block_sum.finish()
             except Exception as error:
                 raise explained(error, self.rank, bound.program.orders[self.rank][-1]) from error
+        except PeerRefused:
+            if self._gradient_sum is not None:
+                self._gradient_sum.cancel()
+            raise
         finally:
             self.state.clear()
             self._store.end()

@@ -87,10 +87,15 @@ def forward_only(schedule: Schedule) -> Schedule:
     )
 
 
-def evaluation_schedule(schedule: Schedule) -> Schedule:
-    """The forwards of one step of `schedule`; for a stream, of the micro-batches of its first update."""
-    forwards, count = forward_only(schedule), schedule.microbatches_per_update
-    if count is None:
+def evaluation_schedule(schedule: Schedule, num_microbatches: int | None = None) -> Schedule:
+    """The forwards of one step of `schedule`; for a stream, of the micro-batches of its first update.
+
+    Args:
+        num_microbatches: only of the first so many; None: of all.
+    """
+    forwards = forward_only(schedule)
+    count = num_microbatches or schedule.microbatches_per_update or schedule.num_microbatches
+    if count == forwards.num_microbatches:
         return forwards
     return replace(forwards, orders=tuple(before(order, count) for order in forwards.orders), num_microbatches=count)
 

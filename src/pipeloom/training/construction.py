@@ -5,6 +5,7 @@ every process:   check arguments -> split -> programs -> connect -> own stages -
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -175,10 +176,16 @@ def _programs(
     train = lower(schedule, tied_stages=tuple(tied), data=data, skips=skips)
     if offload is not None and not schedule.forward_only:
         train = offload.insert(train)
-    forward = lower(evaluation_schedule(schedule), data=data, skips=skips)
     check(train)
-    check(forward)
-    return Programs(train, forward)
+
+    @cache
+    def forward_of(num_microbatches: int | None) -> Program:
+        program = lower(evaluation_schedule(schedule, num_microbatches), data=data, skips=skips)
+        check(program)
+        return program
+
+    forward = forward_of(None)
+    return Programs(train, forward, lambda count: forward if count == forward.num_microbatches else forward_of(count))
 
 
 def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> PipelineOptions:

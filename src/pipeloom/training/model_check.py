@@ -14,7 +14,7 @@ from pipeloom.errors import InputError
 from pipeloom.split.stage_module import StageModule
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.own_loss import OwnLoss, plain_batch
-from pipeloom.transport.values import Value, join_batch, split_batch
+from pipeloom.transport.values import Value, join_batch, samples_of, split_batch
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; of shorter formats 0.05
 
@@ -39,6 +39,7 @@ class ModelCheck:
             raise InputError("check: the model is on the meta device, without values. Load it first, or remove check.")
         inputs, targets = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
         self.inputs = plain_batch(inputs)
+        num_microbatches = min(num_microbatches, samples_of(self.inputs, "check: inputs"))
         pieces, self._sizes = split_batch(self.inputs, num_microbatches, "check: inputs")
         self._layers: dict[str, Any] = {}
         outputs = []

@@ -3,7 +3,7 @@
 A step cuts the batch, runs the program on every rank of this process, and has the loss on every rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -72,9 +72,9 @@ class Pipeline:
             `pipeloom.parallel.context.ContextParallel`. Each passes the full batch, with sequences along dimension 1,
             and `loss_fn` is the mean over a rank's tokens. Inputs may be a dict with "attention_mask" (0 for padding)
             and "document_ids", both [samples, tokens].
-        check: a small batch of inputs, or (inputs, targets), with at least one sample per micro-batch: before training,
-            the pipeline's outputs are compared with those of the model, in evaluation mode, and a loss_fn that would be
-            a mean of means is reported. Every process passes it.
+        check: a small batch of inputs, or (inputs, targets): before training, the pipeline's outputs are compared with
+            those of the model, in evaluation mode, and a loss_fn that would be a mean of means is reported. Every
+            process passes it.
         blackbox: a writable buffer of 64 bytes for the label of the running action.
         timeout_seconds: how long a rank waits for a message, or for replicas.
 
@@ -173,7 +173,8 @@ class Pipeline:
 
         Raises:
             InputError: no loss function, a batch smaller than the number of micro-batches, inputs missing or with a
-                graph, or different values of one parameter on two ranks.
+                graph, or different values of one parameter on two ranks. Where one rank cannot use its batch, all
+                ranks of all replicas raise, and can take the next step.
             StageError: the model or the loss raised. PeerLost: another rank ended.
         """
         return self.state.sharing.sum_losses(total(self._train(inputs, targets, share_losses=True)))
@@ -196,7 +197,6 @@ class Pipeline:
     def _train(
         self, inputs: Value, targets: Value, *, share_losses: bool, warm_up: WarmUp | None = None
     ) -> dict[int, Tensor]:
-        inputs, targets = self._separated(inputs, targets)
         if not self._trains or not torch.is_grad_enabled():
             check_trains(self.schedule, self.executor.loss_fn)
             self._trains = True
@@ -205,7 +205,11 @@ class Pipeline:
             self.state.check_equal()
         self._begin()
         run = self.executor.run(
-            self.program, inputs, targets, with_loss=True, share_results=share_losses, warm_up=warm_up
+            lambda: self._separated(inputs, targets),
+            training=True,
+            with_loss=True,
+            share_results=share_losses,
+            warm_up=warm_up,
         )
         self.observed.take(run)
         with self.executor.ended_by_errors():
@@ -213,12 +217,18 @@ class Pipeline:
         return run.losses
 
     def evaluate(self, inputs: Value = None, targets: Value = None) -> Tensor:
-        """The loss of one batch in evaluation mode, on every rank; gradients and modes stay."""
+        """The loss of one batch in evaluation mode, on every rank; gradients and modes stay.
+
+        A batch of fewer samples than micro-batches runs in one micro-batch per sample, as in `forward`.
+
+        Raises:
+            InputError: no loss function, or a rank cannot use its batch; all ranks raise.
+        """
         if self.executor.loss_fn is None:
             raise InputError("evaluate() needs a loss: pass loss_fn to Pipeline.")
-        inputs, targets = self._separated(inputs, targets)
         with evaluation_mode(self.modules()):
-            return self.state.sharing.sum_losses(total(self._evaluate(inputs, targets, with_loss=True).losses))
+            batch = self._evaluate(lambda: self._separated(inputs, targets), with_loss=True)
+            return self.state.sharing.sum_losses(total(batch.losses))
 
     def _separated(self, inputs: Value, targets: Value) -> tuple[Value, Value]:
         """Inputs and targets of a batch that may hold the labels, where the model computes its own loss."""
@@ -233,10 +243,17 @@ class Pipeline:
     def forward(self, inputs: Value = None) -> Value:
         """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set.
 
-        Outputs of context-parallel ranks are gathered to whole sequences, logits of tensor-parallel ranks to the
-        whole vocabulary.
+        Every process calls it, also of other replicas. Batches of replicas may have different sizes; all run as many
+        micro-batches as the smallest has samples, at most those of a step. Outputs of context-parallel ranks are
+        gathered to whole sequences, logits of tensor-parallel ranks to the whole vocabulary.
+
+        Args:
+            inputs: the full batch of one sample or more; read on the rank with the first stage.
+
+        Raises:
+            InputError: a rank cannot use its batch; all ranks raise.
         """
-        batch = self._evaluate(plain_batch(inputs), None, with_loss=False)
+        batch = self._evaluate(lambda: (plain_batch(inputs), None), with_loss=False)
         if not batch.outputs:
             return None
         outputs = [batch.outputs[b] for b in sorted(batch.outputs)]
@@ -244,10 +261,10 @@ class Pipeline:
         parts = self.executor.parts
         return with_form(output if parts is None else parts.join(output), outputs[0])
 
-    def _evaluate(self, inputs: Value, targets: Value, *, with_loss: bool) -> Batch:
+    def _evaluate(self, read: Callable[[], tuple[Value, Value]], *, with_loss: bool) -> Batch:
         self._begin()
         with torch.no_grad():
-            batch = self.executor.run(self.executor.programs.forward, inputs, targets, with_loss=with_loss)
+            batch = self.executor.run(read, training=False, with_loss=with_loss)
         if with_loss:
             self.observed.take(batch)
         return batch

@@ -7,7 +7,8 @@ that has it, and passes it on.
 
 from pipeloom.errors import RunError
 
-_TRAINING, _CANCEL, _KINDS = 1, 2, 4  # number = samples, then _KINDS * count + _TRAINING + _CANCEL
+# number = samples, then _KINDS * count + _TRAINING + _CANCEL + _REFUSE
+_TRAINING, _CANCEL, _REFUSE, _KINDS = 1, 2, 4, 8
 _COUNT_BITS = 36  # of 64; the other 28 are for the number of samples
 _MAX_SAMPLES = 1 << 28
 
@@ -35,6 +36,16 @@ def call_count(call: int) -> int:
 def cancel_number(call: int) -> int:
     """The number of a message that cancels `call`: no message of it will follow."""
     return call + _CANCEL
+
+
+def refusal_number(call: int) -> int:
+    """The number of a message that refuses `call`: the batch of a rank is invalid, so no rank runs the call."""
+    return call_only(call) | _REFUSE
+
+
+def is_refusal(call: int) -> bool:
+    """Whether a message has a number of `refusal_number`."""
+    return bool(call & _REFUSE)
 
 
 def out_of_step(source: int, theirs: int, ours: int) -> RunError:

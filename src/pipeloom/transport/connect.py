@@ -31,6 +31,7 @@ class Connection:
         transport: carries messages between the ranks of one replica.
         members: all ranks of all replicas, for small exchanges; None where the process holds all ranks.
         owns_members: whether `connect` made `members`.
+        replicas: the processes of each replica of the pipeline, by their rank among `members`.
         timeout_seconds: how long a collective waits.
     """
 
@@ -39,6 +40,7 @@ class Connection:
     members: Members | None
     owns_members: bool = False
     timeout_seconds: float = 1800.0
+    replicas: Sequence[Sequence[int]] = ()
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
         """The sum of a small CPU tensor over the processes of all ranks and replicas, in place.
@@ -122,7 +124,7 @@ def connect(
         if owns:
             members.close()
         raise
-    return Connection(rank, transport, members, owns, timeout_seconds)
+    return Connection(rank, transport, members, owns, timeout_seconds, replicas)
 
 
 def _check_size(num_ranks: int, replicas: Sequence[Sequence[int]] | None, num_processes: int) -> None:

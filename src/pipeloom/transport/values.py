@@ -151,6 +151,32 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
         InputError: the batch has no tensor, tensors of different length, or fewer samples than micro-batches.
     """
     layout, tensors = flatten(value, f"{what} hold")
+    length = _num_samples(tensors, what)
+    if length < num_microbatches:
+        raise InputError(too_few_samples(what, length, num_microbatches))
+    if num_microbatches == 1:
+        return [unflatten(layout, tensors)], [length]
+    sizes = microbatch_sizes(length, num_microbatches)
+    pieces = [torch.split(t, sizes) for t in tensors]
+    if layout.structure == _TENSOR:
+        return list(pieces[0]), sizes
+    return [unflatten(layout, [piece[b] for piece in pieces]) for b in range(num_microbatches)], sizes
+
+
+def samples_of(value: Value, what: str) -> int:
+    """The number of samples in a batch. Raises InputError as `split_batch`."""
+    return _num_samples(flatten(value, f"{what} hold")[1], what)
+
+
+def too_few_samples(what: str, num_samples: int, num_microbatches: int) -> str:
+    """The error text for a batch that is smaller than the number of micro-batches."""
+    return (
+        f"{what} hold {num_samples} samples for {num_microbatches} micro-batches: each needs at least one sample. "
+        f"Use a batch of {num_microbatches} or more samples, or a schedule of {num_samples} micro-batches."
+    )
+
+
+def _num_samples(tensors: Sequence[Tensor], what: str) -> int:
     lengths = {t.shape[0] if t.dim() else -1 for t in tensors}
     if len(lengths) != 1 or -1 in lengths:
         if not lengths:
@@ -170,18 +196,7 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
     length = lengths.pop()
     if length == 0:
         raise InputError(f"{what} hold 0 samples: every micro-batch needs at least one. Skip empty batches.")
-    if length < num_microbatches:
-        raise InputError(
-            f"{what} hold {length} samples for {num_microbatches} micro-batches: each needs at least one sample. "
-            f"Use a batch of {num_microbatches} or more samples, or a schedule of {length} micro-batches."
-        )
-    if num_microbatches == 1:
-        return [unflatten(layout, tensors)], [length]
-    sizes = microbatch_sizes(length, num_microbatches)
-    pieces = [torch.split(t, sizes) for t in tensors]
-    if layout.structure == _TENSOR:
-        return list(pieces[0]), sizes
-    return [unflatten(layout, [piece[b] for piece in pieces]) for b in range(num_microbatches)], sizes
+    return length
 
 
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:

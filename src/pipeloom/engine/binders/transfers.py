@@ -19,10 +19,11 @@ from pipeloom.engine.batch import sample_mismatch
 from pipeloom.engine.binders.computations import bind_entry
 from pipeloom.engine.binders.skips import bind_skip_receive
 from pipeloom.engine.rank_state import RankState, Step
-from pipeloom.errors import InputError, RunError
+from pipeloom.engine.refusals import PeerRefused
+from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Program, peer_of
 from pipeloom.ir.action import SKIP_OPS
-from pipeloom.transport.call_numbers import call_only, num_samples_of
+from pipeloom.transport.call_numbers import call_count, call_only, is_refusal, num_samples_of
 from pipeloom.transport.interface import Channel, Message, lane_of
 from pipeloom.transport.values import flatten, unflatten
 
@@ -69,16 +70,22 @@ def _of_this_call(state: RankState, source: int, message: Message, receive: Call
     """`message`, or the first one after it, that belongs to this call; `other_call` raises or accepts the others.
 
     Updates the number of samples of the batch, if the message has it.
+
+    Raises:
+        PeerRefused: a rank refused its batch, or has another number of samples.
     """
     while call_only(message.call) != call_only(state.call):
-        state.other_call(source, call_only(message.call), call_only(state.call))
+        if call_count(message.call) > state.last_refused:
+            if is_refusal(message.call):
+                raise PeerRefused(unflatten(message.layout, message.tensors))
+            state.other_call(source, call_only(message.call), call_only(state.call))
         message = receive()
     sent, own = num_samples_of(message.call), num_samples_of(state.call)
     if sent and own and sent != own:
         reads_inputs, reads_targets = bool(state.batch.inputs), state.batch.targets is not None
         if reads_inputs != reads_targets:
-            raise RunError(sample_mismatch(own, sent) if reads_inputs else sample_mismatch(sent, own))
-        raise RunError(
+            raise PeerRefused(sample_mismatch(own, sent) if reads_inputs else sample_mismatch(sent, own))
+        raise PeerRefused(
             f"rank {source} has a batch of {sent} samples and this rank one of {own}: all ranks must step on the same "
             "batch. Pass the same one on every rank."
         )

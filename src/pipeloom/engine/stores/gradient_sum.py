@@ -129,6 +129,13 @@ class GradientSum:
                 self._set_aside[name] = parameter.grad
                 parameter.grad = None
 
+    def cancel(self) -> None:
+        """Put back what is still set aside: the run was refused."""
+        for shared, _ in self._groups.values():
+            for name, (parameter, _) in shared.items():
+                if name in self._set_aside:
+                    parameter.grad = self._set_aside.pop(name)
+
     def bind(self, stage: int) -> list[Step]:
         """The functions of one REDUCE_GRAD: send to all, receive from each, add."""
         found, buffers = self._groups[stage]

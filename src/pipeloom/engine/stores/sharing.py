@@ -35,6 +35,7 @@ class Sharing:
     Attributes:
         axis: the data axis; None for a single replica that computes with its main parameters.
         replica: index of this process's replica.
+        replica_ranks: the processes with the same stages in all replicas; empty where there is one.
         sharded: whether replicas have different shards of main parameters.
         blocks: how the processes inside a stage share its parameters.
         terms: settings that must be equal on all processes, in addition to the program.
@@ -42,6 +43,7 @@ class Sharing:
 
     axis: DataAxis | None = None
     replica: int = 0
+    replica_ranks: Sequence[int] = ()
     sharded: bool = False
     terms: Sequence[str] = ()
 
@@ -59,18 +61,8 @@ class Sharing:
         """The store of one rank."""
         return ParameterStore(rank.held, rank.stages.values())
 
-    def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
-        """The number of samples in the batches of all replicas; every replica calls it.
-
-        Args:
-            count: of this replica.
-            refusal: the error, if this replica's batch is invalid.
-
-        Raises:
-            InputError: the batch of a replica is invalid. On that replica `refusal` is raised.
-        """
-        if refusal is not None:
-            raise refusal
+    def sum_counts(self, count: int) -> int:
+        """The sum over the batches of all replicas, such as of their labels; every replica calls it."""
         return count
 
     def sum_losses(self, loss: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class ReplicaGroup:
     Attributes:
         degree: number of replicas.
         index: number of this process's replica.
+        members: the processes of all replicas, by their rank in the default group; empty where there is one replica.
         times: record gathers and reductions that actions start.
     """
 
@@ -46,6 +47,7 @@ class ReplicaGroup:
         self._timeout, self._axes = timedelta(seconds=timeout_seconds), axes
         self.degree = 1 if mesh is None else math.prod(map(mesh.degree, axes))
         self._mesh = None if self.degree == 1 else mesh
+        self.members = () if self._mesh is None else self._mesh.line(*axes)
         self._links = None if self._mesh is None else self._mesh.links(*axes)
         self.index = 0 if self._links is None else self._links.index
         self._others = [peer for peer in range(self.degree) if peer != self.index]

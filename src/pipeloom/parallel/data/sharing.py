@@ -9,7 +9,6 @@ from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.stores.blocks import Blocks
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.engine.stores.sharing import RankModules, Sharing
-from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
 from pipeloom.parallel.data.replica_groups import ReplicaGroups
 from pipeloom.parallel.data.unit_store import UnitStore
@@ -51,7 +50,7 @@ class DataSharing(Sharing):
         super().__init__(blocks)
         self._data, self._precision, self._replicas = data, precision, replicas
         self.axis = axis
-        self.replica = replicas.every.index
+        self.replica, self.replica_ranks = replicas.every.index, replicas.every.members
         self.sharded = axis.strategy.shards_optimizer
         target = "memory" if data.offload is None else OffloadTarget.parse(data.offload).kind
         self.terms = [data.layout, str(data.bucket_bytes), precision.dtype, precision.gradients, target]
@@ -68,18 +67,8 @@ class DataSharing(Sharing):
         assert self.axis is not None
         return UnitStore(rank, self.axis, self._data, self._precision, self._replicas)
 
-    def sum_samples(self, count: int, refusal: Exception | None = None) -> int:
-        own = torch.tensor([count if refusal is None else -1], dtype=torch.int64)
-        counts = [int(found) for found in self._replicas.every.gather(own)]
-        if refusal is not None:
-            raise refusal
-        refusing = [str(replica) for replica, found in enumerate(counts) if found < 0]
-        if refusing:
-            raise InputError(
-                f"replica {', '.join(refusing)} could not use its batch. All replicas take a step together; see that "
-                "replica's error."
-            )
-        return sum(counts)
+    def sum_counts(self, count: int) -> int:
+        return sum(int(found) for found in self._replicas.every.gather(torch.tensor([count], dtype=torch.int64)))
 
     def sum_losses(self, loss: Tensor) -> Tensor:
         return self._replicas.every.sum_in_order(loss)

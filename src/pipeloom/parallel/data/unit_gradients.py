@@ -130,10 +130,14 @@ class UnitGradients:
                 total = total.view(main.shape) if loss_scale == 1.0 else total.view(main.shape).div_(loss_scale)
                 total = total if before is None else before.add_(total)
             main.grad = before if total is None else total
+        self._aside = []
         self.drop()
 
     def drop(self) -> None:
-        """Drop all state of the run."""
+        """Drop all state of the run; gradients of earlier runs that are still set aside come back."""
+        for parameter, before in zip(self.parameters, self._aside, strict=False):
+            if before is not None:
+                parameter.grad = before
         self._own_sum, self._aside = None, []
         self._sums = [None] * len(self.parameters)
         self._reducing.clear()

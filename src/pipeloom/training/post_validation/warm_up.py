@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.rank_state import refuse_other_call
+from pipeloom.engine.refusals import PeerRefused, send_refusals
 from pipeloom.engine.worker import Bound, Worker
 from pipeloom.errors import PeerLost, RunError, StageError
 from pipeloom.passes import warm_up_lengths
@@ -48,7 +49,7 @@ class SpeculativeWarmUp:
         losses: dict[int, Tensor] = {}  # of slices, they add up: only losses that stand may enter the batch
         # Stages may change their inputs in place.
         state.batch = replace(batch, inputs=_Copies(batch.inputs), losses=losses)
-        failure: RunError | None = None
+        failure: RunError | PeerRefused | None = None
         position, length = 0, self._length_of(bound, worker.rank)
         self._speculating = True
         try:
@@ -60,10 +61,17 @@ class SpeculativeWarmUp:
             if not isinstance(error.__cause__, CancelledCall):
                 raise
             failure = error
+        except PeerRefused as error:
+            failure = error
+            send_refusals(state.wiring.transport, program_channels(bound.program), worker.rank, state.call, str(error))
         except StageError as error:  # wrong parameters may have made the stage raise
             failure = error
         finally:
             state.batch, self._speculating = batch, False
+        if isinstance(failure, PeerRefused):
+            self._update.validate()
+            before.restore()
+            raise failure
         if failure is not None:  # before any wait: peers may wait for what this rank will not send
             _cancel(worker, bound)
         if self._update.validate():
