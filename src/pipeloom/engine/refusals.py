@@ -25,7 +25,7 @@ from pipeloom.transport.values import flatten
 _LOST = "another rank ended before all ranks had read their batches; see its error"
 
 
-class PeerRefused(InputError):
+class PeerRefused(InputError):  # noqa: N818  # named after the event, like PeerLost
     """Another rank refused the call that runs; caught by the executor, which raises InputError."""
 
 

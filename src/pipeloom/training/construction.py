@@ -15,7 +15,7 @@ from pipeloom.engine.executor import Executor, Programs
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError, folded
-from pipeloom.ir import DataAxis, Schedule, Skip, check, routes
+from pipeloom.ir import DataAxis, Program, Schedule, Skip, check, routes
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.parallel.context import ContextKind
 from pipeloom.parallel.context.attention_modules import check_heads_of_model
