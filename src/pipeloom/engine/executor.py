@@ -11,14 +11,13 @@ import torch
 
 from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.batch import Batch
+from pipeloom.engine.batch_agreement import Agreed, BatchAgreement, LineExchange, MembersExchange
 from pipeloom.engine.batch_reader import BatchReader, Read
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn, RankWiring
 from pipeloom.engine.rank_threads import RankThreads
 from pipeloom.engine.refusals import (
-    Agreed,
-    BatchAgreement,
     PeerRefused,
     all_ranks_run_all_microbatches,
     refused_by,
@@ -134,9 +133,17 @@ class Executor:
             parts=parts,
             check_batch=check_batch,
         )
-        self._agreement = BatchAgreement(connection, state.sharing.replica_ranks)
         alone = not state.sharing.replica_ranks and not state.sharing.blocks.divides
         self._refuses_in_messages = alone and all_ranks_run_all_microbatches(programs.train)
+        self._agreement: BatchAgreement | None = None
+        self._line: LineExchange | None = None
+        if connection.rank is not None and self._refuses_in_messages:
+            self._line = LineExchange(connection.rank, programs.train, self._transport)
+            self.open_channels(self._line.channels)
+            self._agreement = BatchAgreement(self._line, [range(programs.train.num_ranks)], ())
+        elif connection.members is not None:
+            exchange = MembersExchange(connection.members, connection.timeout_seconds)
+            self._agreement = BatchAgreement(exchange, connection.replicas, state.sharing.replica_ranks)
         # By number of micro-batches and whether there are only forwards, then by rank.
         self._bound: dict[tuple[int, bool], dict[int, Bound]] = {}
         self._threads: RankThreads | None = None
@@ -228,6 +235,7 @@ class Executor:
         count = program.num_microbatches
         found, refusal = Read(Batch(), None), None
         agreed: Agreed | None = None
+        number = self.num_calls + 1
         try:
             given = read()
         except Exception as error:
@@ -238,14 +246,14 @@ class Executor:
                     found = self._reader.read(*given, count, training=training, with_loss=with_loss)
                 except Exception as error:
                     refusal = error
-            if self.connection.rank is None or (training and self._refuses_in_messages):
+            if self._agreement is None or (training and self._refuses_in_messages):
                 if refusal is not None:
                     if self.connection.rank is not None:
                         self._refuse(refused_by(self.connection.rank, refusal))
                     raise refusal
                 break
             with self._ended_by_lost_peers():
-                agreed = self._agreement.agree(found.batch.num_samples, refusal)
+                agreed = self._agreement.agree(found.batch.num_samples, refusal, call_number(number, training))
             if training or min(count, agreed.most) <= agreed.fewest:
                 count = min(count, agreed.fewest)
                 break
@@ -265,9 +273,9 @@ class Executor:
     def _ended_by_lost_peers(self) -> Generator[None]:
         try:
             yield
-        except RunError as error:
+        except RunError:
             with self.ended_by_errors():
-                raise error
+                raise
 
     def _refuse(self, text: str) -> None:
         """End the next call on this rank, and tell its neighbours, which may run it."""
@@ -279,6 +287,8 @@ class Executor:
             self._transport.end_step()
         self.num_calls += 2  # the second is that of a warm-up which was repeated
         self.workers[rank].state.last_refused = self.num_calls
+        if self._line is not None:
+            self._line.last_refused = self.num_calls
 
     def drive(
         self, runs: Mapping[int, Run], finish: Callable[[], None], records: Mapping[int, Callable[[], Iterable[Record]]]

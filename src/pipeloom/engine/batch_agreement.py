@@ -1,0 +1,171 @@
+"""`BatchAgreement`: what all ranks know about a batch before they run it.
+
+LineExchange      the ranks of one replica, over the channels of the pipeline: a rank in another call is told
+MembersExchange   all processes, one all-reduce
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pipeloom.engine.refusals import refused_by
+from pipeloom.errors import InputError
+from pipeloom.ir import Program
+from pipeloom.processes.members import Members
+from pipeloom.transport.call_numbers import call_count, call_only, out_of_step
+from pipeloom.transport.interface import Channel, Lane, Transport, program_channels
+from pipeloom.transport.values import flatten, unflatten
+
+_LOST = "another rank ended before all ranks had read their batches; see its error"
+_REFUSED = -1
+
+
+class Agreed(NamedTuple):
+    """What all processes know about the batches of a call.
+
+    Attributes:
+        fewest, most: samples in the smallest and the largest batch of a replica.
+        all_samples: of all replicas.
+    """
+
+    fewest: int
+    most: int
+    all_samples: int
+
+
+class Exchange(ABC):
+    """Exchanges the size of each rank's batch.
+
+    Attributes:
+        rank: of this process among those that exchange.
+    """
+
+    rank: int
+
+    @abstractmethod
+    def exchange(self, count: int, text: str, call: int) -> tuple[list[int], str]:
+        """The counts of all ranks, and the first text that is not empty; every rank calls it.
+
+        Args:
+            count: of this rank; -1: it refuses its batch.
+            text: why.
+            call: number of the call.
+
+        Raises:
+            RunError: ranks make different calls. PeerLost: a rank ended or timed out.
+        """
+
+
+class LineExchange(Exchange):
+    """The ranks of one replica tell their neighbours, round by round, what they know.
+
+    Args:
+        rank: of this process in the pipeline.
+        program: its messages have the channels.
+        transport: with `channels` open.
+
+    Attributes:
+        channels: of all ranks.
+    """
+
+    def __init__(self, rank: int, program: Program, transport: Transport) -> None:
+        self.rank, self._transport, self._size = rank, transport, program.num_ranks
+        pairs = {(c.source, c.target) for c in program_channels(program) if c.lane is Lane.PIPELINE}
+        pairs |= {(target, source) for source, target in pairs}
+        self.channels = {Channel(source, target, Lane.PIPELINE) for source, target in pairs}
+        self._peers = sorted(target for source, target in pairs if source == rank)
+        self._rounds = max(map(len, (_rounds_from(first, pairs) for first in range(self._size))))
+        self.last_refused = 0
+
+    def exchange(self, count: int, text: str, call: int) -> tuple[list[int], str]:
+        known: dict[int, tuple[int, str]] = {self.rank: (count, text)}
+        for _ in range(self._rounds):
+            message = flatten({rank: known[rank] for rank in sorted(known)})
+            for peer in self._peers:
+                self._transport.outgoing(Channel(self.rank, peer, Lane.PIPELINE)).send(*message, call)
+            for peer in self._peers:
+                known |= self._receive(peer, call)
+        texts = [text for _, text in known.values() if text]
+        return [known[rank][0] for rank in range(self._size)], texts[0] if texts else ""
+
+    def _receive(self, peer: int, call: int) -> dict[int, tuple[int, str]]:
+        end = self._transport.incoming(Channel(peer, self.rank, Lane.PIPELINE))
+        while True:
+            message = end.receive()
+            if message.call == call:
+                found: dict[int, tuple[int, str]] = unflatten(message.layout, message.tensors)
+                return found
+            if call_count(message.call) > self.last_refused:
+                raise out_of_step(peer, call_only(message.call), call)
+
+
+def _rounds_from(first: int, pairs: set[tuple[int, int]]) -> list[set[int]]:
+    """The ranks at each distance from a rank, 1 and more."""
+    seen, rounds = {first}, [{first}]
+    while rounds[-1]:
+        rounds.append({target for source, target in pairs if source in rounds[-1]} - seen)
+        seen |= rounds[-1]
+    return rounds[1:-1]
+
+
+class MembersExchange(Exchange):
+    """All processes of all replicas."""
+
+    def __init__(self, members: Members, timeout_seconds: float) -> None:
+        self.rank, self._members, self._timeout = members.rank, members, timeout_seconds
+
+    def exchange(self, count: int, text: str, call: int) -> tuple[list[int], str]:
+        own = torch.zeros(2, self._members.size, dtype=torch.int64)
+        own[:, self.rank] = torch.tensor([count, call])
+        counts, calls = self._members.sum(own, self._timeout).tolist()
+        other = next((rank for rank, found in enumerate(calls) if found != call), None)
+        if other is not None:
+            raise out_of_step(other, calls[other], call)
+        if _REFUSED not in counts:
+            return counts, ""
+        texts = self._members.gather(text.encode(), lost=_LOST, timeout_seconds=self._timeout)
+        return counts, next(filter(None, texts)).decode()
+
+
+class BatchAgreement:
+    """Exchanges the sizes of batches between ranks before a call.
+
+    Args:
+        exchange: between these ranks.
+        replicas: of the pipeline, as the ranks that exchange.
+        replica_ranks: the ranks with the same stages as this one in all replicas; empty: there is one.
+    """
+
+    def __init__(self, exchange: Exchange, replicas: Sequence[Sequence[int]], replica_ranks: Sequence[int]) -> None:
+        self._exchange, self._replicas = exchange, replicas
+        counted = {*(replica_ranks or [exchange.rank])}
+        self._counted = [line for line in replicas if counted & {*line}]
+
+    def agree(self, num_samples: int, refusal: Exception | None, call: int) -> Agreed:
+        """Exchange the size of a batch; every rank calls it.
+
+        Args:
+            num_samples: of the batch that this process reads; 0 where it reads none.
+            refusal: why it cannot use its batch.
+            call: number of the call.
+
+        Raises:
+            InputError: a rank cannot use its batch, or those of one replica have different sizes; on all ranks.
+            RunError: ranks make different calls. PeerLost: a rank ended or timed out.
+        """
+        text = "" if refusal is None else refused_by(self._exchange.rank, refusal)
+        counts, text = self._exchange.exchange(num_samples if refusal is None else _REFUSED, text, call)
+        if _REFUSED in counts:
+            raise refusal or InputError(text)
+        for line in self._replicas:
+            found = {counts[rank]: rank for rank in reversed(line) if counts[rank]}
+            if len(found) > 1:
+                (one, first), (other, second) = sorted(found.items(), key=lambda item: item[1])[:2]
+                raise InputError(
+                    f"rank {first} has a batch of {one} samples and rank {second} one of {other}: every sample needs a "
+                    "target. Pass inputs and targets of the same batch, on every process."
+                )
+        sizes = [max(counts[rank] for rank in line) for line in self._replicas]
+        return Agreed(min(sizes), max(sizes), sum(max(counts[rank] for rank in line) for line in self._counted))
