@@ -1,17 +1,34 @@
-"""`BatchReader`: cuts the batches of one process into micro-batches and validates them, without communication."""
+"""`BatchReader`: cuts the batches of one process into micro-batches and validates them.
+
+`Programs` are the checked programs of a pipeline: one for `step`, others for evaluation.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipeloom.engine.batch import Batch
+from pipeloom.engine.batch_agreement import BatchAgreement
 from pipeloom.engine.binders.sequence_parts import cut_tokens
 from pipeloom.engine.binders.sequence_slices import cut_sequences
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.stores.sharing import Sharing
 from pipeloom.errors import InputError
-from pipeloom.ir import Schedule
+from pipeloom.ir import Program
 from pipeloom.slicing import SequenceParts
 from pipeloom.transport.values import Value, flatten, samples_of, too_few_samples
+
+
+class Programs(NamedTuple):
+    """The programs that every rank of a pipeline runs.
+
+    Attributes:
+        train, forward: of a step, and of its forwards alone.
+        forward_of: the forwards of the first micro-batches.
+    """
+
+    train: Program
+    forward: Program
+    forward_of: Callable[[int], Program]
 
 
 class Read(NamedTuple):
@@ -31,7 +48,7 @@ class BatchReader:
 
     Args:
         reads_inputs, reads_targets: whether this process holds the first stage, the last stage.
-        schedule: of a step.
+        programs: of the pipeline.
         sharing: how replicas share work.
         slice_lengths: tokens of each slice, for a schedule with slices.
         sliced, parts, loss_fn, check_batch: as for `Executor`.
@@ -42,7 +59,7 @@ class BatchReader:
         *,
         reads_inputs: bool,
         reads_targets: bool,
-        schedule: Schedule,
+        programs: Programs,
         sharing: Sharing,
         loss_fn: LossFn | None,
         sliced: bool,
@@ -50,12 +67,60 @@ class BatchReader:
         parts: SequenceParts | None,
         check_batch: Callable[[Batch], None],
     ) -> None:
-        self._reads_inputs, self._reads_targets, self._schedule = reads_inputs, reads_targets, schedule
+        self._reads_inputs, self._reads_targets, self._programs = reads_inputs, reads_targets, programs
         self._sharing, self._loss_fn, self._check_batch = sharing, loss_fn, check_batch
         self._sliced, self._slice_lengths, self._parts = sliced, slice_lengths, parts
         self._has_replicas = bool(sharing.replica_ranks)
 
-    def read(self, inputs: Value, targets: Value, num_microbatches: int, *, training: bool, with_loss: bool) -> Read:
+    def read(
+        self,
+        read: Callable[[], tuple[Value, Value]],
+        agreement: BatchAgreement | None,
+        call: int,
+        *,
+        training: bool,
+        with_loss: bool,
+    ) -> Batch:
+        """The micro-batches of this process, in a number that all ranks agree on.
+
+        Args:
+            read: returns inputs and targets, as for `Pipeline.step`.
+            agreement: with the other ranks; None: there are none, or they notice a refusal later.
+            call: number of the call.
+            training: whether the batch is trained; else it may have fewer samples than micro-batches.
+            with_loss: whether the targets are read.
+
+        Raises:
+            InputError: a batch cannot be used. Without `agreement`, any error of `read`.
+            RunError: see `BatchAgreement.agree`.
+        """
+        count = (self._programs.train if training else self._programs.forward).num_microbatches
+        found, refusal, agreed = Read(Batch(), None), None, None
+        given: tuple[Value, Value] | None = None
+        while True:
+            try:
+                given = read() if given is None else given
+                found = self._cut(*given, count, training=training, with_loss=with_loss)
+            except Exception as error:
+                if agreement is None:
+                    raise
+                refusal = error
+            if agreement is None:
+                break
+            agreed = agreement.agree(found.batch.num_samples, refusal, call)
+            enough = training or min(count, agreed.most) <= agreed.fewest
+            count = min(count, agreed.fewest)
+            if enough:
+                break  # else replicas with larger batches cut them again
+        batch = found.batch
+        batch.num_microbatches = batch.num_microbatches or count
+        if agreed is not None:
+            batch.all_samples = agreed.all_samples
+            if self._has_replicas:
+                self._weigh(found, agreed.all_samples)
+        return batch
+
+    def _cut(self, inputs: Value, targets: Value, num_microbatches: int, *, training: bool, with_loss: bool) -> Read:
         """Cut a batch.
 
         Args:
@@ -82,16 +147,16 @@ class BatchReader:
             needs_targets=needs_targets,
         )
         if self._sliced:
-            cut_sequences(batch, self._schedule.num_slices, self._slice_lengths)
+            cut_sequences(batch, self._programs.train.schedule.num_slices, self._slice_lengths)
         self._check_batch(batch)
         read = Read(batch, batch.targets)
         if self._parts is not None:
             cut_tokens(batch, self._parts)
         if not self._has_replicas:
-            self.weigh(read, batch.num_samples)
+            self._weigh(read, batch.num_samples)
         return read
 
-    def weigh(self, read: Read, all_samples: int) -> None:
+    def _weigh(self, read: Read, all_samples: int) -> None:
         """Set the weights of micro-batches for a batch of `all_samples` samples; every replica calls it."""
         batch = read.batch
         batch.all_samples = all_samples

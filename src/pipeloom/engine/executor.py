@@ -1,18 +1,15 @@
-"""`Executor`: runs programs on the ranks of one process, call after call, until the first error.
-
-`Programs` are the checked programs of a pipeline: one for `step`, one for evaluation.
-"""
+"""`Executor`: runs programs on the ranks of one process, call after call, until the first error."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.batch import Batch
-from pipeloom.engine.batch_agreement import Agreed, BatchAgreement, LineExchange, MembersExchange
-from pipeloom.engine.batch_reader import BatchReader, Read
+from pipeloom.engine.batch_agreement import BatchAgreement, LineExchange, MembersExchange
+from pipeloom.engine.batch_reader import BatchReader, Programs
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn, RankWiring
@@ -34,19 +31,6 @@ from pipeloom.transport.call_numbers import call_count, call_number
 from pipeloom.transport.connect import Connection
 from pipeloom.transport.interface import Channel, OneProcessTransport, program_channels
 from pipeloom.transport.values import Value
-
-
-class Programs(NamedTuple):
-    """The programs that every rank of a pipeline runs.
-
-    Attributes:
-        train, forward: of a step, and of its forwards alone.
-        forward_of: the forwards of the first micro-batches.
-    """
-
-    train: Program
-    forward: Program
-    forward_of: Callable[[int], Program]
 
 
 class Executor:
@@ -125,7 +109,7 @@ class Executor:
         self._reader = BatchReader(
             reads_inputs=0 in stages,
             reads_targets=programs.train.placement.num_stages - 1 in stages,
-            schedule=programs.train.schedule,
+            programs=programs,
             sharing=state.sharing,
             loss_fn=loss_fn,
             sliced=sliced,
@@ -231,40 +215,15 @@ class Executor:
 
     def _read(self, read: Callable[[], tuple[Value, Value]], *, training: bool, with_loss: bool) -> Batch:
         """The micro-batches of this replica. Where a batch is invalid, all ranks of all replicas raise."""
-        program = self.programs.train if training else self.programs.forward
-        count = program.num_microbatches
-        found, refusal = Read(Batch(), None), None
-        agreed: Agreed | None = None
-        number = self.num_calls + 1
+        call, alone = call_number(self.num_calls + 1, training), training and self._refuses_in_messages
+        agreement = None if alone else self._agreement
         try:
-            given = read()
-        except Exception as error:
-            given, refusal = (None, None), error
-        while True:
-            if refusal is None:
-                try:
-                    found = self._reader.read(*given, count, training=training, with_loss=with_loss)
-                except Exception as error:
-                    refusal = error
-            if self._agreement is None or (training and self._refuses_in_messages):
-                if refusal is not None:
-                    if self.connection.rank is not None:
-                        self._refuse(refused_by(self.connection.rank, refusal))
-                    raise refusal
-                break
             with self._ended_by_lost_peers():
-                agreed = self._agreement.agree(found.batch.num_samples, refusal, call_number(number, training))
-            if training or min(count, agreed.most) <= agreed.fewest:
-                count = min(count, agreed.fewest)
-                break
-            count = agreed.fewest  # replicas with larger batches cut them again
-        batch = found.batch
-        batch.num_microbatches = batch.num_microbatches or count
-        if agreed is not None:
-            batch.all_samples = agreed.all_samples
-            if self._state.sharing.replica_ranks:
-                with self.ended_by_errors():
-                    self._reader.weigh(found, agreed.all_samples)
+                batch = self._reader.read(read, agreement, call, training=training, with_loss=with_loss)
+        except Exception as error:
+            if alone and self.connection.rank is not None:
+                self._refuse(refused_by(self.connection.rank, error))
+            raise
         if self._sliced and training:
             batch.seed = self._state.sharing.blocks.common(int(torch.randint(2**63 - 1, ())))
         return batch

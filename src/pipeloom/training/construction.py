@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipeloom.common.quantities import counted
-from pipeloom.engine.executor import Executor, Programs
+from pipeloom.engine.batch_reader import Programs
+from pipeloom.engine.executor import Executor
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError, folded
