@@ -32,6 +32,9 @@ from pipeloom.transport.connect import Connection
 from pipeloom.transport.interface import Channel, OneProcessTransport, program_channels
 from pipeloom.transport.values import Value
 
+# What one rank runs in a call, in place of its program.
+RankRun = Callable[[Worker, Bound, Batch, int], Run]
+
 
 class Executor:
     """Runs all ranks of the process in one thread, or in one thread per rank where the transport blocks.
@@ -165,6 +168,7 @@ class Executor:
         with_loss: bool,
         share_results: bool = True,
         warm_up: WarmUp | None = None,
+        run_rank: RankRun | None = None,
     ) -> Batch:
         """Run a program on a batch; returns its micro-batches with their losses or, not `with_loss`, outputs.
 
@@ -174,6 +178,7 @@ class Executor:
             share_results: whether ranks wait for the losses or outputs of other ranks.
             warm_up: runs the first instructions of each rank, in place of `before_call`. Ignored where one thread runs
                 all ranks.
+            run_rank: what each rank runs in place of its program, once; None: the program.
 
         Raises:
             InputError: a rank cannot use its batch. All ranks raise, and can make the next call.
@@ -188,7 +193,10 @@ class Executor:
         self.before_call = None
         bound = self._bound_to(program)
         call = call_number(self.num_calls + 1, training, batch.num_samples)
-        runs = {rank: worker.run(bound[rank], batch, call, warm_up) for rank, worker in self.workers.items()}
+        if run_rank is None:
+            runs = {rank: worker.run(bound[rank], batch, call, warm_up) for rank, worker in self.workers.items()}
+        else:
+            runs = {rank: run_rank(worker, bound[rank], batch, call) for rank, worker in self.workers.items()}
 
         def finish() -> None:
             if share_results:

@@ -5,7 +5,8 @@ the rank's stores (`pipeloom.engine.rank_state`). A step is then one loop over t
 look-ups (`InstructionList`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,20 @@ class Worker:
             return [step]
         run, ready = self._store.around(action, step, program)
         return [(self.overlap.running(action, run) if self._overlaps(program) else run, ready)]
+
+    @contextmanager
+    def evaluating(self, bound: Bound, batch: Batch, call: int) -> Iterator[None]:
+        """Inside the block, instructions of a forward program run, as often as the caller likes."""
+        self.state.begin(batch, call)
+        if bound.overlap is not None:
+            bound.overlap.begin()
+        try:
+            self._store.begin(bound.program)
+            yield
+            self._store.finish()
+        finally:
+            self.state.clear()
+            self._store.end()
 
     def run(self, bound: Bound, batch: Batch, call: int, warm_up: WarmUp | None = None) -> Run:
         """Run a bound program; yields whenever it has to wait and the transport does not block.

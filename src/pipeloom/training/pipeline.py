@@ -27,6 +27,7 @@ from pipeloom.plan.plan import Plan
 from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
 from pipeloom.training.evaluation_mode import evaluation_mode
+from pipeloom.training.generation.generate import Options, generate
 from pipeloom.training.model_check import ModelCheck
 from pipeloom.training.observations import AuxiliaryValue, Observations
 from pipeloom.training.own_loss import OwnLoss, plain_batch
@@ -260,6 +261,53 @@ class Pipeline:
         output = full_logits(join_batch(outputs))
         parts = self.executor.parts
         return with_form(output if parts is None else parts.join(output), outputs[0])
+
+    def generate(
+        self,
+        input_ids: Value = None,
+        *,
+        max_new_tokens: int,
+        attention_mask: Tensor | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """Continue sequences of tokens, greedily or by sampling; every process calls it, with the same arguments.
+
+        Stages keep the keys and values of earlier tokens. A model of transformers uses its own generation configuration
+        for what is None, its own logits processors and caches: tokens are those of the model's own ``generate``. Other
+        models map token ids [B, S] to logits [B, S, V].
+
+        Args:
+            input_ids: prompts, [samples, tokens], one sample or more; or a dict with them and "attention_mask", such as
+                a `BatchEncoding`. Read on the rank with the first stage.
+            max_new_tokens: the most tokens per sequence.
+            attention_mask: 0 for padding, which is on the left; for models of transformers.
+            do_sample: whether to draw tokens instead of taking the likeliest.
+            temperature, top_k, top_p: of sampling: divide logits, keep the likeliest tokens.
+            eos_token_id: one or several tokens that end a sequence.
+            pad_token_id: what follows an end.
+            seed, generator: of the draws; tokens do not depend on the schedule. None: torch's default generator on the
+                rank with the last stage.
+            more: further arguments of the ``generate`` of transformers, such as `repetition_penalty`.
+
+        Returns:
+            Prompts and new tokens, int64 [samples, tokens], on every process.
+
+        Raises:
+            InputError: an invalid argument, or a model, schedule or mesh that cannot generate; on all ranks.
+        """
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+        options = Options(max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, pad_token_id, more)
+        self._begin()
+        return generate(self.state, self.executor, plain_batch(input_ids), attention_mask, options, generator)
 
     def _evaluate(self, read: Callable[[], tuple[Value, Value]], *, with_loss: bool) -> Batch:
         self._begin()

@@ -14,13 +14,14 @@ They are found in the first forward of each form of inputs (see `origins`).
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from pipeloom.errors import SplitError
+from pipeloom.split.planned.caches import fill_others, lengths_of
 from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.forward_state import Forward, Leave, containers_of, entries_of
 from pipeloom.split.planned.layouts import Layout
@@ -71,6 +72,7 @@ class PlannedStage(StageModule):
         self._training = model.training
         self._known: dict[Any, tuple[str, ...]] = {}
         self._current: Forward | None = None
+        self._cache: Any = None
         self._shell = (self._shell_of(model, ""),)  # in a tuple: it is no submodule
         base: Any = model.get_submodule(layout.base)
         self._without_cache = "use_cache" in inspect.signature(base.forward).parameters
@@ -137,6 +139,20 @@ class PlannedStage(StageModule):
         pass_part = self._pass_earlier if place < self._first else self._pass_later
         return pass_part(place, name, twin, args, settings)
 
+    @property
+    def shell(self) -> Any:
+        """The copy of the model's containers that forwards run on: an instance of the model's class."""
+        return self._shell[0]
+
+    @contextmanager
+    def decoding(self, cache: Any) -> Iterator[None]:
+        """Inside the block, the model's forward gets `cache` as `past_key_values`, of this stage alone."""
+        self._cache = cache
+        try:
+            yield
+        finally:
+            self._cache = None
+
     # A forward
 
     def forward(self, value: Any, run: BlockRunner | None = None) -> Any:
@@ -170,9 +186,12 @@ class PlannedStage(StageModule):
             call.origins.mark([value for name, value in call.arrived.items() if name != "inputs"], OWN)
         settings = dict(call.inputs)
         first = (settings.pop(_FIRST),) if _FIRST in settings else ()
-        if self._without_cache:
+        if self._cache is not None:
+            settings.update(past_key_values=self._cache, use_cache=True)
+        elif self._without_cache:
             settings.setdefault("use_cache", False)
         self._current = call
+        lengths = lengths_of(self._cache)
         try:
             with call.origins or nullcontext():
                 output = self._shell[0](*first, **settings)
@@ -182,6 +201,7 @@ class PlannedStage(StageModule):
             return self._message(call, form)
         finally:
             self._current = None
+            fill_others(self._cache, lengths, call.inputs.get("input_ids", first[0] if first else None))
         self._check_end(call, output)
         self._known[form] = ()
         return output
@@ -201,7 +221,7 @@ class PlannedStage(StageModule):
     def _form(self, call: Forward) -> Any:
         kinds = tuple((name, type(value)) for name, value in call.inputs.items())
         flags = tuple((name, value) for name, value in call.inputs.items() if isinstance(value, bool))
-        return self.training, kinds, flags
+        return self.training, kinds, flags, None if self._cache is None else any(lengths_of(self._cache))
 
     def _message(self, call: Forward, form: Any) -> dict[str, Any]:
         if call.origins is not None:
