@@ -208,6 +208,7 @@ PAGES = (
     "docs/how-to/context-parallel.md",
     "docs/how-to/tensor-parallel.md",
     "docs/how-to/experts.md",
+    "docs/how-to/generate.md",
     "docs/how-to/pipe.md",
     "docs/reference/checkpoints.md",
 )

@@ -13,7 +13,9 @@ from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.engine.stores.sharing import RankModules, Sharing
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
+from pipeloom.slicing.sliceable import keeps_slices
 from pipeloom.split import Stages
+from pipeloom.split.stage_module import StageModule
 
 
 class ModelState:
@@ -37,6 +39,7 @@ class ModelState:
         sharing: as given.
         norm_dtype: the dtype in which norms of all parameters are summed, the same on every rank.
         ties: the canonical name for every other name of a tied parameter.
+        keeps_slices: whether all stages of the model support slices of a sequence.
         has_copies: whether several ranks of this process hold the same parameter.
     """
 
@@ -54,6 +57,7 @@ class ModelState:
         }
         main = self.ownership.held = {rank: dict(store.parameters) for rank, store in self.stores.items()}
         self.parameter_names = cut_model.parameter_names
+        self.keeps_slices = all(isinstance(each, StageModule) and keeps_slices(each) for each in cut_model.modules)
         self.ties: dict[str, str] = dict(cut_model.canonical_names)
         self.has_copies = sum(map(len, main.values())) > len({name for held in main.values() for name in held})
         self._all_names = {

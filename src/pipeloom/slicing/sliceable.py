@@ -37,6 +37,12 @@ _DECLARE = (
 )
 
 
+def keeps_slices(module: nn.Module) -> bool:
+    """Whether a stage supports slices as it is, without `make_sliceable`."""
+    kinds = (*_PER_TOKEN, *_CONTAINERS)
+    return all(getattr(part, "sliceable", None) is True or type(part) in kinds for part in module.modules())
+
+
 def make_sliceable(module: nn.Module, *, context: bool = False) -> None:
     """Check that a stage supports slices and context parallelism. Replace ``nn.Dropout`` by `TokenDropout`. Idempotent.
 

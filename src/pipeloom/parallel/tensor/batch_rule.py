@@ -29,6 +29,11 @@ class BatchRule:
         shared = (each.vocabulary.axis.degree for each in found if isinstance(each, LookUp) and each.sequence)
         self._sequence, self._context = next(shared, 1), context
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether batches of any size and length are valid."""
+        return self._grid is None and self._sequence == 1
+
     def __call__(self, batch: Batch) -> None:
         """Check the micro-batches that this process reads, before their sequences are cut for context parallelism."""
         if self._grid is not None:

@@ -29,4 +29,5 @@ def fill_others(cache: Any, before: list[int], ids: Tensor | None) -> None:
     empty = torch.zeros(ids.shape[0], 1, ids.shape[1], 1, device=ids.device)
     for layer, length, old in zip_longest(cache.layers, lengths_of(cache), before, fillvalue=0):
         if length == old:
-            layer.update(empty, empty)
+            entry: Any = layer
+            entry.update(empty, empty)

@@ -12,8 +12,8 @@ from pipeloom.engine.instructions import Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.worker import Bound, Worker
 from pipeloom.errors import InputError
+from pipeloom.parallel.tensor.batch_rule import BatchRule
 from pipeloom.split.planned.stage import PlannedStage
-from pipeloom.split.stage_module import StageModule
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.generation.decoding import Decoding, Task, token_channels
 from pipeloom.training.generation.sampling import Filters
@@ -85,6 +85,11 @@ def generate(
         if prompt is None or 0 not in state.stages:
             return None, None
         stage = next(worker.stages[0] for worker in executor.workers.values() if 0 in worker.stages)
+        if not BatchRule(state.modules(), 1).takes_all:
+            raise InputError(
+                "generate with sequence parallelism or a tensor-parallel grid: forwards of one token cannot be "
+                "shared out. Use layout '1d' without sequence parallelism."
+            )
         if not planned:
             prompt = _checked_plain(prompt, state, options)
         make(stage, prompt)  # validates the arguments
@@ -143,7 +148,7 @@ def _prompt(input_ids: Value, attention_mask: Tensor | None) -> dict[str, Any] |
         )
     mask = prompt.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
-        seen = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        seen = str(list(mask.shape)) if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"attention_mask is {seen}: must have the shape {list(ids.shape)} of input_ids.")
     return {**prompt, "input_ids": ids.long()}
 
@@ -159,9 +164,9 @@ def _checked_plain(prompt: dict[str, Any], state: ModelState, options: Options) 
         raise InputError(f"generate got {sorted(prompt)}: this model takes token ids alone. Pass input_ids.")
     lengths = (getattr(part, "sequence_length", None) for module in state.modules() for part in module.modules())
     window = min((length for length in lengths if isinstance(length, int)), default=0)
-    fits = not window or ids.shape[1] + options.max_new_tokens - 1 <= window
-    samples = len(ids)
-    return {"input_ids": ids, "fits": torch.full((samples,), fits), "window": torch.full((samples,), window)}
+    cached = state.keeps_slices and (not window or ids.shape[1] + options.max_new_tokens - 1 <= window)
+    samples = len(ids)  # what all ranks must know travels with the prompts, whose tensors are cut by sample
+    return {"input_ids": ids, "cached": torch.full((samples,), cached), "window": torch.full((samples,), window)}
 
 
 def _plain(prompt: Mapping[str, Any], options: Options) -> PlainSequences:
@@ -176,13 +181,6 @@ def _plain(prompt: Mapping[str, Any], options: Options) -> PlainSequences:
         eos=ends,
         pad=pad,
         max_new_tokens=options.max_new_tokens,
-        cached=bool(prompt["fits"][0]),
+        cached=bool(prompt["cached"][0]),
         window=int(prompt["window"][0]) or None,
-    )
-
-
-def keeps_slices(stage: nn.Module) -> bool:
-    """Whether all modules of a stage keep keys and values of slices, so that a token can be the next slice."""
-    return isinstance(stage, StageModule) and all(
-        getattr(part, "sliceable", False) is True or not part._modules for part in stage.modules()
     )
