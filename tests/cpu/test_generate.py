@@ -12,15 +12,24 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError
+from pipeloom.models import GPT, GPTConfig, init_parameters
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import make_gpt
 
 transformers = pytest.importorskip("transformers")
 
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 SLIDING = {"sliding_window": 6}
 MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -61,7 +70,14 @@ def _ending(model: Any) -> int:
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
-SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.2, "max_new_tokens": 6}
+SAMPLED = {
+    "do_sample": True,
+    "temperature": 0.8,
+    "top_k": 20,
+    "top_p": 0.95,
+    "repetition_penalty": 1.2,
+    "max_new_tokens": 6,
+}
 
 
 def _expected(model: Any, prompts: dict[str, Tensor], **settings: Any) -> Tensor:
@@ -79,3 +95,129 @@ def test_tokens_are_those_of_the_models_own_generate(kind: str) -> None:
         for settings in (GREEDY, GREEDY | {"eos_token_id": _ending(model)}, SAMPLED):
             found = pipe.generate(prompts, seed=5, **settings)
             assert torch.equal(found, _expected(model, prompts, **settings)), settings
+
+
+# Processes, replicas, tensor parallelism
+
+
+def _in_processes(rank: int, name: str, transport: str, num_ranks: int) -> list[list[int]]:
+    schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=4)
+    prompts = _prompts() if rank == 0 else None
+    with pl.Pipeline(copy.deepcopy(_model("llama")), schedule, transport=transport) as pipe:
+        with pytest.raises(InputError, match="input_ids is"):
+            pipe.generate(torch.ones(3), max_new_tokens=2)
+        found = [pipe.generate(prompts, seed=5, **settings).tolist() for settings in (GREEDY, SAMPLED)]
+        assert found[0] == pipe.generate(prompts, seed=5, **GREEDY).tolist()
+    return found
+
+
+@pytest.mark.parametrize(("name", "transport", "num_ranks"), [("1f1b", "shared-memory", 3), ("zb-v", "torch", 2)])
+def test_every_process_gets_the_tokens(name: str, transport: str, num_ranks: int) -> None:
+    expected = [_expected(_model("llama"), _prompts(), **settings).tolist() for settings in (GREEDY, SAMPLED)]
+    assert run_ranks(_in_processes, num_ranks, name, transport, num_ranks) == [expected] * num_ranks
+
+
+@pytest.mark.parametrize(
+    ("axes", "data"), [({"dp": 2}, "ddp"), ({"dp": 2}, "zero3"), ({"tp": 2}, "ddp"), ({"tp": 2, "dp": 1}, "zero1")]
+)
+def test_replicas_and_tensor_parallel_ranks_generate(axes: dict[str, int], data: str) -> None:
+    model, ending = _model("llama"), _ending(_model("llama"))
+
+    def run() -> tuple[int, Tensor, Tensor]:
+        mesh = pl.Mesh(pp=2, **axes)
+        own = copy.deepcopy(model)
+        if mesh.degree("tp") > 1:
+            own = pl.parallelize(own, mesh)
+        replica = mesh.coordinate("dp")
+        schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=4)
+        with pl.Pipeline(own, schedule, mesh=mesh, data=data) as pipe:
+            prompts = _prompts(5 - 2 * replica)  # replicas of different sizes
+            greedy = pipe.generate(prompts, eos_token_id=ending, **GREEDY)
+            return replica, greedy, pipe.generate(prompts, seed=5, **SAMPLED)
+
+    for replica, greedy, sampled in pl.run_threads(4, run):
+        prompts = _prompts(5 - 2 * replica)
+        expected = _expected(model, prompts, eos_token_id=ending, **GREEDY)
+        assert torch.equal(greedy[:, : expected.shape[1]], expected)
+        assert (greedy[:, expected.shape[1] :] == 0).all()
+        assert torch.equal(sampled, _expected(model, prompts, **SAMPLED))
+
+
+# Other models
+
+
+def _continued(model: nn.Module, ids: Tensor, count: int, window: int) -> Tensor:
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids[:, -window:])[:, -1].argmax(-1)[:, None]], 1)
+    return ids
+
+
+class _Doubled(nn.Module):
+    """A layer of which pipeloom does not know whether tokens are independent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.cumsum(1) / 7
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 2), ("zb-v", 2), ("chimera", 4)])
+def test_models_that_map_tokens_to_logits(name: str, num_ranks: int, positions: str) -> None:
+    config = GPTConfig(vocabulary_size=32, layers=8, width=16, heads=2, sequence_length=12, positions=positions)
+    model = init_parameters(GPT(config), seed=5).double()
+    window = model.config.sequence_length
+    ids = torch.randint(model.config.vocabulary_size, (3, 4), generator=torch.Generator().manual_seed(0))
+    schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=4)
+    with torch.no_grad(), pl.Pipeline(copy.deepcopy(model), schedule, transport="loopback") as pipe:
+        assert pipe.state.keeps_slices
+        for count in (1, window - 4, window + 2):  # beyond the window, whole sequences run for every token
+            assert torch.equal(pipe.generate(ids, max_new_tokens=count), _continued(model, ids, count, window))
+        drawn = [pipe.generate(ids, max_new_tokens=4, do_sample=True, top_k=5, top_p=0.9, seed=s) for s in (1, 1, 2)]
+        assert torch.equal(drawn[0], drawn[1])
+        assert not torch.equal(drawn[0], drawn[2])
+        ended = pipe.generate(ids, max_new_tokens=6, eos_token_id=int(drawn[0][0, 4]), do_sample=True, top_k=5, seed=1)
+        assert ended.shape[1] <= 10
+
+
+def test_layers_that_attend_in_their_own_way_run_whole_sequences() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), _Doubled(), nn.Linear(8, 11)).double()
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    with torch.no_grad(), pl.Pipeline(model, pl.schedules.gpipe(num_ranks=2, num_microbatches=2)) as pipe:
+        assert not pipe.state.keeps_slices
+        assert torch.equal(pipe.generate(ids, max_new_tokens=5), _continued(model, ids, 5, 99))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be an integer"),
+        ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
+        ({"top_p": 1.5}, "top_p=1.5: must be above 0"),
+        ({"num_beams": 3}, "num_beams=3: generate of a pipeline"),
+        ({"no_such_setting": 3}, "no_such_setting"),
+        ({"attention_mask": torch.ones(2, 2)}, r"attention_mask is \[2, 2\]: must have the shape \[5, 7\]"),
+        ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "must be an integer tensor"),
+        ({"input_ids": None}, "inputs=None: the rank with the first stage"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
+    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(_model("llama"), schedule, transport="loopback") as pipe:
+        with pytest.raises(InputError, match=message) as error:
+            pipe.generate(**{"input_ids": _prompts()["input_ids"], "max_new_tokens": 2, **settings})
+        assert "\n" not in str(error.value)
+        assert pipe.generate(_prompts(), max_new_tokens=1).shape == (5, 8)
+
+
+def test_plain_models_refuse_masks_and_sequences_in_parts() -> None:
+    ids = torch.ones(2, 4, dtype=torch.long)
+    schedule = pl.schedules.build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=2)
+    with (
+        pl.Pipeline(make_gpt(), schedule) as pipe,
+        pytest.raises(InputError, match=r"parts of sequences .* are not supported"),
+    ):
+        pipe.generate(ids, max_new_tokens=2)
+    with pl.Pipeline(make_gpt(), pl.schedules.gpipe(num_ranks=2, num_microbatches=2)) as pipe:
+        for settings in ({"attention_mask": torch.tensor([[0, 1, 1, 1]] * 2)}, {"repetition_penalty": 1.5}):
+            with pytest.raises(InputError):
+                pipe.generate(ids, max_new_tokens=2, **settings)
