@@ -60,7 +60,7 @@ def _prompts(samples: int = 5, *, padded: bool = True) -> dict[str, Tensor]:
     ids = torch.randint(3, 97, (samples, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     if padded:
-        mask[1, :3] = mask[3, :1] = 0
+        mask[1, :3] = mask[-1, :1] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
@@ -146,6 +146,7 @@ def test_replicas_and_tensor_parallel_ranks_generate(axes: dict[str, int], data:
 # Other models
 
 
+@torch.no_grad()
 def _continued(model: nn.Module, ids: Tensor, count: int, window: int) -> Tensor:
     for _ in range(count):
         ids = torch.cat([ids, model(ids[:, -window:])[:, -1].argmax(-1)[:, None]], 1)
@@ -163,7 +164,8 @@ class _Doubled(nn.Module):
 @pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 2), ("zb-v", 2), ("chimera", 4)])
 def test_models_that_map_tokens_to_logits(name: str, num_ranks: int, positions: str) -> None:
     config = GPTConfig(vocabulary_size=32, layers=8, width=16, heads=2, sequence_length=12, positions=positions)
-    model = init_parameters(GPT(config), seed=5).double()
+    model = GPT(config).double()
+    init_parameters(model, seed=5)
     window = model.config.sequence_length
     ids = torch.randint(model.config.vocabulary_size, (3, 4), generator=torch.Generator().manual_seed(0))
     schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=4)
@@ -209,15 +211,30 @@ def test_bad_arguments_are_refused_in_one_line(settings: dict[str, Any], message
         assert pipe.generate(_prompts(), max_new_tokens=1).shape == (5, 8)
 
 
-def test_plain_models_refuse_masks_and_sequences_in_parts() -> None:
+def test_plain_models_refuse_masks_and_settings_of_others() -> None:
     ids = torch.ones(2, 4, dtype=torch.long)
-    schedule = pl.schedules.build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=2)
-    with (
-        pl.Pipeline(make_gpt(), schedule) as pipe,
-        pytest.raises(InputError, match=r"parts of sequences .* are not supported"),
-    ):
-        pipe.generate(ids, max_new_tokens=2)
     with pl.Pipeline(make_gpt(), pl.schedules.gpipe(num_ranks=2, num_microbatches=2)) as pipe:
         for settings in ({"attention_mask": torch.tensor([[0, 1, 1, 1]] * 2)}, {"repetition_penalty": 1.5}):
             with pytest.raises(InputError):
                 pipe.generate(ids, max_new_tokens=2, **settings)
+
+
+@pytest.mark.parametrize("kind", ["slices", "cp", "sequence", "2d"])
+def test_stages_that_share_out_tokens_or_samples_run_whole_sequences(kind: str) -> None:
+    model = make_gpt(dtype=torch.float64)
+    axes = {"slices": {}, "cp": {"cp": 2}, "sequence": {"tp": 2}, "2d": {"tp": 4}}[kind]
+    ids = torch.randint(32, (2, 3), generator=torch.Generator().manual_seed(0))
+    expected = _continued(model, ids, 4, 12)
+
+    def run() -> Tensor:
+        mesh, own = pl.Mesh(pp=2, **axes), copy.deepcopy(model)
+        if "tp" in axes:
+            own = pl.parallelize(own, mesh, sequence=kind == "sequence", layout="2d" if kind == "2d" else "1d")
+        schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=1)
+        if kind == "slices":
+            schedule = pl.schedules.build("terapipe", num_ranks=2, num_microbatches=1, num_slices=2)
+        with pl.Pipeline(own, schedule, mesh=mesh) as pipe:
+            return pipe.generate(ids, max_new_tokens=4, pad_to_multiple_of=4)
+
+    for found in pl.run_threads(2 * max([1, *axes.values()]), run):
+        assert torch.equal(found, expected)

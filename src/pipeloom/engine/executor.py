@@ -57,7 +57,7 @@ class Executor:
         skips: by pair of stages, the names of the values that skip stages between them.
 
     Attributes:
-        programs, connection, loss_fn, parts: as given.
+        programs, connection, loss_fn, parts, check_batch: as given.
         local_ranks, workers: the ranks of this process, and a worker for each.
         num_calls: calls so far, equal on all ranks.
         before_call: called once before the next call or by `settle`, to finish work of the last call.
@@ -82,6 +82,7 @@ class Executor:
         skips: Mapping[Skip, tuple[str, ...]],
     ) -> None:
         self.programs, self.connection, self.loss_fn, self.parts = programs, connection, loss_fn, parts
+        self.check_batch = check_batch
         self._sliced = sliced
         self.local_ranks = tuple(state.stages_of)
         self._state, self._transport = state, connection.transport

@@ -40,6 +40,7 @@ class ModelState:
         norm_dtype: the dtype in which norms of all parameters are summed, the same on every rank.
         ties: the canonical name for every other name of a tied parameter.
         keeps_slices: whether all stages of the model support slices of a sequence.
+        sequence_length: the most tokens of a sequence, where the model's modules have such an attribute; else None.
         has_copies: whether several ranks of this process hold the same parameter.
     """
 
@@ -57,6 +58,9 @@ class ModelState:
         }
         main = self.ownership.held = {rank: dict(store.parameters) for rank, store in self.stores.items()}
         self.parameter_names = cut_model.parameter_names
+        parts = (part for module in cut_model.modules for part in module.modules())
+        lengths = [length for part in parts if isinstance(length := getattr(part, "sequence_length", None), int)]
+        self.sequence_length = min(lengths, default=None)
         self.keeps_slices = all(isinstance(each, StageModule) and keeps_slices(each) for each in cut_model.modules)
         self.ties: dict[str, str] = dict(cut_model.canonical_names)
         self.has_copies = sum(map(len, main.values())) > len({name for held in main.values() for name in held})

@@ -4,6 +4,7 @@ A step cuts the batch, runs the program on every rank of this process, and has t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ from pipeloom.plan.plan import Plan
 from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
 from pipeloom.training.evaluation_mode import evaluation_mode
-from pipeloom.training.generation.generate import Options, generate
+from pipeloom.training.generation.generate import Options, generate, prompt_of
 from pipeloom.training.model_check import ModelCheck
 from pipeloom.training.observations import AuxiliaryValue, Observations
 from pipeloom.training.own_loss import OwnLoss, plain_batch
@@ -276,6 +277,7 @@ class Pipeline:
         pad_token_id: int | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
+        pad_to_multiple_of: int = 1,
         **more: Any,
     ) -> Tensor:
         """Continue sequences of tokens, greedily or by sampling; every process calls it, with the same arguments.
@@ -295,6 +297,9 @@ class Pipeline:
             pad_token_id: what follows an end.
             seed, generator: of the draws; tokens do not depend on the schedule. None: torch's default generator on the
                 rank with the last stage.
+            pad_to_multiple_of: for models not of transformers whose stages share out the tokens of a forward (slices,
+                context and sequence parallelism): whole sequences run for every token, padded on the right to such
+                a length, and every process passes `input_ids`.
             more: further arguments of the ``generate`` of transformers, such as `repetition_penalty`.
 
         Returns:
@@ -305,9 +310,11 @@ class Pipeline:
         """
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
-        options = Options(max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, pad_token_id, more)
+        chosen = (do_sample, temperature, top_k, top_p)
+        options = Options(max_new_tokens, *chosen, eos_token_id, pad_token_id, pad_to_multiple_of, more)
         self._begin()
-        return generate(self.state, self.executor, plain_batch(input_ids), attention_mask, options, generator)
+        prompt = partial(prompt_of, plain_batch(input_ids), attention_mask)
+        return generate(self.state, self.executor, self.forward, prompt, options, generator)
 
     def _evaluate(self, read: Callable[[], tuple[Value, Value]], *, with_loss: bool) -> Batch:
         self._begin()

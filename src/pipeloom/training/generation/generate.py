@@ -1,6 +1,6 @@
 """`generate`: the arguments of `Pipeline.generate`, and its result on every process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,15 +12,18 @@ from pipeloom.engine.instructions import Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.worker import Bound, Worker
 from pipeloom.errors import InputError
-from pipeloom.parallel.tensor.batch_rule import BatchRule
+from pipeloom.ir import Op
 from pipeloom.split.planned.stage import PlannedStage
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.generation.decoding import Decoding, Task, token_channels
 from pipeloom.training.generation.sampling import Filters
 from pipeloom.training.generation.sequences import ModelSequences, PlainSequences, Sequences, can_prepare
+from pipeloom.training.generation.whole_sequences import continue_whole
 from pipeloom.transport.values import Value
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+_OTHERS = ("more", "pad_to_multiple_of")  # not of transformers
 
 
 class Options(NamedTuple):
@@ -33,6 +36,7 @@ class Options(NamedTuple):
     top_p: float | None
     eos_token_id: int | list[int] | None
     pad_token_id: int | None
+    pad_to_multiple_of: int
     more: Mapping[str, Any]
 
     def check(self) -> None:
@@ -46,57 +50,83 @@ class Options(NamedTuple):
             )
         if self.top_k is not None and self.top_k < 0:
             raise InputError(f"top_k={self.top_k}: must be at least 1, or 0 for all tokens.")
+        if self.pad_to_multiple_of < 1:
+            raise InputError(f"pad_to_multiple_of={self.pad_to_multiple_of}: must be at least 1.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1.")
+
+    def whole_sequences(self, state: ModelState, executor: Executor) -> bool:
+        """Whether every token needs a forward of whole sequences; the same on all processes."""
+        sliced = executor.programs.train.schedule.num_slices > 1 or self.pad_to_multiple_of > 1
+        return sliced or executor.parts is not None or not getattr(executor.check_batch, "takes_all", True)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Arguments of the ``generate`` of a model of transformers."""
-        own = {name: value for name, value in self._asdict().items() if name != "more" and value is not None}
+        own = {name: value for name, value in self._asdict().items() if name not in _OTHERS and value is not None}
         return {**own, **self.more}
 
 
 def generate(
     state: ModelState,
     executor: Executor,
-    input_ids: Value,
-    attention_mask: Tensor | None,
+    forward: Callable[[Value], Value],
+    read_prompt: Callable[[], dict[str, Any] | None],
     options: Options,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """See `Pipeline.generate`."""
+    """See `Pipeline.generate`.
+
+    Args:
+        forward: see `Pipeline.forward`.
+        read_prompt: returns arguments of the model; None: this process passes none.
+    """
     options.check()
-    _check_pipeline(state, executor)
     planned = can_prepare(next(iter(next(iter(executor.workers.values())).stages.values())))
     if not planned and options.more:
         raise InputError(f"generate got {next(iter(options.more))!r}, which only models of transformers take.")
+    if executor.programs.train.skips:
+        raise InputError("generate: values that skip stages are not supported. Use a model without skips.")
     sharing = state.sharing
-    meets = bool(sharing.replica_ranks) and (sharing.sharded or sharing.blocks.divides)
+    gathers = any(action.op is Op.UNSHARD for _, action in executor.programs.forward.actions())
+    stops = not (sharing.replica_ranks and (gathers or sharing.blocks.divides))
     if generator is None and sharing.blocks.divides and options.do_sample is not False:
         generator = torch.Generator().manual_seed(sharing.blocks.common(int(torch.randint(2**63 - 1, ()))))
+    executor.open_channels(token_channels(executor))
+    if options.whole_sequences(state, executor):
+        prompt = read_prompt()
+        if planned or prompt is None:
+            raise InputError(
+                "generate where stages share out the tokens or samples of a forward (slices, mesh axis cp, sequence "
+                "parallelism, grids): models of transformers are not supported; other processes pass input_ids too."
+            )
+        sequences = _plain(_checked_plain(prompt), state, options, whole=True)
+        with evaluation_mode(state.modules()):
+            return continue_whole(
+                sequences,
+                forward,
+                executor,
+                max_new_tokens=options.max_new_tokens,
+                multiple=options.pad_to_multiple_of,
+                generator=generator,
+                stops=stops,
+            )
 
     def make(stage: nn.Module, prompt: Mapping[str, Any]) -> Sequences:
         if isinstance(stage, PlannedStage) and planned:
             return ModelSequences(stage.shell, prompt, options.settings)
-        return _plain(prompt, options)
+        return _plain(prompt, state, options)
 
     def read() -> tuple[Value, Value]:
-        prompt = _prompt(input_ids, attention_mask)
+        prompt = read_prompt()
         if prompt is None or 0 not in state.stages:
             return None, None
         stage = next(worker.stages[0] for worker in executor.workers.values() if 0 in worker.stages)
-        if not BatchRule(state.modules(), 1).takes_all:
-            raise InputError(
-                "generate with sequence parallelism or a tensor-parallel grid: forwards of one token cannot be "
-                "shared out. Use layout '1d' without sequence parallelism."
-            )
-        if not planned:
-            prompt = _checked_plain(prompt, state, options)
-        make(stage, prompt)  # validates the arguments
-        return prompt, None
+        given = prompt if planned else _checked_plain(prompt)
+        make(stage, given)  # validates the arguments
+        return given, None
 
-    task = Task(make, options.max_new_tokens, generator, stops=not meets)
-    executor.open_channels(token_channels(executor))
+    task = Task(make, options.max_new_tokens, generator, stops=stops)
     parts: list[Decoding] = []
 
     def run_rank(worker: Worker, bound: Bound, batch: Batch, call: int) -> Run:
@@ -116,18 +146,7 @@ def _joined(ids: list[Tensor], pads: list[int]) -> Tensor:
     return torch.cat([pad(each, (0, more), value=fill) for each, more, fill in zip(ids, missing, pads, strict=True)])
 
 
-def _check_pipeline(state: ModelState, executor: Executor) -> None:
-    schedule = executor.programs.train.schedule
-    if executor.parts is not None or schedule.num_slices > 1:
-        raise InputError(
-            f"generate with schedule {schedule.name!r}: parts of sequences (slices, mesh axis cp) are not supported. "
-            "Make a pipeline of whole sequences, such as 1f1b without axis cp."
-        )
-    if executor.programs.train.skips:
-        raise InputError("generate: values that skip stages are not supported. Use a model without skips.")
-
-
-def _prompt(input_ids: Value, attention_mask: Tensor | None) -> dict[str, Any] | None:
+def prompt_of(input_ids: Value, attention_mask: Tensor | None) -> dict[str, Any] | None:
     """The prompt as arguments of the model; None: this process passes none."""
     if isinstance(input_ids, Mapping):
         prompt = {name: value for name, value in input_ids.items() if value is not None}
@@ -153,34 +172,32 @@ def _prompt(input_ids: Value, attention_mask: Tensor | None) -> dict[str, Any] |
     return {**prompt, "input_ids": ids.long()}
 
 
-def _checked_plain(prompt: dict[str, Any], state: ModelState, options: Options) -> dict[str, Any]:
-    """The prompt of a model that is not of transformers, with how it runs, on the rank with the first stage."""
-    ids, mask = prompt["input_ids"], prompt.pop("attention_mask", None)
+def _checked_plain(prompt: dict[str, Any]) -> dict[str, Any]:
+    """The prompt of a model that is not of transformers."""
+    ids, mask = prompt["input_ids"], prompt.get("attention_mask")
     if mask is not None and not mask.bool().all():
         raise InputError(
             "attention_mask has zeros: this model takes no mask. Generate from sequences of one length at a time."
         )
-    if len(prompt) > 1:
+    if prompt.keys() - {"input_ids", "attention_mask"}:
         raise InputError(f"generate got {sorted(prompt)}: this model takes token ids alone. Pass input_ids.")
-    lengths = (getattr(part, "sequence_length", None) for module in state.modules() for part in module.modules())
-    window = min((length for length in lengths if isinstance(length, int)), default=0)
-    cached = state.keeps_slices and (not window or ids.shape[1] + options.max_new_tokens - 1 <= window)
-    samples = len(ids)  # what all ranks must know travels with the prompts, whose tensors are cut by sample
-    return {"input_ids": ids, "cached": torch.full((samples,), cached), "window": torch.full((samples,), window)}
+    return {"input_ids": ids}
 
 
-def _plain(prompt: Mapping[str, Any], options: Options) -> PlainSequences:
+def _plain(prompt: Mapping[str, Any], state: ModelState, options: Options, *, whole: bool = False) -> PlainSequences:
+    ids, window = prompt["input_ids"], state.sequence_length
+    fits = window is None or ids.shape[1] + options.max_new_tokens - 1 <= window
     eos = options.eos_token_id
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     pad = options.pad_token_id if options.pad_token_id is not None else ends[0] if ends else 0
     temperature, top_k, top_p = options.temperature, options.top_k, options.top_p
     filters = Filters(bool(options.do_sample), temperature or 1.0, top_k or 0, 1.0 if top_p is None else top_p)
     return PlainSequences(
-        prompt["input_ids"],
+        ids,
         filters,
         eos=ends,
         pad=pad,
         max_new_tokens=options.max_new_tokens,
-        cached=bool(prompt["cached"][0]),
-        window=int(prompt["window"][0]) or None,
+        cached=state.keeps_slices and fits and not whole,
+        window=window,
     )

@@ -30,8 +30,9 @@ class Draws:
             probabilities: [B, V].
         """
         while self._first + len(self._rounds) <= number:
-            drawn = probabilities.new_empty(self._num_samples, probabilities.shape[1])
-            self._rounds.append(drawn.exponential_(1, generator=self._generator))
+            device = probabilities.device if self._generator is None else self._generator.device
+            drawn = torch.empty(self._num_samples, probabilities.shape[1], dtype=probabilities.dtype, device=device)
+            self._rounds.append(drawn.exponential_(1, generator=self._generator).to(probabilities.device))
             if len(self._rounds) > 2:  # micro-batches are at most one token apart
                 del self._rounds[0]
                 self._first += 1
