@@ -1,6 +1,6 @@
 """`BatchAgreement`: what all ranks know about a batch before they run it.
 
-LineExchange      the ranks of one replica, over the channels of the pipeline: a rank in another call is told
+LineExchange      the ranks of one replica, over the channels of the pipeline, where a rank in another call notices
 MembersExchange   all processes, one all-reduce
 """
 

@@ -34,7 +34,7 @@ def continue_whole(
         sequences: of the whole batch.
         forward: see `Pipeline.forward`.
         executor: of the pipeline, with the channels of tokens open.
-        multiple: of which the length of a forward is one.
+        multiple: divides the length of every forward.
         stops: whether to stop once all have ended.
 
     Returns:
