@@ -7,10 +7,13 @@
      "between_nodes": {"bytes_per_second": 3.125e9, "latency_seconds": 5e-5, "sum_bytes_per_second": 1.875e9},
      "efficiency": 0.75}
 
-`device` may have `host_bytes_per_second`, the bandwidth to host memory, for offloaded activations.
+Optional keys of `device`: `host_bytes_per_second`, the bandwidth to host memory, for offloaded activations;
+`memory_bytes`, the capacity of its memory; `multiprocessors`, with which times of products depend on their shapes; and
+`fp32_operations_per_second`. `between_nodes` may have `cards`, the number of network cards of a node.
 
 All rates are peak rates except `sum_bytes_per_second`, which is measured with collectives. `efficiency` is the fraction
-of the peak rates that programs reach; data sheets do not list it.
+of the peak rates that programs reach; data sheets do not list it. `memory_efficiency` and `link_efficiency` are those of
+device memory and of links, where they are others.
 """
 
 from dataclasses import MISSING, dataclass, fields
@@ -27,8 +30,11 @@ class Device:
         name: shown in output.
         operations_per_second: peak of matrix multiplications, in the data type of training.
         memory_bytes_per_second: bandwidth of device memory.
-        launch_seconds: host time per kernel launch.
+        launch_seconds: time per kernel beside its arithmetic and memory traffic.
         host_bytes_per_second: bandwidth to host memory; None if unknown.
+        memory_bytes: capacity; None if unknown.
+        multiprocessors: their number; None: times do not depend on shapes.
+        fp32_operations_per_second: peak of matrix multiplications in float32; None: as other types.
     """
 
     name: str
@@ -36,6 +42,13 @@ class Device:
     memory_bytes_per_second: float
     launch_seconds: float
     host_bytes_per_second: float | None = None
+    memory_bytes: float | None = None
+    multiprocessors: int | None = None
+    fp32_operations_per_second: float | None = None
+
+    def peak(self, element: int) -> float:
+        """Operations per second of numbers of `element` bytes."""
+        return (self.fp32_operations_per_second if element > 2 else None) or self.operations_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +75,27 @@ class NodeNetwork:
         latency_seconds: latency per message.
         sum_bytes_per_second: measured bandwidth of ring all-reduces, which the slowest socket limits. Default:
             `bytes_per_second`.
+        cards: network cards of a node; a message between two devices uses one of them.
     """
 
     bytes_per_second: float
     latency_seconds: float
     sum_bytes_per_second: float | None = None
+    cards: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal nodes. Programs reach the fraction `efficiency` of the peak rates."""
+    """Equal nodes.
+
+    Attributes:
+        name: shown in output.
+        devices_per_node: their number.
+        device: each of them.
+        inside_node, between_nodes: the links.
+        efficiency: fraction of the peak rates that programs reach.
+        memory_efficiency, link_efficiency: the same of device memory, and of links; None: `efficiency`.
+    """
 
     name: str
     devices_per_node: int
@@ -79,83 +103,18 @@ class Cluster:
     inside_node: NodeLinks
     between_nodes: NodeNetwork
     efficiency: float
+    memory_efficiency: float | None = None
+    link_efficiency: float | None = None
 
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second of device memory that programs reach."""
+        return (self.memory_efficiency or self.efficiency) * self.device.memory_bytes_per_second
 
-def _node_of_eight(name: str, operations: float, memory: float, nvlink: float, network: float) -> Cluster:
-    """Eight devices per node; `nvlink` per device and `network` per node, in bytes per second and direction."""
-    return Cluster(
-        name=name,
-        devices_per_node=8,
-        device=Device(
-            name=name,
-            operations_per_second=operations,
-            memory_bytes_per_second=memory,
-            launch_seconds=5e-6,
-            host_bytes_per_second=25e9,
-        ),
-        inside_node=NodeLinks(bytes_per_second=nvlink, pair_bytes_per_second=nvlink, latency_seconds=3e-6),
-        between_nodes=NodeNetwork(bytes_per_second=network, latency_seconds=1e-5),
-        efficiency=0.65,
-    )
-
-
-# Data-sheet figures, in the data type bf16; a node has eight network cards.
-CLUSTERS = {
-    "a100": _node_of_eight("a100", 312e12, 2.039e12, 300e9, 8 * 25e9),
-    "h100": _node_of_eight("h100", 989e12, 3.35e12, 450e9, 8 * 50e9),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRate:
-    """One device's link to another one that it shares a stage with, in one direction.
-
-    Attributes:
-        bytes_per_second: bandwidth; None for no limit.
-        latency_seconds: latency per message.
-    """
-
-    bytes_per_second: float | None = None
-    latency_seconds: float = 0.0
-
-
-def device_link(cluster: Cluster, devices: int) -> LinkRate:
-    """The link of a device among `devices` that follow each other, all of which send at the same time.
-
-    Within a node, a device has the bandwidth of its links. Devices of different nodes share the network of their nodes
-    with all others there.
-    """
-    inside, network = cluster.inside_node, cluster.between_nodes
-    if devices <= cluster.devices_per_node:
-        return LinkRate(
-            bytes_per_second=cluster.efficiency * inside.bytes_per_second, latency_seconds=inside.latency_seconds
-        )
-    rate = cluster.efficiency * network.bytes_per_second / cluster.devices_per_node
-    return LinkRate(bytes_per_second=rate, latency_seconds=network.latency_seconds)
-
-
-def data_links(cluster: Cluster, *, devices: int, replicas: int) -> dict[str, Any]:
-    """Links between data-parallel replicas and to host memory, as keyword arguments of `pipeloom.sim.Network`.
-
-    Replicas run on different nodes unless all of them fit into one node. All devices of a node share its network.
-
-    Args:
-        cluster: the cluster they run on.
-        devices: devices per replica.
-        replicas: data-parallel degree.
-    """
-    inside, network, sharing = cluster.inside_node, cluster.between_nodes, min(cluster.devices_per_node, devices)
-    if devices * replicas <= cluster.devices_per_node:
-        rate = total = cluster.efficiency * inside.bytes_per_second
-        latency = inside.latency_seconds
-    else:
-        rate = cluster.efficiency * network.bytes_per_second / sharing
-        total = (network.sum_bytes_per_second or network.bytes_per_second) / sharing
-        latency = network.latency_seconds
-    found = {"data_bytes_per_second": rate, "data_sum_bytes_per_second": total, "data_latency_seconds": latency}
-    if cluster.device.host_bytes_per_second is not None:
-        found["memory_bytes_per_second"] = cluster.efficiency * cluster.device.host_bytes_per_second
-    return found
+    @property
+    def link_part(self) -> float:
+        """Fraction of the bandwidth of links that programs reach."""
+        return self.link_efficiency or self.efficiency
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -178,9 +137,9 @@ def _read(kind: Any, entry: Entry) -> Any:
             values[name] = _read(sections[name], value)
         elif name == "name":
             values[name] = value.text()
-        elif name == "devices_per_node":
+        elif name in ("devices_per_node", "multiprocessors", "cards"):
             values[name] = value.whole(least=1)
-        elif name == "efficiency":
+        elif name.endswith("efficiency"):
             values[name] = value.number(above=True, most=1)
         else:
             values[name] = value.number(above=not name.endswith("_seconds"))  # a latency may be 0

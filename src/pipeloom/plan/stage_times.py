@@ -1,12 +1,11 @@
-"""Times of the stages of a transformer on a cluster, from arithmetic, memory traffic and collectives. No torch.
+"""Times of the stages of a transformer on a cluster, from its kernels and collectives. No torch.
 
-    F      arithmetic of forwards, elementwise operations, collectives of forwards
+    F      products, attention, elementwise operations, collectives of forwards
     I      the same for input gradients, and what is recomputed, with its collectives
-    W      arithmetic of weight gradients; no collectives
+    W      products of weight gradients; no collectives
 
-per micro-batch. Arithmetic is divided by the processes that share a stage. Per token, a matrix of N numbers takes 2 N
-operations in F, I and W each; causal attention over S tokens of width W 2 S W in F and 4 S W in I. Of experts, those of
-a token count, and `imbalance` times as many on the busiest process, for which the others wait.
+per micro-batch, on one of the processes that share a stage; see `pipeloom.plan.costs.block_kernels`. Of experts, those
+of a token count, and `imbalance` times as many on the busiest process, for which the others wait.
 
 A collective of n bytes takes its bytes over the device's link, and one latency per message that follows another:
 
@@ -16,23 +15,25 @@ What travels while the device computes, see `hidden_collectives`, does not count
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.expert.traffic import Rows, balanced_rows
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.tensor.grids.traffic import linear_traffic
+from pipeloom.parallel.tensor.one_d.traffic import OneDTraffic
 from pipeloom.parallel.traffic import Table, Traffic
 from pipeloom.plan.architecture import Architecture
-from pipeloom.plan.cluster import Cluster, LinkRate, device_link
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.block_kernels import BlockKernels
+from pipeloom.plan.costs.kernel_times import KernelTimes
+from pipeloom.plan.costs.links import ORDER, LinkRate, ring_link, strides
+from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.hidden_collectives import RingSeconds, passes_hidden, products_hidden
 
-# Reads and writes of a tensor outside matrix products, per forward; a backward has twice as many.
-_PASSES_STREAM = 10  # of [tokens, width]: two norms (2 each), two additions to the residual stream (3 each)
-_PASSES_MLP, _PASSES_GATED = 2, 3  # of [tokens, mlp_width]: GELU; SiLU times the other half
-_PASSES_ROW = 5  # of [assignments, width]: in the order of experts (2), and weighted into the residual stream (3)
-_PASSES_QKV = 2  # of queries, keys and values: rotary positions
+_LOGIT_BYTES = 8  # per logit, in F and in I: one reads and one writes float32
+_EMBEDDING_PASSES = 2, 3  # of [tokens, width]: looked up; added to the gradients of rows
 _OPTIMIZER_BYTES = 40  # Adam, per parameter: main, two moments (read and write, 24), gradient, both number formats
 
 
@@ -52,19 +53,23 @@ def messages_in_turn(collective: str, degree: int) -> int:
     return {"all_reduce": 2 * (degree - 1), "broadcast": 1, "reduce": 1, "shift": 1}.get(collective, degree - 1)
 
 
-def table_seconds(table: Table, axes: Mapping[str, int], links: Mapping[str, LinkRate]) -> float:
+def table_seconds(table: Table, axes: Mapping[str, int], links: Mapping[str, LinkRate], repeats: int = 1) -> float:
     """Seconds of the collectives of a table, one after the other.
 
     Args:
         table: calls and bytes.
         axes: the degree of each axis.
         links: the link of each axis.
+        repeats: pieces in which each call is made.
     """
     seconds = 0.0
     for (axis, collective), sent in table.items():
         link, messages = links[axis], messages_in_turn(collective, axes[axis])
-        transfer = 0.0 if link.bytes_per_second is None else sent.num_bytes / link.bytes_per_second
-        seconds += transfer + sent.calls * messages * link.latency_seconds
+        rate = link.bytes_per_second
+        if collective == "all_to_all":
+            rate = link.flow_bytes_per_second or rate
+        transfer = 0.0 if rate is None else sent.num_bytes / rate
+        seconds += transfer + repeats * sent.calls * messages * link.latency_seconds
     return seconds
 
 
@@ -80,7 +85,10 @@ class StageTimes:
         element: bytes per element of activations.
         recompute: activation recomputation.
         imbalance: load of the busiest expert-parallel process over the mean load.
-        devices_per_replica: processes of a whole pipeline, between neighbouring replicas.
+        degrees: of the mesh axes "dp" and "pp".
+        order: mesh axes, outermost first.
+        software: what computes.
+        slices: per micro-batch.
     """
 
     model: Architecture
@@ -90,20 +98,42 @@ class StageTimes:
     element: int
     recompute: Recompute = Recompute.NONE
     imbalance: float = 1.0
-    devices_per_replica: int = 1
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    order: Sequence[str] = ORDER
+    software: Software = PIPELOOM
+    slices: int = 1
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Devices from one process to the next along each mesh axis."""
+        return strides({**self.degrees, "tp": self.inside.tensor, "cp": self.inside.context}, self.order)
 
     @property
     def links(self) -> dict[str, LinkRate]:
-        """The link of each axis. Along tp, innermost, devices follow each other; along cp, groups of them.
+        """The link of each axis. Processes that share experts are in neighbouring replicas, or share sequences."""
+        inside, at = self.inside, self.strides
+        near = {axis: (at["cp" if axis == "cp" else "tp"], degree) for axis, degree in inside.axes.items()}
+        first = min(inside.expert_axes, key=lambda axis: at[axis])
+        near["ep"] = at[first], inside.expert
+        if len(inside.expert_axes) > 1 and inside.expert > inside.context:  # sequences first, then replicas
+            near["ep"] = at["dp"], -(-inside.expert // inside.context)
+        return {axis: ring_link(self.cluster, *near[axis]) for axis in near}
 
-        Processes that share experts are in neighbouring replicas, or share sequences.
-        """
-        inside = self.inside
-        span = {"cp": inside.processes, "ep": inside.processes}
-        if inside.expert_axes != ("cp",):
-            replicas = -(-inside.expert // (inside.context if "cp" in inside.expert_axes else 1))
-            span["ep"] = replicas * max(self.devices_per_replica, inside.processes)
-        return {axis: device_link(self.cluster, span.get(axis, inside.tensor)) for axis in inside.axes}
+    @property
+    def _kernels(self) -> KernelTimes:
+        return KernelTimes(self.cluster, self.element)
+
+    @property
+    def _block(self) -> BlockKernels:
+        return BlockKernels(
+            model=self.model,
+            inside=self.inside,
+            samples=self.samples,
+            kernels=self._kernels,
+            software=self.software,
+            imbalance=self.imbalance,
+            slices=self.slices,
+        )
 
     @property
     def tokens(self) -> int:
@@ -113,23 +143,27 @@ class StageTimes:
     def collectives(self, traffic: Traffic) -> tuple[float, float]:
         """Seconds of the collectives of a layer, forward and backward, hidden ones included."""
         axes, links = self.inside.axes, self.links
-        return table_seconds(traffic.forward, axes, links), table_seconds(traffic.backward, axes, links)
+        forward, backward = (table_seconds(table, axes, links, self.slices) for table in traffic)
+        return forward, backward
 
     def block(self, *, experts: bool = False) -> Seconds:
         """One block, with experts in place of an MLP or without."""
-        matrices = self._product(self._matrix_numbers(experts=experts))
-        attention, elementwise = self._attention(), self._elementwise(experts=experts)
-        forward, backward = self.collectives(self.block_traffic(experts=experts))
-        hidden = self._hidden(attention)
-        forward -= hidden[0]
-        backward -= hidden[1]
-        repeats = {Recompute.NONE: (0.0, 0.0), Recompute.SELECTIVE: (attention, self._hidden_attention(attention)[0])}
-        again, hidden_again = repeats.get(self.recompute, (matrices + attention + elementwise, hidden[0]))
-        return Seconds(
-            matrices + attention + elementwise + forward,
-            matrices + 2 * (attention + elementwise) + backward + again - hidden_again,
-            matrices,
-        )
+        found = self._block
+        forward, inputs, weights = found.matrices(experts=experts)
+        attention, elementwise = found.attention(), found.elementwise(experts=experts)
+        sends, returns = self.collectives(self.block_traffic(experts=experts))
+        hidden = self._hidden(attention[0])
+        sends -= hidden[0]
+        returns -= hidden[1]
+        computed = forward + attention[0] + elementwise[0]
+        repeats = {Recompute.NONE: (0.0, 0.0), Recompute.SELECTIVE: (attention[0], self._hidden_attention(attention[0])[0])}
+        again, hidden_again = repeats.get(self.recompute, (computed, hidden[0]))
+        full = self.recompute is Recompute.FULL
+        if full and self.software.recomputes_all:
+            returns += self._of_axis(self._one_d.row().forward)
+        if self.software.hides_collectives:
+            returns -= min(weights, 2 * self._of_axis(self._one_d.column(again=not full).backward))
+        return Seconds(computed + sends, inputs + attention[1] + elementwise[1] + returns + again - hidden_again, weights)
 
     def block_traffic(self, *, experts: bool) -> Traffic:
         """What one block sends, with experts or without."""
@@ -137,22 +171,36 @@ class StageTimes:
         return stage.block(self.recompute, experts=experts, rows=self._rows(experts))
 
     def embedding(self) -> Seconds:
-        """The embedding: its collectives."""
+        """The embedding: a look-up, and its collectives."""
         traffic = self.inside.traffic(self.model.layer_sizes(self.samples, self.element)).embedding()
-        forward, backward = self.collectives(traffic)
-        return Seconds(forward, backward, 0.0)
+        sends, returns = self.collectives(traffic)
+        numbers = self.tokens / self.inside.context / self.inside.sample_parts * self.model.width
+        look_up, add = (
+            self._kernels.elementwise(passes * self.element * numbers, self.slices) for passes in _EMBEDDING_PASSES
+        )
+        return Seconds(look_up + sends, returns, add)
 
     def head(self) -> Seconds:
         """The last norm, the head and the loss."""
-        model = self.model
-        product = self._product(model.width * model.vocabulary_size)
+        model, product = self.model, self._kernels.product
+        rows = self.tokens * self.inside.head_parts / self.inside.processes / self.slices
+        columns = -(-model.vocabulary_size // self.inside.head_parts)
+        forward, inputs, weights = (
+            self.slices * each
+            for each in (
+                product(rows, columns, model.width),
+                product(rows, model.width, columns),
+                product(model.width, columns, rows),
+            )
+        )
         hidden = self._hidden_product(model.width, model.vocabulary_size, inward=True)
         stage = self.inside.traffic(model.layer_sizes(self.samples, self.element))
         norm, head = self.collectives(stage.norm()), self.collectives(stage.head())
-        logits = self._traffic(4 * 2 * self.tokens * model.vocabulary_size / self.inside.processes)
-        return Seconds(
-            product + logits + norm[0] + head[0] - hidden[0], product + logits + norm[1] + head[1] - hidden[1], product
-        )
+        logits = self._kernels.elementwise(_LOGIT_BYTES * self.slices * rows * columns, 4 * self.slices)
+        returns = norm[1] + head[1] - hidden[1]
+        if self.software.hides_collectives:
+            returns -= min(weights, self._of_axis(self._one_d.column().backward))
+        return Seconds(forward + logits + norm[0] + head[0] - hidden[0], inputs + logits + returns, weights)
 
     def stages(self, blocks: Sequence[int]) -> list[Seconds]:
         """Stages with these numbers of blocks, the first with the embedding and the last with the head."""
@@ -168,12 +216,13 @@ class StageTimes:
 
     def message_bytes(self) -> float:
         """Bytes from one stage to the next, per process and micro-batch."""
-        parts = self.inside.context * (self.inside.tensor if self.inside.sequence or self.inside.grid else 1)
+        divided = self.inside.sequence or self.inside.grid or self.software.scatters
+        parts = self.inside.context * (self.inside.tensor if divided else 1)
         return self.element * self.tokens * self.model.width / parts
 
     def update_seconds(self, parameters: float) -> float:
         """Seconds of the optimizer's update of `parameters` elements."""
-        return self._traffic(_OPTIMIZER_BYTES * parameters)
+        return self._kernels.elementwise(_OPTIMIZER_BYTES * parameters, 0)
 
     def operations(self) -> float:
         """Operations of the model per micro-batch, all processes together: forward and backward, nothing repeated."""
@@ -214,9 +263,19 @@ class StageTimes:
         tokens = self.tokens // self.inside.context
         table = linear_traffic(shape, tokens, inputs, outputs, self.element, inward=inward).forward
         x, weight = (self._seconds_of(table, axis, "broadcast") for axis in ("tp_column", "tp_row"))
-        product = self._product(inputs * outputs)
+        product = 2 * self.tokens * inputs * outputs / self.inside.processes / self._kernels.rate
         back = (products_hidden(shape.side, product, each) for each in (x, weight))
         return products_hidden(shape.side, product, x + weight), sum(back)
+
+    @property
+    def _one_d(self) -> OneDTraffic:
+        sizes = self.model.layer_sizes(self.samples, self.element)
+        sizes = replace(sizes, sequence_length=sizes.sequence_length // self.inside.context)
+        degree = self.inside.tensor if self.inside.grid is None else 1
+        return OneDTraffic(sizes, degree, sequence=self.inside.sequence)
+
+    def _of_axis(self, table: Table) -> float:
+        return table_seconds(table, self.inside.axes, self.links, self.slices)
 
     def _seconds_of(self, table: Table, axis: str, collective: str) -> float:
         key = axis, collective
@@ -228,43 +287,3 @@ class StageTimes:
         if not experts or sizes is None:
             return None
         return balanced_rows(sizes, self.tokens // inside.context, inside.expert, self.imbalance)
-
-    def _matrix_numbers(self, *, experts: bool) -> float:
-        """Numbers in the matrices of a block; key heads that several processes have count for each."""
-        model, cut = self.model, self.inside.head_parts
-        keys = 2 * (cut * self.inside.key_heads(model.key_heads) - model.key_heads) if cut > model.key_heads else 0
-        uneven = 0.0
-        if experts and model.experts is not None:  # the busiest process
-            uneven = (self.imbalance - 1) * model.experts.top_k * model.experts.matrix_numbers(model.width)
-        return model.block_numbers(experts=experts) + model.width * keys * model.head_width + uneven
-
-    def _product(self, numbers: float) -> float:
-        return self._arithmetic(2 * self.tokens * numbers)
-
-    def _attention(self) -> float:
-        """Of the process that computes most."""
-        n, kind = self.inside.context, self.inside.context_kind
-        operations = 2 * self.tokens * self.model.sequence_length * self.model.attention_width
-        factor = {"ring-plain": (2 * n - 1) / n, "ring-self-attention": 2.0}.get(kind, 1.0) if n > 1 else 1.0
-        return self._arithmetic(operations * factor)
-
-    def _arithmetic(self, operations: float) -> float:
-        rate = self.cluster.efficiency * self.cluster.device.operations_per_second
-        return operations / self.inside.processes / rate
-
-    def _elementwise(self, *, experts: bool) -> float:
-        model, inside = self.model, self.inside
-        stream = _PASSES_STREAM * model.width
-        if inside.grid is None and not inside.sequence:
-            stream *= inside.tensor  # every process has all of it
-        shared: float = (_PASSES_GATED if model.gated else _PASSES_MLP) * model.mlp_width
-        if experts and model.experts is not None:
-            of = model.experts
-            shared = (_PASSES_GATED if of.gated else _PASSES_MLP) * of.expert_width
-            shared *= of.shared + self.imbalance * of.top_k
-            stream += _PASSES_ROW * of.top_k * model.width * (1 if inside.sequence else inside.tensor)
-        shared += _PASSES_QKV * model.qkv_features
-        return self._traffic(self.element * self.tokens * (stream + shared) / inside.processes)
-
-    def _traffic(self, num_bytes: float) -> float:
-        return num_bytes / (self.cluster.efficiency * self.cluster.device.memory_bytes_per_second)

@@ -1,0 +1,117 @@
+"""`Configuration`: how a transformer is trained on the devices of a cluster. No torch here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeloom.errors import InputError
+from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
+from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel import Precision
+from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.plan.costs.links import ORDER, strides
+from pipeloom.split.chain_partition import even_parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """All degrees and options on which the costs of a step depend.
+
+    Attributes:
+        schedule: name of the schedule.
+        pipeline: ranks of the pipeline.
+        chunks: virtual stages per rank.
+        microbatches: per step and replica.
+        microbatch_size: samples per micro-batch.
+        slices: per micro-batch.
+        data: data-parallel degree.
+        strategy, granularity: of data parallelism.
+        inside: the processes that share a stage.
+        recompute: activation recomputation, of all stages or of each.
+        precision: number formats.
+        optimizer: a name of `pipeloom.plan.memory.OPTIMIZERS`.
+        blocks: per stage; None: even.
+        order: mesh axes, outermost first.
+        imbalance: load of the busiest expert-parallel process over the mean load.
+        offload: activations that a rank keeps while it offloads others; None: it offloads none.
+    """
+
+    schedule: str = "1f1b"
+    pipeline: int = 1
+    chunks: int = 1
+    microbatches: int = 1
+    microbatch_size: int = 1
+    slices: int = 1
+    data: int = 1
+    strategy: DataStrategy = DataStrategy.DDP
+    granularity: Granularity = Granularity.STEP
+    inside: InsideStage = field(default_factory=InsideStage)
+    recompute: Recompute | Sequence[Recompute] = Recompute.NONE
+    precision: Precision = field(default_factory=lambda: Precision("bf16"))
+    optimizer: str = "adamw"
+    blocks: tuple[int, ...] | None = None
+    order: tuple[str, ...] = ORDER
+    imbalance: float = 1.0
+    offload: int | None = None
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.chunks
+
+    @property
+    def devices(self) -> int:
+        return self.pipeline * self.inside.processes * self.data
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per step, of all replicas."""
+        return self.data * self.microbatches * self.microbatch_size
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number in forwards."""
+        return 2 if self.precision.has_masters else 4
+
+    @property
+    def replicas(self) -> int:
+        """Processes with the same parameters, along dp and cp."""
+        return self.data * self.inside.context
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Devices from one process to the next along each mesh axis."""
+        inside = self.inside
+        degrees = {"dp": self.data, "pp": self.pipeline, "cp": inside.context, "tp": inside.tensor}
+        return strides(degrees, self.order)
+
+    def recompute_of(self, stage: int) -> Recompute:
+        return self.recompute if isinstance(self.recompute, Recompute) else self.recompute[stage]
+
+    def data_axis(self) -> DataAxis:
+        """The replicas of parameters."""
+        return DataAxis(
+            degree=self.replicas,
+            strategy=self.strategy,
+            granularity=self.granularity,
+            separate_master=self.precision.has_masters,
+        )
+
+    def blocks_of(self, layers: int) -> list[int]:
+        """Blocks of every stage. Where there are more stages than blocks, the first has none, then the last.
+
+        Raises:
+            InputError: more stages than blocks, embedding and head, or `blocks` that do not add up.
+        """
+        if self.blocks is not None:
+            if len(self.blocks) != self.stages or sum(self.blocks) != layers or min(self.blocks) < 0:
+                raise InputError(
+                    f"blocks={','.join(map(str, self.blocks))}: must be the blocks of each of {self.stages} stages, "
+                    f"{layers} together. Change them."
+                )
+            return list(self.blocks)
+        if self.stages <= layers:
+            return even_parts(layers, self.stages)
+        if self.stages > layers + 2:
+            raise InputError(
+                f"{self.stages} stages for {layers} layers: must be at most {layers + 2}. Use fewer chunks."
+            )
+        return [0, *[1] * (self.stages - 2), 1 if self.stages == layers + 1 else 0]

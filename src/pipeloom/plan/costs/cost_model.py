@@ -1,0 +1,231 @@
+"""`CostModel`: from a transformer, a cluster and a configuration to the seconds and bytes of a step. No torch here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pipeloom import schedules
+from pipeloom.errors import InputError
+from pipeloom.ir import Op, Placement, Program, Schedule
+from pipeloom.ir.recompute import Recompute
+from pipeloom.passes import insert_offload, lower
+from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.links import data_links, pipeline_network
+from pipeloom.plan.costs.software import PIPELOOM, Software
+from pipeloom.plan.memory import LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
+from pipeloom.plan.memory.choose import stage_bytes
+from pipeloom.plan.stage_times import Seconds, StageTimes
+from pipeloom.schedules import Conditions
+from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.sim.costs import MOST_UNITS
+from pipeloom.split.chain_partition import consecutive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrediction:
+    """A step of one configuration.
+
+    Attributes:
+        step_seconds: makespan and the optimizer's update.
+        update_seconds: of the update.
+        timeline: simulated.
+    """
+
+    step_seconds: float
+    update_seconds: float
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Costs of configurations of one transformer on one cluster; costs of layers are kept between calls.
+
+    Attributes:
+        model: the sizes.
+        cluster: where it is trained.
+        software: what computes.
+    """
+
+    model: Architecture
+    cluster: Cluster
+    software: Software = PIPELOOM
+    _layers: dict[object, tuple[Seconds, Seconds, dict[bool, Seconds], float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def times(self, of: Configuration, recompute: Recompute) -> StageTimes:
+        """The times of layers with one kind of recomputation."""
+        return StageTimes(
+            model=self.model,
+            inside=of.inside,
+            cluster=self.cluster,
+            samples=of.microbatch_size,
+            element=of.element,
+            recompute=recompute,
+            imbalance=of.imbalance,
+            degrees={"dp": of.data, "pp": of.pipeline},
+            order=of.order,
+            software=self.software,
+            slices=of.slices,
+        )
+
+    def _of_layers(self, of: Configuration, recompute: Recompute) -> tuple[Seconds, Seconds, dict[bool, Seconds], float]:
+        """Embedding, head, blocks without and with experts, and bytes of a message."""
+        far = of.strides["dp"] if of.inside.expert > 1 else 0
+        key = (of.inside, of.microbatch_size, of.element, recompute, of.imbalance, of.slices, of.strides["tp"], far)
+        found = self._layers.get(key)
+        if found is None:
+            times = self.times(of, recompute)
+            kinds = {self.model.has_experts(index) for index in range(self.model.layers)}
+            blocks = {experts: times.block(experts=experts) for experts in kinds}
+            found = self._layers[key] = times.embedding(), times.head(), blocks, times.message_bytes()
+        return found
+
+    @cached_property
+    def _experts_before(self) -> list[int]:
+        """Blocks with experts before each block."""
+        found = [0]
+        for index in range(self.model.layers):
+            found.append(found[-1] + self.model.has_experts(index))
+        return found
+
+    def stage_seconds(self, of: Configuration) -> list[Seconds]:
+        """Seconds of F, I and W of every stage on one micro-batch; the first has the embedding, the last the head."""
+        found, start, before = [], 0, self._experts_before
+        made: dict[tuple[int, int, Recompute], Seconds] = {}
+        for stage, count in enumerate(of.blocks_of(self.model.layers)):
+            recompute = of.recompute_of(stage)
+            mixed = before[start + count] - before[start]
+            start += count
+            if (count, mixed, recompute) not in made:
+                blocks = self._of_layers(of, recompute)[2]
+                plain, experts = blocks.get(False, _NOTHING), blocks.get(True, _NOTHING)
+                pairs = zip(plain, experts, strict=True)
+                made[count, mixed, recompute] = Seconds(*((count - mixed) * a + mixed * b for a, b in pairs))
+            found.append(made[count, mixed, recompute])
+        embedding, head, *_ = self._of_layers(of, of.recompute_of(0))
+        found[0] += embedding
+        found[-1] += head
+        return found
+
+    def message_bytes(self, of: Configuration) -> float:
+        """Bytes from one stage to the next, per process and micro-batch."""
+        return self._of_layers(of, of.recompute_of(0))[3]
+
+    def layers(self, of: Configuration) -> list[list[LayerMemory]]:
+        """The layers of every stage on one process."""
+        layers = transformer_layers(self.model, of.microbatch_size, of.element, of.inside, of.imbalance)
+        found = consecutive(layers[1:-2], of.blocks_of(self.model.layers))
+        found[0].insert(0, layers[0])
+        found[-1] += layers[-2:]
+        return found
+
+    def memory_model(self, of: Configuration) -> MemoryModel:
+        """What memory forecasts need."""
+        return MemoryModel(
+            stages=self.layers(of),
+            precision=of.precision,
+            optimizer=of.optimizer,
+            recompute=tuple(map(of.recompute_of, range(of.stages))),
+            expert=of.inside.expert,
+        )
+
+    def costs(self, of: Configuration) -> Costs:
+        """Seconds and bytes of every stage, for the simulator."""
+        stages, memory = self.stage_seconds(of), self.memory_model(of)
+        parameters, gradients = stage_bytes(memory, of.replicas)
+        return Costs(
+            forward=tuple(each.forward for each in stages),
+            backward_input=tuple(each.backward_input for each in stages),
+            backward_weight=tuple(each.backward_weight for each in stages),
+            message_bytes=(self.message_bytes(of),) * of.stages,
+            activation_bytes=tuple(memory.kept_bytes(stage) for stage in range(of.stages)),
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            units=tuple(min(MOST_UNITS, len(stage)) for stage in memory.stages),
+        )
+
+    def network(self, of: Configuration) -> Network:
+        """The links between stages, and between processes with the same parameters."""
+        at, inside = of.strides, of.inside
+        stride = at["cp"] if of.data == 1 else at["dp"] // (inside.context if at["dp"] == at["cp"] * inside.context else 1)
+        data = data_links(self.cluster, stride=stride, replicas=of.replicas)
+        return pipeline_network(self.cluster, ranks=of.pipeline, stride=at["pp"], **data)
+
+    def schedule(self, of: Configuration, memory_limit: float | None = None) -> Schedule:
+        """The named schedule, built for the costs where its family does so.
+
+        Args:
+            memory_limit: activations of a rank, in shares of one rank on one micro-batch, for schedules built for it.
+
+        Raises:
+            ScheduleError: the schedule does not support the sizes.
+        """
+        family = schedules.find(of.schedule)
+        conditions = None
+        if family.to_measure:
+            conditions = self._conditions(of, memory_limit)
+        return family(
+            num_ranks=of.pipeline,
+            num_microbatches=of.microbatches,
+            num_chunks=None if family.chunks else of.chunks,
+            num_slices=of.slices,
+            conditions=conditions,
+        )
+
+    def _conditions(self, of: Configuration, memory_limit: float | None) -> Conditions:
+        plan = Schedule(
+            name=of.schedule, num_microbatches=1, placement=Placement.loop(of.pipeline, of.chunks), orders=()
+        )
+        costs, network = self.costs(of), self.network(of)
+        seconds = costs.seconds(plan)
+        kept = costs.bytes_kept(plan)
+        assert kept is not None
+        share = sum(kept[0]) / of.pipeline
+        return Conditions(
+            forward=seconds[Op.F],
+            backward_input=seconds[Op.I],
+            backward_weight=seconds[Op.W],
+            latency=network.message_seconds(plan, costs),
+            activation=kept[0],
+            weight_gradient=kept[1],
+            caps=(float("inf") if memory_limit is None else memory_limit * share,) * of.pipeline,
+        )
+
+    def program(self, of: Configuration, schedule: Schedule | None = None) -> Program:
+        """What every replica runs."""
+        program = lower(schedule or self.schedule(of), data=of.data_axis())
+        return program if of.offload is None else insert_offload(program, of.offload)
+
+    def predict(self, of: Configuration, program: Program | None = None) -> StepPrediction:
+        """Simulate a step.
+
+        Raises:
+            InputError, ScheduleError: sizes that do not fit.
+        """
+        of.inside.check(self.model.layer_sizes(of.microbatch_size, 1))
+        program = program or self.program(of)
+        if program.schedule.num_stages != of.stages:
+            raise InputError(
+                f"chunks={of.chunks}: schedule {program.name!r} has {program.schedule.num_stages} stages on "
+                f"{of.pipeline} ranks. Use {program.placement.num_chunks}."
+            )
+        timeline = simulate(program, self.costs(of), self.network(of))
+        update = self.update_seconds(of, program.placement.stages_of)
+        return StepPrediction(step_seconds=timeline.makespan + update, update_seconds=update, timeline=timeline)
+
+    def update_seconds(self, of: Configuration, stages_of: Sequence[Sequence[int]]) -> float:
+        """Seconds of the optimizer's update on the rank with most parameters."""
+        sizes = [sum(sum(layer.parameter_sizes.values()) for layer in stage) for stage in self.layers(of)]
+        held = max(sum(sizes[stage] for stage in stages) for stages in stages_of)
+        shards = of.replicas if of.strategy.shards_optimizer else 1
+        return self.times(of, Recompute.NONE).update_seconds(held / shards)
+
+    def peak_bytes(self, of: Configuration, program: Program | None = None) -> list[float]:
+        """Peak memory of every rank."""
+        return [rank.peak for rank in memory_of_ranks(program or self.program(of), self.memory_model(of))]
+
+
+_NOTHING = Seconds(0.0, 0.0, 0.0)

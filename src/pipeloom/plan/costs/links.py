@@ -1,0 +1,117 @@
+"""Links of a cluster that the processes of a mesh axis use: their bandwidth and latency. No torch here.
+
+Devices are numbered through node after node. `stride` is the distance between neighbours along an axis. A ring of
+processes enters and leaves every node once; where it crosses nodes, the rings of all devices of a node share its
+network:
+
+    inside a node    bandwidth of a device, at most that of its direct links to the others
+    between nodes    network of the node / number of rings in a node, at most the bandwidth of a device inside
+    all-to-all       between nodes: network of the node / devices of a node
+    message          between nodes: the same, at most one network card per device
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from pipeloom.plan.cluster import Cluster
+from pipeloom.sim import Network
+from pipeloom.sim.network import Link
+
+ORDER = ("dp", "pp", "cp", "tp")  # mesh axes, outermost first, as a run orders them by default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """One device's link to another one that it shares a stage with, in one direction.
+
+    Attributes:
+        bytes_per_second: bandwidth; None for no limit.
+        latency_seconds: latency per message.
+        flow_bytes_per_second: bandwidth where every device sends to every other one; None: `bytes_per_second`.
+    """
+
+    bytes_per_second: float | None = None
+    latency_seconds: float = 0.0
+    flow_bytes_per_second: float | None = None
+
+
+def strides(degrees: Mapping[str, int], order: Sequence[str] = ORDER) -> dict[str, int]:
+    """The distance between neighbours along each axis.
+
+    Args:
+        degrees: by axis.
+        order: all axes, outermost first.
+    """
+    found, distance = {}, 1
+    for axis in reversed(order):
+        found[axis] = distance
+        distance *= degrees.get(axis, 1)
+    return found
+
+
+def ring_link(cluster: Cluster, stride: int, degree: int, *, sums: bool = False) -> LinkRate:
+    """The link of each of `degree` devices, `stride` apart, of a ring, while all other such rings are in use too.
+
+    Args:
+        sums: whether the ring reduces, for which a cluster may have a measured bandwidth.
+    """
+    inside, network, node = cluster.inside_node, cluster.between_nodes, cluster.devices_per_node
+    here = max(1, min(degree, node // stride))  # of the ring, in a node
+    near = min(inside.bytes_per_second, max(1, here - 1) * inside.pair_bytes_per_second)
+    if stride * degree <= node:
+        return LinkRate(bytes_per_second=cluster.link_part * near, latency_seconds=inside.latency_seconds)
+    rings = min(stride, node)
+    rate = cluster.link_part * network.bytes_per_second
+    if sums and network.sum_bytes_per_second is not None:
+        rate = network.sum_bytes_per_second
+    if here > 1:
+        rate = min(rate, rings * cluster.link_part * near)
+    return LinkRate(
+        bytes_per_second=rate / rings,
+        latency_seconds=network.latency_seconds,
+        flow_bytes_per_second=cluster.link_part * network.bytes_per_second / node,
+    )
+
+
+def data_links(cluster: Cluster, *, stride: int, replicas: int) -> dict[str, Any]:
+    """Links between data-parallel replicas and to host memory, as keyword arguments of `pipeloom.sim.Network`.
+
+    Args:
+        cluster: the cluster they run on.
+        stride: devices from one replica's process to the next one's.
+        replicas: data-parallel degree.
+    """
+    gathers, sums = (ring_link(cluster, stride, replicas, sums=each) for each in (False, True))
+    found: dict[str, Any] = {
+        "data_bytes_per_second": gathers.bytes_per_second,
+        "data_sum_bytes_per_second": sums.bytes_per_second,
+        "data_latency_seconds": gathers.latency_seconds,
+    }
+    if cluster.device.host_bytes_per_second is not None:
+        found["memory_bytes_per_second"] = cluster.link_part * cluster.device.host_bytes_per_second
+    return found
+
+
+def pipeline_network(cluster: Cluster, *, ranks: int, stride: int, **others: Any) -> Network:
+    """The links between stages, where neighbours in the pipeline are `stride` devices apart.
+
+    Args:
+        others: further arguments of `Network`.
+    """
+    inside, network, node = cluster.inside_node, cluster.between_nodes, cluster.devices_per_node
+    near = cluster.link_part * inside.pair_bytes_per_second
+    far = cluster.link_part * network.bytes_per_second / max(network.cards, min(stride, node))
+    at = [rank * stride // node for rank in range(ranks)]
+    pairs = [*pairwise(range(ranks)), *([(ranks - 1, 0)] if ranks > 2 else [])]
+    crossing = [pair for pair in pairs if at[pair[0]] != at[pair[1]]]
+    if len(crossing) in (0, len(pairs)):
+        rate, latency = (far, network.latency_seconds) if crossing else (near, inside.latency_seconds)
+        return Network(bytes_per_second=rate, latency_seconds=latency, **others)
+    both = [pair for a, b in crossing for pair in ((a, b), (b, a))]
+    latencies = tuple(
+        tuple(inside.latency_seconds if a == b else network.latency_seconds for b in at) for a in at
+    )
+    links = tuple(Link(ranks=frozenset({pair}), bytes_per_second=far) for pair in both)
+    return Network(bytes_per_second=near, latency_seconds=latencies, links=links, **others)
