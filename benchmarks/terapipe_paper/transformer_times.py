@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pipeloom.errors import InputError
-from pipeloom.plan.cluster import Cluster, data_links
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.links import data_links
 from pipeloom.plan.slicing.slice_costs import Array
 
 _VALUE_BYTES = 2
@@ -144,7 +145,7 @@ def step_end_seconds(
     """
     parameters = 12 * width**2 * layers / pipeline / tensor
     count = 2 * (data - 1) / data * _VALUE_BYTES * parameters
-    links = data_links(cluster, devices=pipeline * tensor, replicas=data)
+    links = data_links(cluster, stride=pipeline * tensor, replicas=data)
     seconds: float = count / links["data_sum_bytes_per_second"]
     update = _OPTIMIZER_BYTES * parameters / cluster.device.memory_bytes_per_second
     return seconds + update / cluster.efficiency

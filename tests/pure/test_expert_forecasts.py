@@ -15,13 +15,14 @@ from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.parallel.expert.traffic import Rows, balanced_rows, dispatch_traffic, rows_of
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.passes import lower
-from pipeloom.plan.cluster import CLUSTERS, device_link
+from pipeloom.plan.costs.links import ring_link
+from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.memory import LayerMemory, MemoryModel, memory_of_ranks, num_parameters, transformer_layers
 from pipeloom.plan.memory.choose import stage_bytes
 from pipeloom.plan.named_architectures import NAMED, parse_architecture
 from pipeloom.plan.stage_times import StageTimes
 
-MIXTRAL, GLAM, H100 = NAMED["mixtral-8x7b"], NAMED["glam-64b"], CLUSTERS["h100"]
+MIXTRAL, GLAM, H100 = NAMED["mixtral-8x7b"], NAMED["glam-64b"], CLUSTERS["dgx-h100"]
 EIGHT = ExpertSizes(experts=8, top_k=2, expert_width=64)
 
 
@@ -109,7 +110,9 @@ def test_gradients_of_experts_travel_between_fewer_replicas():
 
 
 def times(**changes) -> StageTimes:
-    exact = replace(H100, efficiency=1.0, device=replace(H100.device, memory_bytes_per_second=1e30))
+    changes_of_device = {"memory_bytes_per_second": 1e30, "multiprocessors": None, "launch_seconds": 0.0}
+    device = replace(H100.device, host_seconds=0.0, **changes_of_device)
+    exact = replace(H100, efficiency=1.0, memory_efficiency=None, link_efficiency=None, device=device)
     model = replace(GLAM, sequence_length=2048)
     options = {"model": model, "inside": InsideStage(), "cluster": exact, "samples": 4, "element": 2}
     return StageTimes(**{**options, **changes})
@@ -128,11 +131,12 @@ def test_experts_of_a_token_take_time_and_the_busiest_process_most():
 
 
 def test_all_to_alls_take_the_link_of_neighbouring_replicas():
-    near, far = (times(inside=InsideStage(expert=4), devices_per_replica=devices) for devices in (2, 4))
-    assert near.links["ep"] == device_link(near.cluster, 8)
-    assert far.links["ep"] == device_link(far.cluster, 16)
+    near, far = (times(inside=InsideStage(expert=4), degrees={"pp": ranks}) for ranks in (2, 4))
+    assert near.links["ep"] == ring_link(near.cluster, 2, 4)
+    assert far.links["ep"] == ring_link(far.cluster, 4, 4)
+    assert far.links["ep"].flow_bytes_per_second == 50e9
     inside = InsideStage(expert=8, context=8, expert_axes=("cp",))
-    assert times(inside=inside, devices_per_replica=64).links["ep"] == near.links["ep"]
+    assert times(inside=inside, degrees={"pp": 8}).links["ep"] == near.links["ep"]
     rows = 2 * 8192 * 3 / 4 * 8192 * 2
     alone = times().block(experts=True)
     counts = 8 * 64 * 3 / 4

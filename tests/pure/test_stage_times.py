@@ -13,14 +13,16 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.traffic import sends
 from pipeloom.plan.architecture import Architecture
-from pipeloom.plan.cluster import CLUSTERS, LinkRate, device_link
+from pipeloom.plan.costs.links import LinkRate, ring_link
+from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.memory import gpt_layers, num_parameters, transformer_layers
 from pipeloom.plan.named_architectures import NAMED, find_architecture, parse_architecture
 from pipeloom.plan.stage_times import StageTimes, table_seconds
 from tests.pure.test_import_rule import modules_after
 
-H100 = CLUSTERS["h100"]
-EXACT = replace(H100, efficiency=1.0, device=replace(H100.device, memory_bytes_per_second=1e30))
+H100 = CLUSTERS["dgx-h100"]
+PLAIN = replace(H100.device, memory_bytes_per_second=1e30, multiprocessors=None, launch_seconds=0.0, host_seconds=0.0)
+EXACT = replace(H100, efficiency=1.0, memory_efficiency=None, link_efficiency=None, device=PLAIN)
 
 
 def times(inside: InsideStage | None = None, **changes) -> StageTimes:
@@ -88,9 +90,15 @@ def test_blocks_of_a_ring_travel_while_others_are_computed():
     assert seen.forward == pytest.approx(hidden.forward + travel - 0.75 * attention)
 
 
-def test_links_between_nodes_are_shared_by_the_devices_of_a_node():
-    assert device_link(H100, 8) == LinkRate(bytes_per_second=0.65 * 450e9, latency_seconds=3e-6)
-    assert device_link(H100, 9) == LinkRate(bytes_per_second=0.65 * 50e9, latency_seconds=1e-5)
+def test_links_are_shared_by_the_devices_of_a_node():
+    far = {"latency_seconds": 1e-5, "flow_bytes_per_second": 50e9}
+    assert ring_link(EXACT, 1, 8) == LinkRate(bytes_per_second=450e9, latency_seconds=3e-6)
+    assert ring_link(EXACT, 8, 4) == LinkRate(bytes_per_second=50e9, **far)  # eight rings at once
+    assert ring_link(EXACT, 2, 16) == LinkRate(bytes_per_second=200e9, **far)  # two, each through four devices
+    assert ring_link(EXACT, 1, 16) == LinkRate(bytes_per_second=400e9, **far)
+    pairs = CLUSTERS["p3.16xlarge"]
+    rates = [ring_link(pairs, 1, degree).bytes_per_second for degree in (2, 4, 8)]
+    assert rates == [0.8 * 50e9, 0.8 * 150e9, 0.8 * 150e9]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +206,9 @@ def test_the_table_of_a_model(capsys):
         (("--model", "gpt3-175b", "--tensor", "4", "--tensor-layout", "2d"), "micro-batch size=1: must be a multiple"),
         (("--model", "gpt3-175b", "--context", "3"), "sequence length=2048: must be a multiple of 6"),
         (("--model", "gpt3-175b", "--efficiency", "1.5"), "--efficiency 1.5: must be above 0, at most 1."),
-        (("--model", "gpt3-175b", "--precision", "fp32"), "--precision fp32: named devices have the peak of bf16."),
+        (("--model", "gpt3-175b", "--cluster", "dgx"), "--cluster=dgx: must be p3.16xlarge, dgx-a100-80"),
+        (("--model", "gpt3-175b", "--order", "pp,dp,pp"), "--order pp,dp,pp: must be different axes of dp, pp, cp, tp"),
+        (("--model", "gpt3-175b", "--blocks", "48,47"), "--blocks 48,47: must be the blocks of 2 stages, 96 together."),
         (("--model", "gpt3-175b", "--ranks", "200"), "200 stages for 96 layers: must be at most 98."),
     ],
 )

@@ -17,7 +17,8 @@ from pipeloom.cli import main
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op
 from pipeloom.passes import forward_only, lower
-from pipeloom.plan.cluster import data_links, parse_cluster
+from pipeloom.plan.cluster import parse_cluster
+from pipeloom.plan.costs.links import data_links
 from pipeloom.sim import Costs, Network, Timeline, measured_timeline, parse_costs, simulate
 from pipeloom.sim.data_link import TimedCollective, fit_data_link, gather_seconds, reduce_seconds, slowdown
 from tests.pure.test_data_axis import AXES
@@ -210,9 +211,9 @@ def test_a_cluster_file_says_what_goes_beside_ranks(tmp_path, capsys):
     data = json.loads((HERE / "p3.16xlarge.json").read_text())
     data["device"]["host_bytes_per_second"] = 16e9
     cluster = parse_cluster(json.dumps(data))
-    inside = data_links(cluster, devices=4, replicas=2)
-    assert inside["data_bytes_per_second"] == cluster.efficiency * 150e9
-    between = data_links(cluster, devices=4, replicas=4)  # four devices share the network of a node
+    inside = data_links(cluster, stride=4, replicas=2)
+    assert inside["data_bytes_per_second"] == cluster.efficiency * 25e9  # between two devices
+    between = data_links(cluster, stride=4, replicas=4)  # four devices share the network of a node
     assert between["data_bytes_per_second"] == cluster.efficiency * 3.125e9 / 4
     assert between["data_sum_bytes_per_second"] == 1.875e9 / 4
     assert between["data_latency_seconds"] == 5e-5

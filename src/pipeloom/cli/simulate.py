@@ -260,7 +260,7 @@ def _parser() -> Parser:
     number("--data-latency", help="latency of a message between replicas in seconds (default: 0)")
     number("--data-slowdown", help="slowdown of computations during collectives, 0 to 1 (default: 0)")
     whole("--units", help="communication buckets per stage (default: 1)")
-    text("--cluster", metavar="FILE", help="JSON file with bandwidths and latencies for --data and --offload")
+    text("--cluster", metavar="NAME|FILE", help="devices and links: a name, such as dgx-h100, or a JSON file")
     option("--parameter-bytes", type=Bytes, help="bytes of parameters per rank")
     number("--offload", help="live activations kept per rank; the others are offloaded (default: all)")
     rate("--memory-bandwidth", help="bandwidth to the offload target (default: no limit)")

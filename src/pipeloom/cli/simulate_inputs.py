@@ -14,7 +14,8 @@ from pipeloom.common.json_reader import parse_file
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Op, Placement, Program, Schedule
 from pipeloom.passes import insert_offload, lower
-from pipeloom.plan.cluster import data_links, parse_cluster
+from pipeloom.plan.costs.links import data_links
+from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.schedules import Conditions, Found, StreamOptions
 from pipeloom.schedules.conditions import peak_held
 from pipeloom.schedules.sizes import check_sizes
@@ -57,8 +58,8 @@ class Inputs:
                 )
         self.costs = replace(costs, overlap=options.overlap, rank_slowness=slowness)
         if options.cluster is not None and self.model is None:
-            cluster = parse_file("--cluster", options.cluster, parse_cluster)
-            found = data_links(cluster, devices=options.ranks, replicas=options.data or 1)
+            cluster = find_cluster(options.cluster, "--cluster")
+            found = data_links(cluster, stride=options.ranks, replicas=options.data or 1)
             used = {"data": options.data is not None, "memory": options.offload is not None}
             network = replace(network, **{name: value for name, value in found.items() if used[name.split("_")[0]]})
         links = {name: getattr(options, option) for option, name in LINKS.items()}
@@ -133,7 +134,7 @@ class Inputs:
         """The costs for the stages of `schedule`."""
         if self.model is None:
             return self.costs
-        found = self.model.costs(schedule.num_stages)
+        found = self.model.costs(schedule)
         return replace(found, overlap=self.costs.overlap, rank_slowness=self.costs.rank_slowness)
 
     def _check_stages(self, schedule: Schedule) -> None:

@@ -1,5 +1,6 @@
 """`pipeloom simulate --model`: times and memory of a transformer on a named device, for a layout inside its stages."""
 
+import re
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, get_args
@@ -7,7 +8,6 @@ from typing import Any, get_args
 from pipeloom.cli.common.expert_options import EXPERTS, add_expert_options, check_experts, with_experts
 from pipeloom.cli.common.inside_options import LAYOUT, add_inside_options, inside_of, plan_fields
 from pipeloom.cli.common.parser import Parser
-from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import BytesPerSecond, bytes_text, number_text, seconds_text, table_lines
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
@@ -15,22 +15,16 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.options import DType, Precision
 from pipeloom.passes import lower
 from pipeloom.plan.architecture import Architecture
-from pipeloom.plan.cluster import CLUSTERS, Cluster, data_links, device_link, parse_cluster
-from pipeloom.plan.memory import (
-    KINDS,
-    OPTIMIZERS,
-    LayerMemory,
-    MemoryModel,
-    memory_of_ranks,
-    num_parameters,
-    transformer_layers,
-)
-from pipeloom.plan.memory.choose import stage_bytes
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.configuration import Configuration, even_blocks
+from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.links import ORDER
+from pipeloom.plan.costs.named_clusters import CLUSTERS, DEVICES, find_cluster
+from pipeloom.plan.costs.software import PIPELOOM, SOFTWARE
+from pipeloom.plan.costs.step_bound import step_bound
+from pipeloom.plan.memory import KINDS, OPTIMIZERS, MemoryModel, memory_of_ranks, num_parameters, transformer_layers
 from pipeloom.plan.named_architectures import NAMED, find_architecture
-from pipeloom.plan.stage_times import StageTimes
 from pipeloom.sim import Costs, Network, Timeline
-from pipeloom.sim.costs import MOST_UNITS
-from pipeloom.split.chain_partition import consecutive, even_parts
 
 _RATES = ("peak", "efficiency", "node_bandwidth", "network_bandwidth", "node_latency", "network_latency")
 MODEL_OPTIONS = (
@@ -38,7 +32,7 @@ MODEL_OPTIONS = (
     *EXPERTS,
     *_RATES,
     *("sequence_length", "vocabulary_size", "microbatch_size", "recompute", "precision", "optimizer", "device"),
-    "devices_per_node",
+    *("devices_per_node", "software", "order", "blocks"),
 )
 _DEVICE = "h100"
 
@@ -57,7 +51,10 @@ def add_model_options(parser: Parser) -> None:
     option("--recompute", choices=[str(kind) for kind in Recompute], help="activation recomputation (default: none)")
     option("--precision", choices=get_args(DType), help="number format of parameters (default: bf16)")
     option("--optimizer", choices=list(OPTIMIZERS), help="optimizer, for memory (default: adamw)")
-    option("--device", choices=list(CLUSTERS), help=f"device and links, without --cluster (default: {_DEVICE})")
+    text("--blocks", metavar="N,N,..", help="blocks per stage (default: even)")
+    text("--order", metavar="AXES", help="mesh axes, outermost first (default: dp,pp,cp,tp)")
+    option("--software", choices=list(SOFTWARE), help=f"kernels and overlap (default: {PIPELOOM.name})")
+    option("--device", choices=list(DEVICES), help=f"device and links, without --cluster (default: {_DEVICE})")
     number("--peak", help="operations per second of a device, in the number format")
     number("--efficiency", help="fraction of the peak rates that programs reach")
     whole("--devices-per-node", help="devices per node")
@@ -89,16 +86,8 @@ class SimulatedModel:
         self.samples: int = given.get("microbatch_size", 1)
         self.recompute = Recompute(given.get("recompute", Recompute.NONE))
         self.cluster = self._cluster()
-        self.times = StageTimes(
-            model=self.model,
-            inside=self.inside,
-            cluster=self.cluster,
-            samples=self.samples,
-            element=2 if self.precision.has_masters else 4,
-            recompute=self.recompute,
-            imbalance=given.get("expert_imbalance", 1.0),
-            devices_per_replica=options.ranks * self.inside.processes,
-        )
+        software = SOFTWARE[given.get("software", PIPELOOM.name)]
+        self.costs_of = CostModel(model=self.model, cluster=self.cluster, software=software)
         check_experts(self.model, given)
         self.inside.check(self.model.layer_sizes(self.samples, 1))
 
@@ -107,11 +96,9 @@ class SimulatedModel:
         if options.cluster is not None:
             if "device" in given:
                 raise InputError(f"--device {given['device']}: does not work with --cluster. Remove one of them.")
-            cluster: Cluster = parse_file("--cluster", options.cluster, parse_cluster)
+            cluster = find_cluster(options.cluster, "--cluster")
         else:
-            cluster = CLUSTERS[given.get("device", _DEVICE)]
-            if self.precision.dtype == "fp32" and "peak" not in given:
-                raise InputError("--precision fp32: named devices have the peak of bf16. Add --peak.")
+            cluster = CLUSTERS[DEVICES[given.get("device", _DEVICE)]]
         for name in _RATES:
             if name in given and not (0 if name.endswith("latency") else 1e-30) <= given[name] <= (
                 1 if name == "efficiency" else 1e30
@@ -126,7 +113,11 @@ class SimulatedModel:
         )
         if "bytes_per_second" in second:
             second["sum_bytes_per_second"] = None
-        device = replace(cluster.device, operations_per_second=given.get("peak", cluster.device.operations_per_second))
+        if "bytes_per_second" in first:  # all of it between two devices too
+            first["pair_bytes_per_second"] = first["bytes_per_second"]
+        device = cluster.device
+        if "peak" in given:
+            device = replace(device, operations_per_second=given["peak"], fp32_operations_per_second=None)
         return replace(
             cluster,
             device=device,
@@ -136,6 +127,42 @@ class SimulatedModel:
             devices_per_node=given.get("devices_per_node", cluster.devices_per_node),
         )
 
+    def configuration(self, num_stages: int, schedule: Schedule | None = None) -> Configuration:
+        """All degrees and options, for `num_stages` stages."""
+        options, given = self._options, self._given
+        return Configuration(
+            schedule=schedule.name if schedule else "1f1b",
+            pipeline=options.ranks,
+            microbatches=options.microbatches,
+            microbatch_size=self.samples,
+            slices=schedule.num_slices if schedule else 1,
+            data=options.data or 1,
+            strategy=DataStrategy(options.data_strategy or DataStrategy.DDP),
+            granularity=Granularity(options.data_granularity or Granularity.STEP),
+            inside=self.inside,
+            recompute=self.recompute,
+            precision=self.precision,
+            optimizer=given.get("optimizer", "adamw"),
+            blocks=self._blocks(num_stages),
+            order=_order(given.get("order")),
+            imbalance=given.get("expert_imbalance", 1.0),
+            offload=options.offload,
+        )
+
+    def _blocks(self, num_stages: int) -> tuple[int, ...]:
+        """Of ``--blocks``, or even ones."""
+        words = self._given.get("blocks")
+        if words is None:
+            return tuple(even_blocks(self.model.layers, num_stages))
+        if re.fullmatch(r"\d+(,\d+)*", words, re.ASCII) is None:
+            raise InputError(f"--blocks {words}: must be the blocks of each stage, such as 5,6,6,5.")
+        blocks = tuple(map(int, words.split(",")))
+        if len(blocks) != num_stages or sum(blocks) != self.model.layers:
+            raise InputError(
+                f"--blocks {words}: must be the blocks of {num_stages} stages, {self.model.layers} together. Change it."
+            )
+        return blocks
+
     @property
     def replicas(self) -> int:
         """Processes with the same parameters, along dp and cp."""
@@ -143,91 +170,49 @@ class SimulatedModel:
 
     @cached_property
     def network(self) -> Network:
-        """The links between stages, and between processes with the same parameters.
-
-        Processes of a stage follow each other, then stages, then replicas.
-        """
-        stage, options = self.inside.processes, self._options
-        link = device_link(self.cluster, stage * options.ranks)
-        found = data_links(self.cluster, devices=stage * options.ranks, replicas=self.replicas)
-        return Network(bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds, **found)
+        """The links between stages, and between processes with the same parameters."""
+        return self.costs_of.network(self.configuration(1))
 
     def data_axis(self) -> DataAxis:
         """The replicas of parameters."""
-        options = self._options
-        return DataAxis(
-            degree=self.replicas,
-            strategy=DataStrategy(options.data_strategy or DataStrategy.DDP),
-            granularity=Granularity(options.data_granularity or Granularity.STEP),
-            separate_master=self.precision.has_masters,
-        )
+        return self.configuration(1).data_axis()
 
-    def _blocks(self, num_stages: int) -> list[int]:
-        """Blocks per stage. Where there are more stages than blocks, the first has none, then the last."""
-        layers = self.model.layers
-        if num_stages <= layers:
-            return even_parts(layers, num_stages)
-        if num_stages > layers + 2:
-            raise InputError(
-                f"{num_stages} stages for {layers} layers: must be at most {layers + 2}. Use fewer chunks."
-            )
-        return [0, *[1] * (num_stages - 2), 1 if num_stages == layers + 1 else 0]
-
-    def memory_model(self, num_stages: int) -> MemoryModel:
+    def memory_model(self, schedule: Schedule) -> MemoryModel:
         """The layers of every stage on one process."""
-        element = 2 if self.precision.has_masters else 4
-        layers = transformer_layers(self.model, self.samples, element, self.inside, self.times.imbalance)
-        return MemoryModel(
-            stages=_in_stages(layers, self._blocks(num_stages)),
-            precision=self.precision,
-            optimizer=self._given.get("optimizer", "adamw"),
-            recompute=(self.recompute,) * num_stages,
-            expert=self.inside.expert,
-        )
+        return self.costs_of.memory_model(self.configuration(schedule.num_stages, schedule))
 
-    def costs(self, num_stages: int) -> Costs:
+    def costs(self, schedule: Schedule) -> Costs:
         """Seconds and bytes of every stage."""
-        stages, memory = self.times.stages(self._blocks(num_stages)), self.memory_model(num_stages)
-        parameters, gradients = stage_bytes(memory, self.replicas)
-        return Costs(
-            forward=tuple(each.forward for each in stages),
-            backward_input=tuple(each.backward_input for each in stages),
-            backward_weight=tuple(each.backward_weight for each in stages),
-            message_bytes=(self.times.message_bytes(),) * num_stages,
-            activation_bytes=tuple(memory.kept_bytes(stage) for stage in range(num_stages)),
-            parameter_bytes=parameters,
-            gradient_bytes=gradients,
-            units=tuple(min(MOST_UNITS, len(stage)) for stage in memory.stages),
-        )
+        return self.costs_of.costs(self.configuration(schedule.num_stages, schedule))
 
     def answer(self, schedule: Schedule, program: Program | Schedule, timeline: Timeline) -> dict[str, Any]:
         """The numbers of ``--json`` that a model adds."""
-        memory = self.memory_model(schedule.num_stages)
+        of, costs = self.configuration(schedule.num_stages, schedule), self.costs_of
         if not isinstance(program, Program):
             program = lower(schedule, data=self.data_axis())
-        ranks = memory_of_ranks(program, memory)
-        shards = self.replicas if self.data_axis().strategy.shards_optimizer else 1
-        held = [
-            sum(sum(layer.parameter_sizes.values()) for stage in stages for layer in memory.stages[stage])
-            for stages in schedule.placement.stages_of
-        ]
-        update = self.times.update_seconds(max(held) / shards)
-        step = timeline.makespan + update
-        devices = schedule.num_ranks * self.inside.tensor * self.replicas
-        tokens = self.times.tokens * schedule.num_microbatches * (self._options.data or 1)
-        work = self.times.operations() * schedule.num_microbatches * (self._options.data or 1)
+        ranks = memory_of_ranks(program, costs.memory_model(of))
+        update = costs.update_seconds(of, schedule.placement.stages_of)
+        step, devices = timeline.makespan + update, of.devices
+        tokens = of.batch_size * self.model.sequence_length
+        work = costs.times(of, self.recompute).operations() / of.microbatch_size * of.batch_size
         return {
             "model": self.model.name,
             "devices": devices,
             "update_seconds": update,
+            **self._bound(of, schedule),
             "step_seconds": step,
             "tokens_per_second": tokens / step,
             "operations_per_device_second": work / step / devices,
-            "peak_fraction": work / step / devices / self.cluster.device.operations_per_second,
+            "peak_fraction": work / step / devices / self.cluster.device.peak(of.element),
             "collective_seconds": self._collective_seconds(),
             **self._of_experts(),
             "memory": [{"rank": rank.rank, **rank.kinds, "peak": rank.peak} for rank in ranks],
         }
+
+    def _bound(self, of: Configuration, schedule: Schedule) -> dict[str, float]:
+        """The lower bound of a step, unless options change the times of computations."""
+        changed = self._options.slow_rank or self._options.overlap != 1
+        return {} if changed else {"least_step_seconds": step_bound(self.costs_of, of, schedule)}
 
     def planned(self, schedule: Schedule, answer: dict[str, Any]) -> dict[str, Any]:
         """What a plan says of the model: how stages are shared, and the predictions of `answer`."""
@@ -247,7 +232,8 @@ class SimulatedModel:
 
     def _collective_seconds(self, *, experts: bool = False) -> dict[str, float]:
         """Seconds of the collectives of one block, in F and in I, without overlap."""
-        forward, backward = self.times.collectives(self.times.block_traffic(experts=experts))
+        times = self.costs_of.times(self.configuration(1), self.recompute)
+        forward, backward = times.collectives(times.block_traffic(experts=experts))
         return {"forward": forward, "backward": backward}
 
     def _of_experts(self) -> dict[str, Any]:
@@ -270,12 +256,14 @@ class SimulatedModel:
         }
 
 
-def _in_stages(layers: list[LayerMemory], blocks: list[int]) -> list[list[LayerMemory]]:
-    """Stages with these numbers of blocks, the first with the embedding and the last with norm and head."""
-    found = consecutive(layers[1:-2], blocks)
-    found[0].insert(0, layers[0])
-    found[-1] += layers[-2:]
-    return found
+def _order(words: str | None) -> tuple[str, ...]:
+    """All mesh axes, outermost first; those that ``--order`` does not name are innermost. Raises InputError."""
+    if words is None:
+        return ORDER
+    names = words.split(",")
+    if not set(names) <= set(ORDER) or len(set(names)) < len(names):
+        raise InputError(f"--order {words}: must be different axes of {', '.join(ORDER)}, outermost first.")
+    return (*names, *(name for name in ORDER if name not in names))
 
 
 def print_model(answer: dict[str, Any]) -> None:

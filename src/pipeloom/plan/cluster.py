@@ -8,8 +8,8 @@
      "efficiency": 0.75}
 
 Optional keys of `device`: `host_bytes_per_second`, the bandwidth to host memory, for offloaded activations;
-`memory_bytes`, the capacity of its memory; `multiprocessors`, with which times of products depend on their shapes; and
-`fp32_operations_per_second`. `between_nodes` may have `cards`, the number of network cards of a node.
+`memory_bytes`, the capacity of its memory; `multiprocessors`, with which times of products depend on their shapes;
+`fp32_operations_per_second`; and `host_seconds`, the host's time per kernel. `between_nodes` may have `cards`, the number of network cards of a node.
 
 All rates are peak rates except `sum_bytes_per_second`, which is measured with collectives. `efficiency` is the fraction
 of the peak rates that programs reach; data sheets do not list it. `memory_efficiency` and `link_efficiency` are those of
@@ -35,6 +35,7 @@ class Device:
         memory_bytes: capacity; None if unknown.
         multiprocessors: their number; None: times do not depend on shapes.
         fp32_operations_per_second: peak of matrix multiplications in float32; None: as other types.
+        host_seconds: host time per kernel. A device that computes faster waits for its host.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Device:
     memory_bytes: float | None = None
     multiprocessors: int | None = None
     fp32_operations_per_second: float | None = None
+    host_seconds: float = 0.0
 
     def peak(self, element: int) -> float:
         """Operations per second of numbers of `element` bytes."""

@@ -120,8 +120,12 @@ class StageTimes:
         return {axis: ring_link(self.cluster, *near[axis]) for axis in near}
 
     @property
+    def _host(self) -> float:
+        return self.cluster.device.host_seconds
+
+    @property
     def _kernels(self) -> KernelTimes:
-        return KernelTimes(self.cluster, self.element)
+        return KernelTimes(self.cluster, self.element, 2 * self._host if self.software.synchronous else 0.0)
 
     @property
     def _block(self) -> BlockKernels:
@@ -156,14 +160,20 @@ class StageTimes:
         sends -= hidden[0]
         returns -= hidden[1]
         computed = forward + attention[0] + elementwise[0]
-        repeats = {Recompute.NONE: (0.0, 0.0), Recompute.SELECTIVE: (attention[0], self._hidden_attention(attention[0])[0])}
+        repeats = {
+            Recompute.NONE: (0.0, 0.0),
+            Recompute.SELECTIVE: (attention[0], self._hidden_attention(attention[0])[0]),
+        }
         again, hidden_again = repeats.get(self.recompute, (computed, hidden[0]))
         full = self.recompute is Recompute.FULL
         if full and self.software.recomputes_all:
             returns += self._of_axis(self._one_d.row().forward)
         if self.software.hides_collectives:
             returns -= min(weights, 2 * self._of_axis(self._one_d.column(again=not full).backward))
-        return Seconds(computed + sends, inputs + attention[1] + elementwise[1] + returns + again - hidden_again, weights)
+        launches = [self._host * self.slices * count for count in found.launches(experts=experts)]
+        back = launches[1] + launches[2] + (launches[0] if full else 0.0)
+        backward = inputs + attention[1] + elementwise[1] + returns + again - hidden_again
+        return Seconds(max(computed + sends, launches[0]), max(backward, back - weights), weights)
 
     def block_traffic(self, *, experts: bool) -> Traffic:
         """What one block sends, with experts or without."""

@@ -29,12 +29,12 @@ class Passes(NamedTuple):
 _STREAM = Passes(10, 12)  # of [tokens, width]: two norms (2; 3), two additions (3; 3)
 _MLP, _GATED = Passes(2, 3), Passes(3, 5)  # of [tokens, mlp_width]: GELU; SiLU times the other half
 _ROW = Passes(5, 10)  # of [assignments, width]: in the order of experts (2), and weighted into the residual stream (3)
-_QKV = Passes(2, 4)  # of queries, keys and values: rotary positions, or copies in the order of heads
+_QKV = Passes(4, 2)  # of queries, keys and values: biases or rotary positions, and copies in the order of heads
 _OUTPUT = Passes(2, 2)  # of attention's output, unfused: a copy in the order of features
 _SOFTMAX = Passes(2, 3)  # of [heads, tokens, keys]
 _DROPOUT = Passes(2, 2)  # of a tensor, beside its mask of one byte; behind attention and MLP fused with the addition
 _ADD_GRADIENT = 3  # of a weight: read its gradient and the sum, write the sum
-_KERNELS = Passes(12, 20)
+_KERNELS = Passes(30, 34)  # of a block as PyTorch runs it: copies, fills and sums of biases too
 
 
 class Product(NamedTuple):
@@ -138,6 +138,13 @@ class BlockKernels:
             found.append(self.slices * self.kernels.elementwise(bytes_moved, kernels))
         return found[0], found[1]
 
+    def launches(self, *, experts: bool) -> tuple[float, float, float]:
+        """Kernels in F, I and W."""
+        products = sum(product.turns for product in self._products(experts=experts))
+        forward, backward = (1, 1) if self.software.fused_attention else (4, 6)
+        sums = 0 if self.software.fused_gradients else products
+        return _KERNELS[0] + products + forward, _KERNELS[1] + products + backward, products + sums
+
     def _sum_gradients(self, numbers: float, kernels: int) -> float:
         """Adding gradients of weights to those of earlier micro-batches."""
         if self.software.fused_gradients or self.kernels.cluster.device.multiprocessors is None:
@@ -194,9 +201,7 @@ class BlockKernels:
         forward = twice + product(queries, width, keys, many)
         backward = twice + product(queries, width, keys, many) + 2 * product(keys, width, queries, many)
         masks = scores if self._dropout else 0.0
-        moved = [
-            element * scores * (_SOFTMAX[way] + (_DROPOUT[way] if self._dropout else 0)) + masks for way in (0, 1)
-        ]
+        moved = [element * scores * (_SOFTMAX[way] + (_DROPOUT[way] if self._dropout else 0)) + masks for way in (0, 1)]
         forward += self.kernels.elementwise(moved[0], 2)
         backward += self.kernels.elementwise(moved[1], 2)
         return self.slices * forward, self.slices * backward

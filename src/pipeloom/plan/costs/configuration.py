@@ -55,10 +55,11 @@ class Configuration:
 
     @property
     def stages(self) -> int:
-        return self.pipeline * self.chunks
+        return self.pipeline * self.chunks if self.blocks is None else len(self.blocks)
 
     @property
     def devices(self) -> int:
+        """All of them."""
         return self.pipeline * self.inside.processes * self.data
 
     @property
@@ -99,19 +100,21 @@ class Configuration:
         """Blocks of every stage. Where there are more stages than blocks, the first has none, then the last.
 
         Raises:
-            InputError: more stages than blocks, embedding and head, or `blocks` that do not add up.
+            InputError: more stages than blocks, embedding and head together, or `blocks` that do not add up.
         """
-        if self.blocks is not None:
-            if len(self.blocks) != self.stages or sum(self.blocks) != layers or min(self.blocks) < 0:
-                raise InputError(
-                    f"blocks={','.join(map(str, self.blocks))}: must be the blocks of each of {self.stages} stages, "
-                    f"{layers} together. Change them."
-                )
-            return list(self.blocks)
-        if self.stages <= layers:
-            return even_parts(layers, self.stages)
-        if self.stages > layers + 2:
+        if self.blocks is None:
+            return even_blocks(layers, self.stages)
+        if sum(self.blocks) != layers or min(self.blocks) < 0:
             raise InputError(
-                f"{self.stages} stages for {layers} layers: must be at most {layers + 2}. Use fewer chunks."
+                f"blocks={','.join(map(str, self.blocks))}: must add up to the {layers} layers. Change them."
             )
-        return [0, *[1] * (self.stages - 2), 1 if self.stages == layers + 1 else 0]
+        return list(self.blocks)
+
+
+def even_blocks(layers: int, stages: int) -> list[int]:
+    """Blocks of every stage, as `Configuration.blocks_of`."""
+    if stages <= layers:
+        return even_parts(layers, stages)
+    if stages > layers + 2:
+        raise InputError(f"{stages} stages for {layers} layers: must be at most {layers + 2}. Use fewer chunks.")
+    return [0, *[1] * (stages - 2), 1 if stages == layers + 1 else 0]

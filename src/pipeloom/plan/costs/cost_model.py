@@ -71,7 +71,9 @@ class CostModel:
             slices=of.slices,
         )
 
-    def _of_layers(self, of: Configuration, recompute: Recompute) -> tuple[Seconds, Seconds, dict[bool, Seconds], float]:
+    def _of_layers(
+        self, of: Configuration, recompute: Recompute
+    ) -> tuple[Seconds, Seconds, dict[bool, Seconds], float]:
         """Embedding, head, blocks without and with experts, and bytes of a message."""
         far = of.strides["dp"] if of.inside.expert > 1 else 0
         key = (of.inside, of.microbatch_size, of.element, recompute, of.imbalance, of.slices, of.strides["tp"], far)
@@ -116,7 +118,7 @@ class CostModel:
 
     def layers(self, of: Configuration) -> list[list[LayerMemory]]:
         """The layers of every stage on one process."""
-        layers = transformer_layers(self.model, of.microbatch_size, of.element, of.inside, of.imbalance)
+        layers = transformer_layers(self.model, of.microbatch_size, of.element, of.inside, of.imbalance, self.software)
         found = consecutive(layers[1:-2], of.blocks_of(self.model.layers))
         found[0].insert(0, layers[0])
         found[-1] += layers[-2:]
@@ -150,9 +152,20 @@ class CostModel:
     def network(self, of: Configuration) -> Network:
         """The links between stages, and between processes with the same parameters."""
         at, inside = of.strides, of.inside
-        stride = at["cp"] if of.data == 1 else at["dp"] // (inside.context if at["dp"] == at["cp"] * inside.context else 1)
+        stride = (
+            at["cp"] if of.data == 1 else at["dp"] // (inside.context if at["dp"] == at["cp"] * inside.context else 1)
+        )
         data = data_links(self.cluster, stride=stride, replicas=of.replicas)
-        return pipeline_network(self.cluster, ranks=of.pipeline, stride=at["pp"], **data)
+        busy = self.software.message_seconds / 2
+        return pipeline_network(
+            self.cluster,
+            ranks=of.pipeline,
+            stride=at["pp"],
+            waits=self.software.waits,
+            send_seconds=busy,
+            receive_seconds=busy,
+            **data,
+        )
 
     def schedule(self, of: Configuration, memory_limit: float | None = None) -> Schedule:
         """The named schedule, built for the costs where its family does so.

@@ -26,8 +26,8 @@ from pipeloom.plan.cluster import Cluster
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 _SPLITS = (1, 2, 4, 8)  # of the inner size
 _EDGE = 86.0  # steps of the inner size; arXiv:2401.10241, table 6: W of 1,024 tokens at 7 % less than W of 6,144
-_ALIGNMENT = 8  # 16-bit numbers in a load of 16 bytes; tensor cores read narrower rows at half the rate
-_UNALIGNED = 0.5
+_ALIGNMENT = 8  # 16-bit numbers in a load of 16 bytes, which tensor cores need
+_UNALIGNED = 0.05
 _ATTENTION_ROWS = 128  # queries per block of fused attention
 # Rates of fused attention in comparison with products. A backward has 5 products, of which one is computed again.
 _FUSED_FORWARD, _FUSED_BACKWARD = 0.68, 0.62
@@ -41,10 +41,17 @@ class KernelTimes:
     Attributes:
         cluster: whose device computes.
         element: bytes per number.
+        launch_more: seconds per kernel that the software adds to those of the device.
     """
 
     cluster: Cluster
     element: int
+    launch_more: float = 0.0
+
+    @property
+    def launch(self) -> float:
+        """Seconds per kernel beside its arithmetic and memory traffic."""
+        return self.cluster.device.launch_seconds + self.launch_more
 
     @property
     def rate(self) -> float:
@@ -53,20 +60,20 @@ class KernelTimes:
 
     def product(self, rows: float, columns: float, inner: float, count: int = 1) -> float:
         """`count` products of the same sizes in one kernel."""
-        units, launch = self.cluster.device.multiprocessors, self.cluster.device.launch_seconds
+        units = self.cluster.device.multiprocessors
         if not rows or not count:
             return 0.0
         if units is None:
-            return 2 * rows * columns * inner * count / self.rate + launch
+            return 2 * rows * columns * inner * count / self.rate + self.launch
         numbers = (rows * columns + rows * inner + inner * columns) * count
         moved = self.element * numbers / self.cluster.memory_rate
         aligned = all(size % _ALIGNMENT == 0 for size in (columns, inner))
         rate = self.rate * (1.0 if aligned else _UNALIGNED) / units
-        return max(_tile_steps(rows, columns, inner, count, units) / rate, moved) + launch
+        return max(_tile_steps(rows, columns, inner, count, units) / rate, moved) + self.launch
 
     def elementwise(self, num_bytes: float, kernels: float) -> float:
         """Kernels that read and write `num_bytes` together."""
-        return num_bytes / self.cluster.memory_rate + kernels * self.cluster.device.launch_seconds
+        return num_bytes / self.cluster.memory_rate + kernels * self.launch
 
     def fused_attention(self, operations: float, blocks: float, *, backward: bool = False) -> float:
         """Attention in one kernel, whose scores stay on the multiprocessors.
@@ -76,13 +83,13 @@ class KernelTimes:
             blocks: heads x queries of a process.
             backward: whether it is the backward.
         """
-        units, launch = self.cluster.device.multiprocessors, self.cluster.device.launch_seconds
+        units = self.cluster.device.multiprocessors
         if units is None:
-            return (2 if backward else 1) * operations / self.rate + launch
+            return (2 if backward else 1) * operations / self.rate + self.launch
         waves = math.ceil(blocks / _ATTENTION_ROWS)
         waves = math.ceil(waves / units) * units / waves
         part = _BACKWARD_PRODUCTS / _FUSED_BACKWARD if backward else 1 / _FUSED_FORWARD
-        return operations * part * min(waves, 2.0) / self.rate + launch
+        return operations * part * min(waves, 2.0) / self.rate + self.launch
 
 
 @lru_cache(maxsize=65536)

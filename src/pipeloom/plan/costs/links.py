@@ -94,15 +94,20 @@ def data_links(cluster: Cluster, *, stride: int, replicas: int) -> dict[str, Any
     return found
 
 
-def pipeline_network(cluster: Cluster, *, ranks: int, stride: int, **others: Any) -> Network:
+def pipeline_network(cluster: Cluster, *, ranks: int, stride: int, waits: bool = False, **others: Any) -> Network:
     """The links between stages, where neighbours in the pipeline are `stride` devices apart.
 
     Args:
+        waits: whether ranks compute nothing while they exchange messages. They send and receive at the same time, so
+            that each of the two directions counts for half the time.
         others: further arguments of `Network`.
     """
+    others["overlap_communication"] = not waits
+    at_once = 2 if waits else 1
     inside, network, node = cluster.inside_node, cluster.between_nodes, cluster.devices_per_node
-    near = cluster.link_part * inside.pair_bytes_per_second
-    far = cluster.link_part * network.bytes_per_second / max(network.cards, min(stride, node))
+    near = at_once * cluster.link_part * inside.pair_bytes_per_second
+    rate = network.sum_bytes_per_second or cluster.link_part * network.bytes_per_second
+    far = at_once * rate / max(network.cards, min(stride, node))
     at = [rank * stride // node for rank in range(ranks)]
     pairs = [*pairwise(range(ranks)), *([(ranks - 1, 0)] if ranks > 2 else [])]
     crossing = [pair for pair in pairs if at[pair[0]] != at[pair[1]]]
@@ -110,8 +115,6 @@ def pipeline_network(cluster: Cluster, *, ranks: int, stride: int, **others: Any
         rate, latency = (far, network.latency_seconds) if crossing else (near, inside.latency_seconds)
         return Network(bytes_per_second=rate, latency_seconds=latency, **others)
     both = [pair for a, b in crossing for pair in ((a, b), (b, a))]
-    latencies = tuple(
-        tuple(inside.latency_seconds if a == b else network.latency_seconds for b in at) for a in at
-    )
+    latencies = tuple(tuple(inside.latency_seconds if a == b else network.latency_seconds for b in at) for a in at)
     links = tuple(Link(ranks=frozenset({pair}), bytes_per_second=far) for pair in both)
     return Network(bytes_per_second=near, latency_seconds=latencies, links=links, **others)

@@ -17,7 +17,9 @@ class Software:
         hides_collectives: whether collectives of column-parallel layers pass while their weight gradients are computed.
         recomputes_all: whether a recomputed block runs to its end, and not only to the last tensor that is needed.
         scatters: whether tensor-parallel processes that have the same tokens send a part of them each to the next stage.
-        waits: whether a rank computes nothing while its messages to other stages travel.
+        waits: whether a rank computes nothing while it exchanges messages with another stage.
+        message_seconds: that a message keeps both ranks busy together, beside its bytes.
+        synchronous: whether the host waits for each kernel, and the next kernel for the host: to see the end, and to launch.
     """
 
     name: str
@@ -28,7 +30,11 @@ class Software:
     recomputes_all: bool
     scatters: bool
     waits: bool
+    message_seconds: float = 0.0
+    synchronous: bool = False
 
+
+_EXCHANGE = 2.5e-4  # arXiv:2401.10241, table 6: messages of 10 to 28 MB take this and their bytes at 80 GB/s
 
 SOFTWARE: Mapping[str, Software] = {
     each.name: each
@@ -52,6 +58,19 @@ SOFTWARE: Mapping[str, Software] = {
             recomputes_all=True,
             scatters=True,
             waits=True,
+            message_seconds=_EXCHANGE,
+        ),
+        Software(  # github.com/bigscience-workshop/bigscience, train/tr11-200B-ml: with CUDA_LAUNCH_BLOCKING=1
+            name="megatron-blocking",
+            fused_attention=False,
+            dropout=0.1,
+            fused_gradients=False,
+            hides_collectives=False,
+            recomputes_all=True,
+            scatters=True,
+            waits=True,
+            message_seconds=_EXCHANGE,
+            synchronous=True,
         ),
         Software(  # arXiv:2205.05198
             name="megatron-2022",
@@ -62,6 +81,7 @@ SOFTWARE: Mapping[str, Software] = {
             recomputes_all=True,
             scatters=True,
             waits=True,
+            message_seconds=_EXCHANGE,
         ),
         Software(  # arXiv:2407.21783
             name="megatron-flash",

@@ -26,6 +26,10 @@ recomputation:
     ring                   e T W / t more where 1 < K / t < H / t: the output in the order of heads
     ring self-attention    e T S H / t, the weights, in place of 4 T H / t
 
+Software that does not fuse attention keeps, in 16 bits and with dropout, s b h (34 + 5 a s / h) of a block (the same
+paper, equation 2): of every score its softmax, a mask of one byte, and what dropout leaves; MLP inputs before and after
+GELU; and masks of one byte.
+
 The parts of a vocabulary of V' ids keep 4 T V' + 14 T + 8 in the head, and T more in the embedding. `expert_bytes` has
 the bytes of a layer of experts.
 """
@@ -38,6 +42,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.memory.expert_bytes import expert_bytes
 from pipeloom.plan.memory.memory_model import LayerMemory
 
@@ -52,7 +57,12 @@ def gpt_layers(
 
 
 def transformer_layers(
-    model: Architecture, samples: float, number_bytes: int, inside: InsideStage | None = None, imbalance: float = 1.0
+    model: Architecture,
+    samples: float,
+    number_bytes: int,
+    inside: InsideStage | None = None,
+    imbalance: float = 1.0,
+    software: Software = PIPELOOM,
 ) -> list[LayerMemory]:
     """All layers, first to last, on one process of each stage.
 
@@ -62,9 +72,10 @@ def transformer_layers(
         number_bytes: bytes of a number in forwards, e above.
         inside: the processes of a stage; None: one.
         imbalance: load of the busiest expert-parallel process over the mean load; the bytes are that process's.
+        software: what computes.
     """
     inside = inside or InsideStage()
-    kept = _Kept(model, samples, number_bytes, inside, imbalance)
+    kept = _Kept(model, samples, number_bytes, inside, imbalance, software)
     shapes = _Shapes(model, inside)
     rotary = 6 * model.sequence_length * model.head_width if model.positions == "rotary" else 0
     head = {"embedding.weight" if model.tie_embeddings else "head.weight": shapes.table}
@@ -187,6 +198,17 @@ class _Kept:
     number_bytes: int
     inside: InsideStage
     imbalance: float
+    software: Software
+
+    @property
+    def _dropout(self) -> bool:
+        return max(self.model.dropout, self.software.dropout) > 0
+
+    @property
+    def _mask(self) -> float:
+        """Bytes of a mask of the residual stream."""
+        unfused = not self.software.fused_attention
+        return (self._whole / self.number_bytes if unfused else self._whole) * self._dropout
 
     @property
     def _tokens(self) -> float:
@@ -216,18 +238,18 @@ class _Kept:
         ids = (9 if self.inside.tensor > 1 else 8) * tokens
         if self.inside.context > 1 and self.model.positions == "learned":  # which rows of the table are here
             ids += 8 * self.model.sequence_length / self.inside.context
-        return ids + self._whole * (self.model.dropout > 0)
+        return ids + self._mask
 
     def block(self, recompute: Recompute, *, experts: bool) -> float:
         if recompute is Recompute.FULL:
             return self._whole
         model, inside, tokens = self.model, self.inside, self._tokens
-        dropout = model.dropout > 0
+        dropout = self._dropout
         heads = model.heads // inside.head_parts
         part = self.number_bytes * tokens * model.head_width  # of one head
         queries, keys_values = heads * part, 2 * inside.key_heads(model.key_heads) * part
         mlp = (4 if model.gated else 2) * model.mlp_width // inside.head_parts * self.number_bytes * tokens
-        stream = (4 + 2 * dropout) * self._whole + 2 * self._norm_numbers
+        stream = 4 * self._whole + 2 * self._mask + 2 * self._norm_numbers
         if experts and model.experts is not None:
             mlp = expert_bytes(
                 model.experts,
@@ -249,6 +271,8 @@ class _Kept:
         scores = tokens * model.sequence_length * heads
         if inside.context > 1 and inside.context_kind == "ring-self-attention":
             return selective + self.number_bytes * scores
+        if not self.software.fused_attention:
+            return selective + scores * (self.number_bytes * (1 + dropout) + dropout)
         if dropout:  # instead of q, k and v: copies of them for all heads and three tables of weights, in float32
             return selective - queries - keys_values + 3 * 4 * (tokens * model.head_width * heads + scores)
         if inside.context > 1 and 1 < inside.key_heads(model.key_heads) < heads:
