@@ -223,7 +223,7 @@ def test_a_schedule_is_built_for_the_models_costs(capsys):
     words = ("--ranks", "4", "--microbatches", "6", "--model", "gpt3-175b", "--tensor", "8", "--json")
     plain = json.loads(run(capsys, "zb-h1", *words)[1])
     built = json.loads(run(capsys, "zb-auto", *words)[1])
-    assert built["makespan_seconds"] <= plain["makespan_seconds"]
+    assert built["makespan_seconds"] <= plain["makespan_seconds"] * (1 + 1e-12)
 
 
 def test_a_model_needs_no_torch(tmp_path):

@@ -12,7 +12,7 @@ from pipeloom.common.quantities import BytesPerSecond, bytes_text, number_text, 
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Program, Schedule
 from pipeloom.ir.recompute import Recompute
-from pipeloom.parallel.options import DType, Precision
+from pipeloom.parallel.options import DType, GradientDType, Precision
 from pipeloom.passes import lower
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
@@ -32,7 +32,7 @@ MODEL_OPTIONS = (
     *EXPERTS,
     *_RATES,
     *("sequence_length", "vocabulary_size", "microbatch_size", "recompute", "precision", "optimizer", "device"),
-    *("devices_per_node", "software", "order", "blocks"),
+    *("devices_per_node", "software", "order", "blocks", "gradients"),
 )
 _DEVICE = "h100"
 
@@ -50,6 +50,7 @@ def add_model_options(parser: Parser) -> None:
     add_expert_options(group)
     option("--recompute", choices=[str(kind) for kind in Recompute], help="activation recomputation (default: none)")
     option("--precision", choices=get_args(DType), help="number format of parameters (default: bf16)")
+    option("--gradients", choices=get_args(GradientDType), help="number format of gradient sums (default: float32)")
     option("--optimizer", choices=list(OPTIMIZERS), help="optimizer, for memory (default: adamw)")
     text("--blocks", metavar="N,N,..", help="blocks per stage (default: even)")
     text("--order", metavar="AXES", help="mesh axes, outermost first (default: dp,pp,cp,tp)")
@@ -82,7 +83,7 @@ class SimulatedModel:
         model = find_architecture(options.model, "--model")
         sizes = {name: given[name] for name in ("sequence_length", "vocabulary_size") if name in given}
         self.model: Architecture = replace(model, **sizes)
-        self.precision = Precision(given.get("precision", "bf16"))
+        self.precision = Precision(given.get("precision", "bf16"), given.get("gradients", "float32"))
         self.samples: int = given.get("microbatch_size", 1)
         self.recompute = Recompute(given.get("recompute", Recompute.NONE))
         self.cluster = self._cluster()
@@ -127,8 +128,8 @@ class SimulatedModel:
             devices_per_node=given.get("devices_per_node", cluster.devices_per_node),
         )
 
-    def configuration(self, num_stages: int, schedule: Schedule | None = None) -> Configuration:
-        """All degrees and options, for `num_stages` stages."""
+    def configuration(self, schedule: Schedule | None = None) -> Configuration:
+        """All degrees and options; with a schedule, also the blocks of its stages."""
         options, given = self._options, self._given
         return Configuration(
             schedule=schedule.name if schedule else "1f1b",
@@ -143,7 +144,7 @@ class SimulatedModel:
             recompute=self.recompute,
             precision=self.precision,
             optimizer=given.get("optimizer", "adamw"),
-            blocks=self._blocks(num_stages),
+            blocks=self._blocks(schedule.num_stages) if schedule else None,
             order=_order(given.get("order")),
             imbalance=given.get("expert_imbalance", 1.0),
             offload=options.offload,
@@ -171,23 +172,23 @@ class SimulatedModel:
     @cached_property
     def network(self) -> Network:
         """The links between stages, and between processes with the same parameters."""
-        return self.costs_of.network(self.configuration(1))
+        return self.costs_of.network(self.configuration())
 
     def data_axis(self) -> DataAxis:
         """The replicas of parameters."""
-        return self.configuration(1).data_axis()
+        return self.configuration().data_axis()
 
     def memory_model(self, schedule: Schedule) -> MemoryModel:
         """The layers of every stage on one process."""
-        return self.costs_of.memory_model(self.configuration(schedule.num_stages, schedule))
+        return self.costs_of.memory_model(self.configuration(schedule))
 
     def costs(self, schedule: Schedule) -> Costs:
         """Seconds and bytes of every stage."""
-        return self.costs_of.costs(self.configuration(schedule.num_stages, schedule))
+        return self.costs_of.costs(self.configuration(schedule))
 
     def answer(self, schedule: Schedule, program: Program | Schedule, timeline: Timeline) -> dict[str, Any]:
         """The numbers of ``--json`` that a model adds."""
-        of, costs = self.configuration(schedule.num_stages, schedule), self.costs_of
+        of, costs = self.configuration(schedule), self.costs_of
         if not isinstance(program, Program):
             program = lower(schedule, data=self.data_axis())
         ranks = memory_of_ranks(program, costs.memory_model(of))
@@ -232,7 +233,7 @@ class SimulatedModel:
 
     def _collective_seconds(self, *, experts: bool = False) -> dict[str, float]:
         """Seconds of the collectives of one block, in F and in I, without overlap."""
-        times = self.costs_of.times(self.configuration(1), self.recompute)
+        times = self.costs_of.times(self.configuration(), self.recompute)
         forward, backward = times.collectives(times.block_traffic(experts=experts))
         return {"forward": forward, "backward": backward}
 

@@ -9,11 +9,12 @@
 
 Optional keys of `device`: `host_bytes_per_second`, the bandwidth to host memory, for offloaded activations;
 `memory_bytes`, the capacity of its memory; `multiprocessors`, with which times of products depend on their shapes;
-`fp32_operations_per_second`; and `host_seconds`, the host's time per kernel. `between_nodes` may have `cards`, the number of network cards of a node.
+`fp32_operations_per_second`; and `host_seconds`, the host's time per kernel. `between_nodes` may have `cards`, the
+number of network cards of a node.
 
-All rates are peak rates except `sum_bytes_per_second`, which is measured with collectives. `efficiency` is the fraction
-of the peak rates that programs reach; data sheets do not list it. `memory_efficiency` and `link_efficiency` are those of
-device memory and of links, where they are others.
+All rates are peak rates except `sum_bytes_per_second`, which is measured. `efficiency` is the fraction of the peak rates
+that programs reach; data sheets do not list it. `memory_efficiency` and `link_efficiency` are those of device memory and
+of links, where they are others.
 """
 
 from dataclasses import MISSING, dataclass, fields
@@ -76,7 +77,7 @@ class NodeNetwork:
         bytes_per_second: bandwidth of messages.
         latency_seconds: latency per message.
         sum_bytes_per_second: measured bandwidth of ring all-reduces, which the slowest socket limits. Default:
-            `bytes_per_second`.
+            `bytes_per_second`, of which programs reach a part.
         cards: network cards of a node; a message between two devices uses one of them.
     """
 

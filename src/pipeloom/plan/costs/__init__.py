@@ -1,1 +1,1 @@
-"""What a configuration of a transformer costs on a cluster: seconds per kernel, stage and step, and bytes. No torch here."""
+"""Costs of a transformer on a cluster: seconds per kernel, stage and step, and bytes. No torch here."""

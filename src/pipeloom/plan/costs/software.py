@@ -1,4 +1,4 @@
-"""`Software`: what kernels a library runs and what it overlaps, as far as times and memory depend on it. No torch here."""
+"""`Software`: the kernels that a library runs and what it overlaps, for times and memory. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ class Software:
             and read them.
         dropout: probability behind embedding, softmax, attention and MLP, where the model has none of its own.
         fused_gradients: whether the product of a weight's gradient adds to the sum of earlier micro-batches itself.
-        hides_collectives: whether collectives of column-parallel layers pass while their weight gradients are computed.
-        recomputes_all: whether a recomputed block runs to its end, and not only to the last tensor that is needed.
-        scatters: whether tensor-parallel processes that have the same tokens send a part of them each to the next stage.
+        hides_collectives: whether collectives of column-parallel layers overlap with their weight gradients.
+        recomputes_all: whether a recomputed block runs to its end, not only to the last tensor that is needed.
+        scatters: whether tensor-parallel processes with the same tokens each send a part of them to the next stage.
         waits: whether a rank computes nothing while it exchanges messages with another stage.
         message_seconds: that a message keeps both ranks busy together, beside its bytes.
-        synchronous: whether the host waits for each kernel, and the next kernel for the host: to see the end, and to launch.
+        synchronous: whether the host waits for each kernel. It takes `Device.host_seconds` to see the end, and to launch
+            the next.
     """
 
     name: str

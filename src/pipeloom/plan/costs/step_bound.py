@@ -1,14 +1,15 @@
-"""A lower bound of a step, in closed form: no schedule of these computations on this placement is faster. No torch here.
+"""A lower bound of a step in closed form: no schedule of these computations on this placement is faster. No torch here.
 
 Of a rank with stages s, which runs F, I and W of m micro-batches:
 
-    before its first F    F of all stages before one of its stages, on one micro-batch, and their messages
+    before its first F    F of all stages before its first one, on one micro-batch, and their messages
     its computations      m times its F, I and W
-    after its last I      I of all stages before one of its stages, their messages, and one W of the first stage; or its
-                          own W
+    after its last I      I of all stages before its first one, their messages, and one W of the first stage of all; or
+                          its own W
 
-Slices count as micro-batches of a part of the time. The step also has all F and I of one micro-batch, one after the other, and the optimizer's update. Bandwidths of links
-count, waits for busy links do not. `pipeloom.sim.simulate` never takes less; tests compare.
+Slices count as micro-batches of a part of the time. The step also has all F and I of one micro-batch, one after the
+other, and the optimizer's update. Bandwidths of links count, waits for busy links do not. `pipeloom.sim.simulate` never
+takes less; tests compare.
 """
 
 from collections.abc import Sequence
