@@ -12,9 +12,9 @@ Optional keys of `device`: `host_bytes_per_second`, the bandwidth to host memory
 `fp32_operations_per_second`; and `host_seconds`, the host's time per kernel. `between_nodes` may have `cards`, the
 number of network cards of a node.
 
-All rates are peak rates except `sum_bytes_per_second`, which is measured. `efficiency` is the fraction of the peak rates
-that programs reach; data sheets do not list it. `memory_efficiency` and `link_efficiency` are those of device memory and
-of links, where they are others.
+All rates are peak rates except `sum_bytes_per_second`, which is measured. `efficiency` is the fraction of the peaks
+that programs reach; data sheets do not list it. `memory_efficiency` and `link_efficiency` are those of device memory
+and of links, where they are others.
 """
 
 from dataclasses import MISSING, dataclass, fields

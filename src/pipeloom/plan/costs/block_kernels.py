@@ -42,14 +42,14 @@ class Product(NamedTuple):
 
     Attributes:
         rows, inputs, outputs: sizes.
-        count: equal products in one kernel.
+        together: equal products in one kernel.
         turns: kernels that follow each other.
     """
 
     rows: float
     inputs: float
     outputs: float
-    count: int = 1
+    together: int = 1
     turns: int = 1
 
 

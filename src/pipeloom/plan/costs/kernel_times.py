@@ -86,10 +86,10 @@ class KernelTimes:
         units = self.cluster.device.multiprocessors
         if units is None:
             return (2 if backward else 1) * operations / self.rate + self.launch
-        waves = math.ceil(blocks / _ATTENTION_ROWS)
-        waves = math.ceil(waves / units) * units / waves
+        tiles = math.ceil(blocks / _ATTENTION_ROWS)
+        idle = math.ceil(tiles / units) * units / tiles
         part = _BACKWARD_PRODUCTS / _FUSED_BACKWARD if backward else 1 / _FUSED_FORWARD
-        return operations * part * min(waves, 2.0) / self.rate + self.launch
+        return operations * part * idle / self.rate + self.launch
 
 
 @lru_cache(maxsize=65536)

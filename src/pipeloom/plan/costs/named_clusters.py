@@ -30,7 +30,7 @@ def _dgx(name: str, device: Device, nvlink: float, card: float, efficiency: floa
         inside_node=NodeLinks(bytes_per_second=nvlink, pair_bytes_per_second=nvlink, latency_seconds=3e-6),
         between_nodes=NodeNetwork(bytes_per_second=8 * card, latency_seconds=1e-5, cards=8),
         efficiency=efficiency,
-        memory_efficiency=0.76,
+        memory_efficiency=0.75,
         link_efficiency=0.75,
     )
 
@@ -80,14 +80,14 @@ CLUSTERS: Mapping[str, Cluster] = {
             devices_per_node=8,
             device=_V100,
             inside_node=NodeLinks(bytes_per_second=150e9, pair_bytes_per_second=50e9, latency_seconds=3e-6),
-            between_nodes=NodeNetwork(bytes_per_second=3.125e9, latency_seconds=5e-5, sum_bytes_per_second=2.05e9),
+            between_nodes=NodeNetwork(bytes_per_second=3.125e9, latency_seconds=5e-5, sum_bytes_per_second=1.95e9),
             efficiency=0.84,
             memory_efficiency=0.8,
             link_efficiency=0.8,
         ),
-        _dgx("dgx-a100-80", _A100, 300e9, 25e9, 0.74),
-        _dgx("dgx-h100", _hopper("H100-SXM5-80GB", 3.35e12, 80), 450e9, 50e9, 0.7),
-        _dgx("dgx-h200", _hopper("H200-SXM-141GB", 4.8e12, 141), 450e9, 50e9, 0.7),
+        _dgx("dgx-a100-80", _A100, 300e9, 25e9, 0.732),
+        _dgx("dgx-h100", _hopper("H100-SXM5-80GB", 3.35e12, 80), 450e9, 50e9, 0.67),
+        _dgx("dgx-h200", _hopper("H200-SXM-141GB", 4.8e12, 141), 450e9, 50e9, 0.67),
     )
 }
 DEVICES = {"v100": "p3.16xlarge", "a100": "dgx-a100-80", "h100": "dgx-h100", "h200": "dgx-h200"}  # and their cluster

@@ -19,8 +19,8 @@ class Software:
         scatters: whether tensor-parallel processes with the same tokens each send a part of them to the next stage.
         waits: whether a rank computes nothing while it exchanges messages with another stage.
         message_seconds: that a message keeps both ranks busy together, beside its bytes.
-        synchronous: whether the host waits for each kernel. It takes `Device.host_seconds` to see the end, and to launch
-            the next.
+        synchronous: whether the host waits for each kernel, and needs `Device.host_seconds` to see its end and again
+            to launch the next one.
     """
 
     name: str
@@ -83,16 +83,6 @@ SOFTWARE: Mapping[str, Software] = {
             scatters=True,
             waits=True,
             message_seconds=_EXCHANGE,
-        ),
-        Software(  # arXiv:2407.21783
-            name="megatron-flash",
-            fused_attention=True,
-            dropout=0.0,
-            fused_gradients=True,
-            hides_collectives=True,
-            recomputes_all=True,
-            scatters=True,
-            waits=False,
         ),
     )
 }
