@@ -70,10 +70,18 @@ class Run:
 
     def predicted(self) -> float:
         """Seconds per step."""
+        return _predicted(self)
+
+    def _predict(self) -> float:
         costs = cost_model(self.model, self.cluster, self.software)
         program = costs.program(self.of, costs.schedule(self.of, self.memory_limit))
         found = costs.predict(self.of, program)
         return found.timeline.span_seconds + found.update_seconds if self.without_barrier else found.step_seconds
+
+
+@cache
+def _predicted(run: Run) -> float:
+    return run._predict()
 
 
 def configuration(

@@ -10,12 +10,15 @@ from pipeloom.cli.common.planning import train_command
 from pipeloom.cli.common.train_options import difference, make_parser, print_config, read_options, to_config
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.json_reader import parse_file
-from pipeloom.common.quantities import bytes_text, table_lines
+from pipeloom.common.quantities import bytes_text, seconds_text, table_lines
 from pipeloom.errors import InputError
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import plan_of_options
 from pipeloom.sim import parse_costs
+from pipeloom.train.config.cluster_costs import cluster_costs, cluster_step_seconds
 from pipeloom.train.config.memory import chosen_words, planned_memory, under_cap
 from pipeloom.train.config.schedule import make_schedule, resolve_data_degree
 from pipeloom.train.config.sections import ModelConfig
@@ -29,6 +32,7 @@ pipeloom memory --parallel.pipeline 4 --model.layers 24 --model.width 1024 --mod
 pipeloom memory --parallel.pipeline 2 --parallel.data 4 --parallel.data_strategy zero3 --precision.dtype bf16
 pipeloom memory --parallel.pipeline 2 --parallel.data 4 --parallel.data_strategy zero3 --memory.cap 24MiB
 pipeloom memory --memory.cap 60MiB --out plan.json
+pipeloom memory --parallel.pipeline 8 --model.layers 48 --model.width 4096 --model.heads 32 --cluster dgx-h100
 pipeloom memory --run runs/train
 """
 
@@ -39,6 +43,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run", type=str, metavar="DIR", help="show predicted and measured memory of the run in DIR")
     parser.add_argument(
         "--costs", type=str, metavar="FILE", help="JSON file with times of stages and links, for --memory.cap"
+    )
+    parser.add_argument(
+        "--cluster", type=str, metavar="NAME|FILE", help="cluster, such as dgx-h100: step time, and room on its devices"
     )
     parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: that of data.tokenizer)")
     parser.add_argument("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
@@ -68,15 +75,21 @@ def main(argv: Sequence[str]) -> int:
             "--costs works only with --memory.cap, which weighs memory against time. Add --memory.cap, or remove "
             "--costs."
         )
+    if options.costs is not None and options.cluster is not None:
+        raise InputError("--cluster: does not work with --costs, which has times of its own. Remove one of them.")
     file = None if options.costs is None else parse_file("--costs", options.costs, parse_costs)
+    cluster = None if options.cluster is None else find_cluster(options.cluster, "--cluster")
     cap = config.memory.cap
+    if cluster is not None and cap is not None:
+        file = cluster_costs(config, vocabulary, cluster)
     config, choice = under_cap(config, vocabulary, file=file)
+    step = None if cluster is None else cluster_step_seconds(config, vocabulary, cluster)
     if options.out is not None:
         why = [f"Of the options that keep {cap} per rank, {chosen_words(config)} is the fastest."] if cap else []
-        seconds = choice.seconds if choice is not None and file is not None else None
+        seconds = step or (choice.seconds if choice is not None and file is not None else None)
         plan = _plan(config, vocabulary, seconds=seconds, why=why)
         write_named("--out", options.out, plan.to_json() + "\n")
-    _print_prediction(config, vocabulary, choice, as_json=options.json)
+    _print_prediction(config, vocabulary, choice, cluster, step, as_json=options.json)
     if options.out is not None and not options.json:
         model = difference(asdict(config.model), asdict(ModelConfig()))
         chosen = {"plan": options.out, **{f"model.{name}": value for name, value in model.items()}}
@@ -101,7 +114,15 @@ def _plan(config: TrainConfig, vocabulary: int, *, seconds: float | None, why: S
     )
 
 
-def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | None, *, as_json: bool) -> None:
+def _print_prediction(
+    config: TrainConfig,
+    vocabulary: int,
+    choice: Choice | None,
+    cluster: Cluster | None,
+    step: float | None,
+    *,
+    as_json: bool,
+) -> None:
     replicas = config.parameter_replicas
     shown = [0, 1] if replicas > 1 and config.data_parallel.kind.has_server else [0]
     ranks = [rank for replica in shown for rank in planned_memory(config, vocabulary, replica=replica)]
@@ -116,6 +137,8 @@ def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | Non
             "total": total,
             "largest_rank": largest.rank,
         }
+        if cluster is not None:
+            answer |= {"step_seconds": step, "device_bytes": cluster.device.memory_bytes}
         if choice is not None:
             answer["chosen"] = {
                 "data_granularity": config.parallel.data_granularity,
@@ -130,8 +153,19 @@ def _print_prediction(config: TrainConfig, vocabulary: int, choice: Choice | Non
     of += f", {config.stage_processes} processes per stage" if config.stage_processes > 1 else ""
     most = f"largest: {names[ranks.index(largest)]} with {bytes_text(largest.peak)}"
     print(f"all ranks{of}: {bytes_text(total)}; {most}")
+    if cluster is not None and step is not None:
+        print(f"{cluster.name}: {seconds_text(step)} per step{_room(cluster, largest.peak)}")
     if choice is not None:
         print(f"under the cap with {chosen_words(config)}")
+
+
+def _room(cluster: Cluster, peak: float) -> str:
+    """Whether a device has enough memory; empty if its memory is unknown."""
+    memory = cluster.device.memory_bytes
+    if memory is None:
+        return ""
+    rest = memory - peak
+    return f"; of {bytes_text(memory)} per device, {bytes_text(abs(rest))} {'are left' if rest >= 0 else 'are missing'}"
 
 
 def _print_run(rows: Sequence[MemoryRow], *, as_json: bool) -> None:

@@ -32,7 +32,7 @@ from pipeloom.plan.costs.links import ORDER, LinkRate, ring_link, strides
 from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.hidden_collectives import RingSeconds, passes_hidden, products_hidden
 
-_LOGIT_BYTES = 8  # per logit, in F and in I: one reads and one writes float32
+_LOGIT_BYTES = 6  # per logit, in F and in I: mean of kernels that are fused and not
 _EMBEDDING_PASSES = 2, 3  # of [tokens, width]: looked up; added to the gradients of rows
 _OPTIMIZER_BYTES = 40  # Adam, per parameter: main, two moments (read and write, 24), gradient, both number formats
 
