@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tests.pure.published_runs import TABLES, Run
+from tests.pure.published_zero_bubble import zero_bubble
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "predictions.md"
 _HEADER = "| run | use | measured | predicted | off |\n|---|---|---|---|---|"
@@ -21,7 +22,7 @@ def row(run: Run) -> str:
 
 def tables() -> str:
     """All tables in Markdown."""
-    runs = [run for table in TABLES for run in table()]
+    runs = [run for table in (*TABLES, zero_bubble) for run in table()]
     parts = []
     for name, group in groupby(runs, key=lambda run: (run.table, run.cluster, run.software)):
         title = f"### {name[0]}\n\n`--cluster {name[1]} --software {name[2]}`"

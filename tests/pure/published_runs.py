@@ -17,7 +17,7 @@ from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.costs.software import SOFTWARE
 from pipeloom.plan.named_architectures import NAMED
 
-Use = Literal["calibrated", "held out"]
+Use = Literal["seen", "held out"]
 _ORDER = ("pp", "dp", "cp", "tp")  # Megatron-LM's
 
 
@@ -52,7 +52,7 @@ class Run:
         name: of the row.
         model, cluster, software, of: what ran.
         seconds: per step, measured.
-        use: whether an efficiency was chosen by it.
+        use: whether it was looked at when constants and efficiencies were chosen.
         without_barrier: whether steps overlap, so that the longest rank counts and not the makespan.
         memory_limit: of schedules that are built for one.
     """
@@ -126,7 +126,6 @@ def weak_scaling() -> list[Run]:
     ):
         model, of = gpt(*sizes), configuration(*degrees, size, batch, chunks)
         seconds = megatron_operations(model, batch) / of.devices / (tflops * 1e12)
-        use: Use = "calibrated" if name == "145.6B" else "held out"
         found.append(
             Run(
                 table="arXiv:2104.04473, table 1",
@@ -136,7 +135,7 @@ def weak_scaling() -> list[Run]:
                 software="megatron-2021",
                 of=of,
                 seconds=seconds,
-                use=use,
+                use="seen",
             )
         )
     return found
@@ -162,6 +161,7 @@ def recomputation() -> list[Run]:
                     software="megatron-2022",
                     of=configuration(pipeline, 8, 1, size, batch, chunks, **others),
                     seconds=seconds,
+                    use="seen",
                 )
             )
     return found
@@ -170,21 +170,24 @@ def recomputation() -> list[Run]:
 def microbatch_sizes() -> list[Run]:
     """github.com/bigscience-workshop/bigscience, train/tr11-200B-ml/chronicles-prequel.md."""
     found = []
-    for layers, width, pipeline, data, rows in (
-        (80, 13824, 10, 4, ((1, 160.3), (2, 151.1), (4, 147.4), (8, 152.5))),
-        (72, 14336, 12, 4, ((1, 143.31), (2, 134.02), (4, 123.69), (8, 129.26))),
-        (72, 14336, 6, 8, ((1, 139.82), (2, 131.02), (4, 121.48))),
+    for layers, width, pipeline, tensor, data, rows in (
+        (80, 13824, 10, 8, 4, ((1, 160.3), (2, 151.1), (4, 147.4), (8, 152.5))),
+        (72, 14336, 12, 8, 4, ((1, 143.31), (2, 134.02), (4, 123.69), (8, 129.26))),
+        (72, 14336, 6, 8, 8, ((1, 139.82), (2, 131.02), (4, 121.48))),
+        (72, 14336, 12, 4, 8, ((2, 110.48), (4, 111.89))),
+        (72, 14336, 24, 2, 8, ((1, 119.53), (2, 122.75))),
     ):
         for size, seconds in rows:
             found.append(
                 Run(
                     table="BigScience, 200B",
-                    name=f"{layers} x {width:,} P{pipeline} D{data}, size {size}",
+                    name=f"{layers} x {width:,} P{pipeline} T{tensor} D{data}, size {size}",
                     model=gpt(layers, width, 64, vocabulary=250880),
                     cluster="dgx-a100-80",
                     software="megatron-blocking",
-                    of=configuration(pipeline, 8, data, size, 2048, strategy=DataStrategy.ZERO1),
+                    of=configuration(pipeline, tensor, data, size, 2048, strategy=DataStrategy.ZERO1),
                     seconds=seconds,
+                    use="seen" if width == 13824 else "held out",
                 )
             )
     return found
@@ -208,50 +211,9 @@ def layouts() -> list[Run]:
                     software="megatron-2021",
                     of=configuration(pipeline, tensor, 8, 1, 1024),
                     seconds=seconds,
-                    use="calibrated" if (layers, tensor) == (24, 8) else "held out",
+                    use="seen" if layers == 24 else "held out",
                 )
             )
-    return found
-
-
-_SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-auto"}
-
-
-def zero_bubble() -> list[Run]:
-    """arXiv:2401.10241, tables 3 and 4; first and last stage have one layer less."""
-    found = []
-    for name, sizes, ranks, size, rows in (
-        ("1.5B", (22, 2304, 24), 8, 6, {24: (11.8, 13.1, 12.9, 14.5), 64: (13.6, 13.9, 14.2, 14.9)}),
-        ("6.2B", (30, 4096, 32), 8, 3, {24: (3.50, 4.01, 3.88, 4.32), 64: (4.03, 4.19, 4.20, 4.39)}),
-        ("14.6B", (46, 5120, 40), 16, 1, {48: (1.40, 1.54, 1.61, 1.81)}),
-        ("28.3B", (62, 6144, 48), 32, 1, {96: (0.76, 0.82, 0.87, None)}),
-    ):
-        model = gpt(*sizes, sequence=1024, vocabulary=50304)
-        each = (model.layers + 2) // ranks
-        for microbatches, throughputs in rows.items():
-            for schedule, samples in zip(_SCHEDULES, throughputs, strict=True):
-                if samples is None:
-                    continue
-                chunks = each if schedule == "1F1B-I" else 1
-                blocks = (each - 1, *[each] * (ranks - 2), each - 1)
-                if chunks > 1:
-                    blocks = (0, *[1] * (ranks * each - 2), 0)
-                of = configuration(
-                    ranks, 1, 1, size, size * microbatches, chunks, recompute=Recompute.NONE, blocks=blocks
-                )
-                found.append(
-                    Run(
-                        table="arXiv:2401.10241, table 4",
-                        name=f"{name} {schedule}, {microbatches} micro-batches",
-                        model=model,
-                        cluster="dgx-a100-80",
-                        software="megatron-2022",
-                        of=replace(of, schedule=_SCHEDULES[schedule]),
-                        seconds=microbatches * size / ranks / samples,
-                        without_barrier=schedule == "ZB-2p",
-                        memory_limit=2.0 * ranks if schedule == "ZB-2p" else None,
-                    )
-                )
     return found
 
 
@@ -283,10 +245,10 @@ def llama() -> list[Run]:
                 software="pipeloom",
                 of=of,
                 seconds=work * microbatches * data / of.devices / (tflops * 1e12),
-                use="calibrated" if tflops == 400 else "held out",
+                use="seen" if context == 1 else "held out",
             )
         )
     return found
 
 
-TABLES = (weak_scaling, recomputation, microbatch_sizes, layouts, zero_bubble, llama)
+TABLES = (weak_scaling, recomputation, microbatch_sizes, layouts, llama)

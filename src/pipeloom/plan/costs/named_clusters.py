@@ -9,7 +9,7 @@
                   multiprocessors), DGX H100 data sheet (8 cards of 400 Gbit/s)
     dgx-h200      8 H200-SXM-141GB: NVIDIA H200 data sheet (as H100, with 4,800 GB/s and 141 GB)
 
-Data sheets have no efficiencies. docs/explanation/predictions.md says which measured figure chose each.
+Data sheets have no efficiencies. docs/explanation/predictions.md has them, and the runs that they were chosen with.
 """
 
 from collections.abc import Mapping
@@ -80,12 +80,12 @@ CLUSTERS: Mapping[str, Cluster] = {
             devices_per_node=8,
             device=_V100,
             inside_node=NodeLinks(bytes_per_second=150e9, pair_bytes_per_second=50e9, latency_seconds=3e-6),
-            between_nodes=NodeNetwork(bytes_per_second=3.125e9, latency_seconds=5e-5, sum_bytes_per_second=1.95e9),
+            between_nodes=NodeNetwork(bytes_per_second=3.125e9, latency_seconds=5e-5, sum_bytes_per_second=1.9e9),
             efficiency=0.84,
             memory_efficiency=0.8,
             link_efficiency=0.8,
         ),
-        _dgx("dgx-a100-80", _A100, 300e9, 25e9, 0.732),
+        _dgx("dgx-a100-80", _A100, 300e9, 25e9, 0.735),
         _dgx("dgx-h100", _hopper("H100-SXM5-80GB", 3.35e12, 80), 450e9, 50e9, 0.67),
         _dgx("dgx-h200", _hopper("H200-SXM-141GB", 4.8e12, 141), 450e9, 50e9, 0.67),
     )
