@@ -197,6 +197,7 @@ def test_layers_that_attend_in_their_own_way_run_whole_sequences() -> None:
         ({"top_p": 1.5}, "top_p=1.5: must be above 0"),
         ({"num_beams": 3}, "num_beams=3: generate of a pipeline"),
         ({"no_such_setting": 3}, "no_such_setting"),
+        ({"streamer": print}, "'streamer', which pipelines do not support"),
         ({"attention_mask": torch.ones(2, 2)}, r"attention_mask is \[2, 2\]: must have the shape \[5, 7\]"),
         ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "must be an integer tensor"),
         ({"input_ids": None}, "inputs=None: the rank with the first stage"),

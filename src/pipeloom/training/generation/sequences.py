@@ -32,6 +32,7 @@ _UNSUPPORTED = {
     "return_dict_in_generate": False,
     "guidance_scale": None,
 }
+_UNSUPPORTED_ARGUMENTS = ("assistant_model", "custom_generate", "negative_prompt_ids", "streamer", "synced_gpus")
 
 
 class Sequences(ABC):
@@ -157,6 +158,9 @@ def _prepared(model: Any, prompt: Mapping[str, Any], settings: Mapping[str, Any]
             arguments={key: value for key, value in more.items() if key not in ("synced_gpus", "streamer")},
         )
 
+    wrong = next((name for name in _UNSUPPORTED_ARGUMENTS if settings.get(name) is not None), None)
+    if wrong is not None:
+        raise InputError(f"generate got {wrong!r}, which pipelines do not support. Remove it.")
     try:
         found: SimpleNamespace = model.generate(**prompt, **settings, custom_generate=capture)
     except (TypeError, ValueError, RuntimeError) as error:
