@@ -10,7 +10,7 @@ from pipeloom.version import __version__
 TYPE_CHECKING = False  # checkers take it for typing's, whose import would be most of the time that this one takes
 if TYPE_CHECKING:
     from pipeloom import ir, passes, schedules
-    from pipeloom.autograd import auxiliary_loss, auxiliary_losses, observe
+    from pipeloom.autograd import Mean, Sum, auxiliary_loss, auxiliary_losses, observe
     from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
     from pipeloom.parallel import (
         DataParallel,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Module -> its public names, all loaded at first use, so that a command is soon where it can answer an interrupt.
 _LAZY = {
     "pipeloom": "ir passes report schedules sim split",
-    "pipeloom.autograd": "auxiliary_loss auxiliary_losses observe",
+    "pipeloom.autograd": "Mean Sum auxiliary_loss auxiliary_losses observe",
     "pipeloom.ir": "Action Op Placement Program Schedule check",
     "pipeloom.parallel": (
         "DataParallel Mesh OffloadActivations OffloadedOptimizer Precision parallel_cross_entropy parallelize "
@@ -65,6 +65,7 @@ __all__ = [
     "Costs",
     "DataParallel",
     "LossScaler",
+    "Mean",
     "Mesh",
     "Muon",
     "Network",
@@ -82,6 +83,7 @@ __all__ = [
     "Schedule",
     "Stream",
     "StreamUpdate",
+    "Sum",
     "Timeline",
     "Update",
     "__version__",

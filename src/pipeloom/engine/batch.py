@@ -1,13 +1,15 @@
 """`Batch`: the inputs and results of one step, cut into micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import DeclaredLoss, ObservedQuantity
+from pipeloom.autograd.loss_metrics import Metric
 from pipeloom.errors import InputError
 from pipeloom.transport.values import Value, flatten, split_batch
 
@@ -27,14 +29,16 @@ class Declared(NamedTuple):
     """What one F of a stage declared.
 
     Attributes:
-        samples: samples of its micro-batch; of a slice, its part of them.
+        samples: samples of its micro-batch; of a slice, its part of them. 0 where only the loss declared something.
         losses: auxiliary losses, without graphs.
         observed: other quantities.
+        metrics: of the last stage, metrics beside the loss.
     """
 
-    samples: float
-    losses: Sequence[DeclaredLoss]
-    observed: Sequence[ObservedQuantity]
+    samples: float = 0.0
+    losses: Sequence[DeclaredLoss] = ()
+    observed: Sequence[ObservedQuantity] = ()
+    metrics: Mapping[str, Metric] = MappingProxyType({})
 
 
 @dataclass
@@ -52,7 +56,8 @@ class Batch:
         num_microbatches: of the batch; 0 where this process does not know it yet.
         all_samples: samples of the batches of all replicas; 0 where this process does not know it yet.
         collects: whether auxiliary losses and observed quantities are collected.
-        declared: these, by stage, micro-batch and slice, of the forwards that ran here.
+        declared: these and the metrics, by stage, micro-batch and slice, of the forwards that ran here.
+        metric_kinds: by name of the metrics beside the loss, whether it is a sum; None: no loss was computed yet.
         extents: extents of the slices, on ranks that read inputs or targets; other ranks receive them with each value.
         seed: seed of the dropout masks of slices; None: a stage draws one where it needs it.
     """
@@ -68,6 +73,7 @@ class Batch:
     all_samples: int = 0
     collects: bool = False
     declared: dict[ForwardKey, Declared] = field(default_factory=dict)
+    metric_kinds: Mapping[str, bool] | None = None
     extents: Sequence[Extent] = ()
     seed: int | None = None
 

@@ -34,7 +34,7 @@ from pipeloom.transport.call_numbers import num_samples_of, out_of_step
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Layout, Value, microbatch_sizes
 
-LossFn = Callable[[Any, Any], Tensor]
+LossFn = Callable[[Any, Any], Tensor | Mapping[str, Any]]
 
 # One part of an action: the function that runs it, and a function that says whether it would run without blocking.
 Step = tuple[Callable[[], None], Callable[[], bool] | None]
@@ -68,7 +68,7 @@ class RankWiring:
 
     Attributes:
         rank, stages: the rank, and its modules by stage.
-        loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar; used on the last stage.
+        loss_fn: ``loss_fn(output, target)`` of one micro-batch, a scalar or a dict with it; used on the last stage.
         transport: with all channels of the programs open.
         sliced: whether micro-batches run in slices, even if in one.
         parts: cuts sequences between context-parallel ranks; None: this rank has whole sequences.

@@ -1,7 +1,7 @@
 """Measures the time and memory of each layer of a chain."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 from time import perf_counter
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipeloom.errors import SplitError
 from pipeloom.split.stage_module import may_change_input
 
-LossFn = Callable[[Any, Any], Tensor]
+LossFn = Callable[[Any, Any], Tensor | Mapping[str, Any]]
 
 
 class LayerTime(NamedTuple):
@@ -63,11 +63,16 @@ def profile_layers(
     value, targets = sample if loss_fn is not None else (sample, None)
     modules = [module for _, module in layers]
     clock = Clock(modules, value, timer)
-    loss = None if loss_fn is None else lambda output: loss_fn(output, targets)
+
+    def loss(output: Any) -> Any:
+        assert loss_fn is not None
+        result = loss_fn(output, targets)
+        return result["loss"] if isinstance(result, Mapping) else result  # a dict has metrics beside it
+
     times: list[LayerTime] = []
     with untouched(modules, clock.cuda):
         for name, module in layers:
-            tail = loss if len(times) == len(layers) - 1 else None
+            tail = loss if loss_fn is not None and len(times) == len(layers) - 1 else None
             rounds = [time_once(module, value, clock, loss=tail) for _ in range(num_warmups + num_rounds)]
             forward, backward, _ = zip(*rounds[num_warmups:], strict=True)
             value = rounds[-1][2]

@@ -132,7 +132,8 @@ class FlushSteps:
             **cost_metrics(cost, parts.predictor, parts.pipeline.program, parts.group),
             **_offload_metrics(parts.config, numbers[-_NUM_OFFLOAD_NUMBERS:]),
         }
-        row |= declared_metrics(*observed_in(declared, own))
+        observed = observed_in(declared, own)
+        row |= declared_metrics(observed.losses, observed.quantities)
         parts.journal.write(row)
         if not update.applied and not (update.skipped and scale >= _LEAST_LOSS_SCALE):
             raise RunError(

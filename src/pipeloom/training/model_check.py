@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipeloom.autograd.loss_metrics import loss_in
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError
 from pipeloom.split.stage_module import StageModule
@@ -55,13 +56,14 @@ class ModelCheck:
         parts, _ = split_batch(targets, num_microbatches, "check: targets")
         shares = [size / sum(self._sizes) for size in self._sizes]
         mean = sum(
-            float(loss_fn(output, part)) * share for output, part, share in zip(outputs, parts, shares, strict=True)
+            float(loss_in(loss_fn(output, part))) * share
+            for output, part, share in zip(outputs, parts, shares, strict=True)
         )
         joined = join_batch(outputs)
         if isinstance(outputs[0], dict):
             kind: Any = type(outputs[0])
             joined = kind(**joined)
-        whole = float(loss_fn(joined, targets))
+        whole = float(loss_in(loss_fn(joined, targets)))
         if not abs(mean - whole) <= 1e-3 * max(abs(whole), 1e-30):
             warnings.warn(
                 f"check: the loss of the whole sample is {whole:.6g}, and {mean:.6g} as the mean over micro-batches. "

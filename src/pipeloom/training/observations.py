@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeloom.autograd.loss_metrics import combined
 from pipeloom.engine.batch import Batch, Declared, ForwardKey
 from pipeloom.engine.executor import Executor
 from pipeloom.engine.model_state import ModelState
@@ -20,6 +21,7 @@ from pipeloom.processes.agreement import gather_json
 from pipeloom.transport.call_numbers import num_samples_of
 
 _LOST = "another rank ended before all ranks had added up what their stages observed; see its error"
+_OF_LOSS = ""  # the layer of metrics beside the loss
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # names that torch.compile and checkpointing add, ignored
 
 
@@ -27,9 +29,11 @@ class Entry(NamedTuple):
     """One sum of a step.
 
     Attributes:
-        layer: name of the module in the uncut model; the position of the stage where the stage's layers are unknown.
-        name: of the loss or quantity.
+        layer: name of the module in the uncut model; the position of the stage where the stage's layers are unknown;
+            "" for metrics beside the loss.
+        name: of the loss, quantity or metric.
         shape: of the sum; None: an auxiliary loss, whose two numbers are the sums of value and of weight * value.
+            Metrics have the numbers of `Metric.numbers`.
     """
 
     layer: str
@@ -55,10 +59,14 @@ class AuxiliaryValue(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """The auxiliary losses and the quantities of one step, by layer and name. Quantities are float64."""
+    """The auxiliary losses and the quantities of one step, by layer and name, and the metrics beside the loss, by name.
+
+    Quantities are float64.
+    """
 
     losses: dict[str, dict[str, AuxiliaryValue]]
     quantities: dict[str, dict[str, Tensor]]
+    metrics: dict[str, float]
 
 
 class Observations:
@@ -107,6 +115,8 @@ class Observations:
         for entry in order:
             other = shapes.setdefault((entry.layer, entry.name), entry)
             if other is not entry and None not in (entry.shape, other.shape):
+                if entry.layer == _OF_LOSS:
+                    raise RunError(f"loss_fn returned {entry.name!r} as a sum and as a mean. Return one of them.")
                 raise RunError(
                     f"layer {entry.layer!r} observes {entry.name!r} with shapes {list(other.shape or ())} and "
                     f"{list(entry.shape or ())}: quantities of one name are added up. Use one shape, or other names."
@@ -171,13 +181,16 @@ class Observations:
         """The sums of some forwards, float64 on the CPU."""
         sums: dict[Entry, Tensor] = {}
         for key in sorted(declared, key=lambda key: (key[0], key[1], key[2] or 0)):  # micro-batches in order
-            samples, losses, observed = declared[key]
+            samples, losses, observed, metrics = declared[key]
             for module, name, value, weight in losses:
                 part = torch.tensor([samples, samples * weight], dtype=torch.float64) * float(value)
                 _add(sums, Entry(self._name_of(module, str(key[0])), name, None), part)
             for module, name, values in observed:
                 entry = Entry(self._name_of(module, str(key[0])), name, tuple(values.shape))
                 _add(sums, entry, values.to("cpu", torch.float64, copy=True))
+            for name, metric in metrics.items():
+                part = torch.tensor(metric.numbers(), dtype=torch.float64)
+                _add(sums, Entry(_OF_LOSS, name, tuple(part.shape)), part)
         return sums
 
     def _name_of(self, module: nn.Module | None, default: str) -> str:
@@ -202,11 +215,15 @@ def vector_of(own: Mapping[Entry, Tensor], entries: Sequence[Entry], samples: fl
 def observed_in(entries: Sequence[Entry], summed: Tensor) -> Observed:
     """What the sum of `vector_of` over all processes says."""
     samples, *parts = torch.split(summed, [1, *(entry.length for entry in entries)])
-    found = Observed({}, {})
+    found = Observed({}, {}, {})
     for entry, part in zip(entries, parts, strict=True):
         if entry.shape is None:
             value, weighted = (part / samples).tolist()
             found.losses.setdefault(entry.layer, {})[entry.name] = AuxiliaryValue(value, weighted)
+        elif entry.layer == _OF_LOSS:
+            value = combined(part.tolist())
+            if value is not None:
+                found.metrics[entry.name] = value
         else:
             found.quantities.setdefault(entry.layer, {})[entry.name] = part.view(entry.shape).clone()
     return found

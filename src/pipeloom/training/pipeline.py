@@ -46,7 +46,8 @@ class Pipeline:
             the one that runs: an I and the W behind it are merged into B where no rank waits for the I. Or a
             `pipeloom.Plan`, which also gives `cut`, `slices`, `recompute`, `offload`, `data`, `precision` and, for a
             data-parallel degree above 1, `mesh`; arguments must not contradict it.
-        loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples. None: a model of
+        loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples, or a dict of this
+            "loss" and of metrics to report (`metrics`), which are real numbers of the micro-batch. None: a model of
             transformers computes its own from labels in the batch, as the mean over the labels of all replicas;
             `num_items_in_batch` in the batch replaces their number. `forward` needs none.
         layers, cut: how to cut `model`; see `pipeloom.split.split`. `cut` None: "layers"; of a traced model "time".
@@ -345,6 +346,14 @@ class Pipeline:
             RunError: quantities of one name in one layer have different shapes.
         """
         return self.observed.gather().quantities
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics that `loss_fn` returned beside the loss in the last step or evaluation, by name, on every rank.
+
+        A value is the mean over all micro-batches, slices and replicas, weighted as the loss is; a `pipeloom.Sum` their
+        sum, a `pipeloom.Mean` their mean with its own weights. The first call after a step is made by every process.
+        """
+        return self.observed.gather().metrics
 
     @property
     def records(self) -> list[tuple[int, list[Record]]]:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import Collected
+from pipeloom.autograd.loss_metrics import separate
 from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, root_of, run_backward
 from pipeloom.engine.batch import Extent
-from pipeloom.engine.binders.auxiliary import add_declared, keep_declared
+from pipeloom.engine.binders.auxiliary import add_declared, keep_declared, keep_metrics
 from pipeloom.engine.binders.sequence_parts import module_of_tokens
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
 from pipeloom.engine.binders.skips import bind_skip_gradients, bind_skip_values
@@ -110,12 +111,13 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
         if sliced:
             extent = Extent(*value[1].tolist())
             target, weight = cut_slice(target, extent), weight * ((extent.end - extent.start) / extent.length)
-        loss = loss_fn(output, target)
+        loss, metrics = separate(loss_fn(output, target), weight)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise RunError(f"loss_fn returned {shape}: it must return a scalar, the mean over the micro-batch.")
         if not loss.dtype.is_floating_point:
             raise RunError(f"loss_fn returned a {loss.dtype}: a loss must be a floating-point number. Convert it.")
+        keep_metrics(batch, key, metrics)
         state.loss_weights[key] = weight
         weighed = loss.detach() * state.seed(weight, loss)
         earlier = batch.losses.get(microbatch)  # of slices

@@ -73,7 +73,7 @@ class StreamObservations:
         """The sums of every batch over all processes, which all call it; `samples` are those of each batch."""
         entries = self._observations.agreed({entry for table in self._of_batch.values() for entry in table})
         if not entries:
-            return [Observed({}, {}) for _ in range(num_batches)]
+            return [Observed({}, {}, {}) for _ in range(num_batches)]
         counts = self._observations.counts_samples
         rows = [
             vector_of(self._of_batch.get(batch, {}), entries, samples[batch] if counts else 0)

@@ -27,6 +27,7 @@ class StreamUpdate:
         grad_norm: the 2-norm over all stages of the gradients of the updates with this batch, before clipping.
         auxiliary_losses: as of `Pipeline.auxiliary_losses`.
         observations: as of `Pipeline.observations`.
+        metrics: as of `Pipeline.metrics`.
     """
 
     batch: int
@@ -34,6 +35,7 @@ class StreamUpdate:
     grad_norm: float
     auxiliary_losses: dict[str, dict[str, AuxiliaryValue]] = field(default_factory=dict, compare=False)
     observations: dict[str, dict[str, Tensor]] = field(default_factory=dict, compare=False)
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 class StreamResults:
