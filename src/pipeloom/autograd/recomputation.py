@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pipeloom.errors import RunError
@@ -110,7 +111,14 @@ class _Full:
         # A block that works in place runs on a copy, because the recomputation needs its input.
         function = partial(_on_copies, block) if in_place else block
         function = partial(_in_block, function)
+        given = [(t, t._version) for t in tree_leaves(args) if isinstance(t, Tensor) and not t.is_inference()]
         result = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **settings)
+        if any(tensor._version != version for tensor, version in given):
+            raise RunError(
+                f"module {_name_of(self._stage, modules[0])} changes its input in place: its recomputation would start "
+                "from the changed values. Let it work on a copy (x = x.clone()), or use recompute 'none' for this "
+                "stage."
+            )
         for name, buffer, version in before:
             if buffer._version != version:
                 raise RunError(

@@ -76,7 +76,8 @@ class RankWiring:
         mover: moves saved activations, where programs have OFFLOAD and RELOAD.
         skips: by pair of stages, the names of the values that skip stages between them.
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
-        copies_input: by stage, whether it receives a copy of its input: leaves must not change in place.
+        copies_input: by stage, whether it receives a copy of its input: the caller's batch, and leaves, must not change
+            in place.
     """
 
     rank: int
@@ -93,7 +94,8 @@ class RankWiring:
 
     def __post_init__(self) -> None:
         self.forwards = {stage: recomputed(module, self.recompute[stage]) for stage, module in self.stages.items()}
-        self.copies_input = {stage: may_change_input(module) for stage, module in self.stages.items()}
+        # Inputs of stage 0 are no leaves: its first run shows whether it works in place (`binders.inputs`).
+        self.copies_input = {stage: stage > 0 and may_change_input(module) for stage, module in self.stages.items()}
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.split.stage_module import StageModule
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.own_loss import OwnLoss, plain_batch
-from pipeloom.transport.values import Value, join_batch, samples_of, split_batch
+from pipeloom.transport.values import Value, copied, join_batch, samples_of, split_batch
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; of shorter formats 0.05
 
@@ -41,7 +41,7 @@ class ModelCheck:
         inputs, targets = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
         self.inputs = plain_batch(inputs)
         num_microbatches = min(num_microbatches, samples_of(self.inputs, "check: inputs"))
-        pieces, self._sizes = split_batch(self.inputs, num_microbatches, "check: inputs")
+        pieces, self._sizes = split_batch(copied(self.inputs), num_microbatches, "check: inputs")
         self._layers: dict[str, Any] = {}
         outputs = []
         with evaluation_mode([model]), torch.no_grad():
@@ -98,7 +98,8 @@ class ModelCheck:
 
 
 def _run(model: nn.Module, inputs: Value) -> Value:
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    takes_names = isinstance(inputs, dict) and not isinstance(model, nn.Sequential)
+    return model(**inputs) if takes_names else model(inputs)
 
 
 @contextmanager

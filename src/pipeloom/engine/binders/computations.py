@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from pipeloom.autograd.auxiliary_losses import Collected
 from pipeloom.autograd.loss_metrics import separate
 from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, root_of, run_backward
 from pipeloom.engine.batch import Extent
 from pipeloom.engine.binders.auxiliary import add_declared, keep_declared, keep_metrics
+from pipeloom.engine.binders.inputs import StageInputs
 from pipeloom.engine.binders.sequence_parts import module_of_tokens
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
 from pipeloom.engine.binders.skips import bind_skip_gradients, bind_skip_values
 from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import RunError
 from pipeloom.ir import Action, Op, Program
-from pipeloom.transport.values import Layout, Value, copied, flatten, unflatten
+from pipeloom.transport.values import Layout, Value, flatten, unflatten
 
 
 def bind_forward(state: RankState, action: Action, program: Program) -> Step:
@@ -40,9 +40,11 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     joined = getattr(wiring.stages[stage], "joined", None) if getattr(wiring.loss_fn, "joins_targets", False) else None
     finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program)
     mover = wiring.mover if key in state.to_offload else None
+    inputs = StageInputs(wiring, stage)
 
     def forward() -> None:
         value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)
+        value = inputs.take(value)
         if skips is not None:
             leaves = skips.take(leaves)
         if last and joined is not None and state.batch.targets is not None:
@@ -51,17 +53,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
         live = len(saved) - state.num_offloaded
         if live > state.peak_live:
             state.peak_live = live
-        collected = Collected(within=wiring.stages[stage])
-        try:
-            with collected:
-                output = module(value)
-        except RuntimeError as error:
-            if not leaves or "a leaf Variable that requires grad" not in str(error):
-                raise
-            wiring.copies_input[stage] = True  # the stage changes its input in place: from now on it gets a copy
-            collected = Collected(within=wiring.stages[stage])
-            with collected:
-                output = module(copied(value))
+        output, collected = inputs.run(module, value, leaves)
         with collected:
             roots = finish(output)
             if skips is not None:
@@ -164,7 +156,7 @@ def bind_entry(
             return unflatten(layout, tensors), []
         leaves = [t.requires_grad_() for t, (_, _, wants) in zip(tensors, layout.specs, strict=True) if wants]
         if copies_input[stage]:
-            tensors = [tensor.clone() for tensor in tensors]
+            tensors = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
         return unflatten(layout, tensors), leaves
 
     return enter

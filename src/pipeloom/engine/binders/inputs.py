@@ -1,0 +1,62 @@
+"""`StageInputs`: what a stage is given stays as it is, although the stage may work in place.
+
+Autograd forbids it on leaves that require a gradient; elsewhere it would change the caller's batch, or values that
+another stage of this process saved. The first run of every forward gets copies. They show whether it works in place: if
+so, it gets copies in all later runs too.
+"""
+
+import warnings
+from collections.abc import Callable
+
+from torch import Tensor
+
+from pipeloom.autograd.auxiliary_losses import Collected
+from pipeloom.engine.rank_state import RankWiring
+from pipeloom.transport.values import Value, copied, flatten, unflatten
+
+
+class StageInputs:
+    """The inputs of one forward of a stage.
+
+    Args:
+        wiring: of the rank.
+        stage: the stage.
+    """
+
+    def __init__(self, wiring: RankWiring, stage: int) -> None:
+        self._copies, self._stage = wiring.copies_input, stage
+        self._module = wiring.stages[stage]
+        self._known = False  # whether a run has shown whether the forward works in place
+        self._given: list[tuple[Tensor, int]] = []  # tensors and their versions
+
+    def take(self, value: Value) -> Value:
+        """The value for a run that begins."""
+        if not self._known or self._copies[self._stage]:
+            layout, tensors = flatten(value)  # of later stages, those that require a gradient are copied on arrival
+            value = unflatten(layout, [t if t.requires_grad and self._stage else t.clone() for t in tensors])
+        self._given = [(tensor, tensor._version) for tensor in flatten(value)[1] if not tensor.is_inference()]
+        return value
+
+    def run(self, module: Callable[[Value], Value], value: Value, leaves: list[Tensor]) -> tuple[Value, Collected]:
+        """The output of `module` for what `take` returned, and what it declared."""
+        collected = Collected(within=self._module)
+        try:
+            with collected:
+                output = module(value)
+        except RuntimeError as error:
+            if not leaves or "a leaf Variable that requires grad" not in str(error):
+                raise
+            self._copies[self._stage] = True
+            collected = Collected(within=self._module)
+            with collected:
+                output = module(copied(value))
+        if not self._copies[self._stage] and any(tensor._version != version for tensor, version in self._given):
+            self._copies[self._stage] = True
+            if self._known and self._stage == 0:
+                warnings.warn(
+                    "the first stage has changed its inputs in place, unlike in its first step: this batch is changed. "
+                    "From now on the stage gets copies.",
+                    stacklevel=2,
+                )
+        self._known, self._given = True, []
+        return output, collected
