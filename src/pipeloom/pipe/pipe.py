@@ -186,7 +186,10 @@ class Pipe(nn.Module):
         device = self._devices[0]
         if self._automatic == "size":
             return balance_by_size(number, model, sample, chunks=self._chunks, device=device)
-        return balance_by_time(number, model, split(tensors_of(sample), self._chunks)[0], device=device)
+        microbatch = split(tensors_of(sample), self._chunks)[0]
+        return balance_by_time(
+            number, model, microbatch[0] if isinstance(sample, Tensor) else microbatch, device=device
+        )
 
     def _place(self, balance: list[int]) -> None:
         """Cut the layers and move them to their devices."""
@@ -225,11 +228,12 @@ class Pipe(nn.Module):
 
     # --- a batch -----------------------------------------------------------------------------------------------------
 
-    def forward(self, input: Value) -> Value:
+    def forward(self, input: Value, *others: Any) -> Value:
         """Run a batch.
 
         Args:
-            input: a tensor or a tuple of tensors, with the batch in dimension 0. It is moved to the first device.
+            input: a tensor or a tuple of tensors, with the batch in dimension 0. It is moved to the first device, and
+                stays as it is where layers work in place.
 
         Returns:
             the model's output for the whole batch, on the last device.
@@ -239,6 +243,8 @@ class Pipe(nn.Module):
             InputError: the input has no batch dimension.
             Exception: the first one that a layer raised, with a note that names partition and micro-batch.
         """
+        if others:
+            raise PipeTypeError("a Pipe takes one value: a tensor or a tuple of tensors. Call it as pipe((x, y)).")
         check_value(input, "the input")
         if not len(self):
             return input

@@ -7,6 +7,7 @@ threads of their own, at the same time, on any device.
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,13 @@ class _PassOn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    try:
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # tensors without a storage of their own
+        return False
 
 
 class _Result:
@@ -128,9 +136,14 @@ class StageCall:
             self._keep_graph(result)
         ready = mark(device)
 
+        batch = [each.tensor for each in self._inputs] if not self._partition.index else []
+
         def outgoing(tensor: Tensor) -> Sent:
             can = tensor.is_floating_point() or tensor.is_complex()
-            return Sent(tensor.detach(), can if self.recompute else tensor.requires_grad, ready)
+            found = tensor.detach()
+            if any(map(partial(_share_memory, tensor), batch)):
+                found = found.clone()  # later layers may change it in place: the user's batch stays
+            return Sent(found, can if self.recompute else tensor.requires_grad, ready)
 
         if not self.recompute:
             self._inputs = []
