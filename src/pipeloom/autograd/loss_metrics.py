@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pipeloom.errors import RunError, folded, listed
 
@@ -87,6 +89,13 @@ def separate(result: Any, weight: float) -> tuple[Any, dict[str, Metric]]:
 def loss_in(result: Any) -> Any:
     """The loss in what a `loss_fn` returned."""
     return separate(result, 1.0)[0]
+
+
+def zero_of(output: Any) -> Tensor:
+    """The loss of an output without a label that counts: zero, with a graph to all that has one."""
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    terms = [leaf.sum() * 0.0 for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
 
 def _metric(name: Any, given: Any, weight: float) -> Metric:

@@ -10,6 +10,7 @@ from pipeloom.engine.batch import Batch
 from pipeloom.engine.batch_agreement import BatchAgreement
 from pipeloom.engine.binders.sequence_parts import cut_tokens
 from pipeloom.engine.binders.sequence_slices import cut_sequences
+from pipeloom.engine.label_weights import LabelWeights, label_weights, prepared
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.stores.sharing import Sharing
 from pipeloom.errors import InputError
@@ -37,10 +38,14 @@ class Read(NamedTuple):
     Attributes:
         batch: its micro-batches; without weights where replicas have others.
         whole: targets, before context-parallel ranks share them out.
+        weights: what weighs their labels; None: nothing does.
+        labels: the number of labels, and of those that count.
     """
 
     batch: Batch
-    whole: Sequence[Value] | None
+    whole: Sequence[Value] = ()
+    weights: LabelWeights | None = None
+    labels: tuple[int, int] = (0, 0)
 
 
 class BatchReader:
@@ -95,7 +100,7 @@ class BatchReader:
             RunError: see `BatchAgreement.agree`.
         """
         count = (self._programs.train if training else self._programs.forward).num_microbatches
-        found, refusal, agreed = Read(Batch(), None), None, None
+        found, refusal, agreed = Read(Batch()), None, None
         given: tuple[Value, Value] | None = None
         while True:
             try:
@@ -139,6 +144,7 @@ class BatchReader:
             for value, what, reads in ((inputs, "inputs", self._reads_inputs), (targets, "targets", needs_targets)):
                 if reads and value is not None:
                     num_microbatches = min(num_microbatches, samples_of(value, what))
+        targets = prepared(self._loss_fn, targets) if needs_targets else None
         batch = Batch.cut(
             num_microbatches,
             self._sharing.inputs(inputs),
@@ -149,7 +155,8 @@ class BatchReader:
         if self._sliced:
             cut_sequences(batch, self._programs.train.schedule.num_slices, self._slice_lengths)
         self._check_batch(batch)
-        read = Read(batch, batch.targets)
+        weights, whole = label_weights(self._loss_fn, targets) if needs_targets else None, batch.targets or ()
+        read = Read(batch, whole, weights, (0, 0) if weights is None else weights.count(whole))
         if self._parts is not None:
             cut_tokens(batch, self._parts)
         if not self._has_replicas:
@@ -163,9 +170,9 @@ class BatchReader:
         if not batch.sizes:
             return
         batch.weigh(all_samples)
-        weigh_labels = getattr(self._loss_fn, "weigh", None)
-        if weigh_labels is not None:
-            weigh_labels(batch, self._sharing.sum_counts, read.whole)
+        if read.weights is not None and read.labels[0]:
+            labels, counting = self._sharing.sum_counts(read.labels)
+            read.weights.weigh(batch, read.whole, (labels, counting))
 
 
 def _check_unread(value: Value, num_microbatches: int, what: str) -> None:

@@ -35,6 +35,7 @@ from pipeloom.split import Stages, split
 from pipeloom.split.planned.layouts import find_layout
 from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute, context_of
 from pipeloom.training.own_loss import OwnLoss
+from pipeloom.training.watched_loss import WatchedLoss
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
 
@@ -113,7 +114,7 @@ def construct(
         state,
         programs,
         connection,
-        loss_fn=loss_fn,
+        loss_fn=WatchedLoss.of(loss_fn),
         sliced=sliced,
         slice_lengths=slices,
         parts=parts,

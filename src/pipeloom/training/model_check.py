@@ -14,7 +14,7 @@ from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError
 from pipeloom.split.stage_module import StageModule
 from pipeloom.training.evaluation_mode import evaluation_mode
-from pipeloom.training.own_loss import OwnLoss, plain_batch
+from pipeloom.training.own_loss import plain_batch
 from pipeloom.transport.values import Value, copied, join_batch, samples_of, split_batch
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; of shorter formats 0.05
@@ -48,7 +48,7 @@ class ModelCheck:
             with _recorded(dict(model.named_modules()), self._layers):
                 outputs.append(_run(model, pieces[0]))
             outputs += [_run(model, piece) for piece in pieces[1:]]
-            if loss_fn is not None and targets is not None and not isinstance(loss_fn, OwnLoss):
+            if loss_fn is not None and targets is not None and not hasattr(loss_fn, "weigh"):
                 self._check_loss(loss_fn, outputs, targets, num_microbatches)
         self._output = join_batch(outputs)
 
@@ -68,7 +68,7 @@ class ModelCheck:
             warnings.warn(
                 f"check: the loss of the whole sample is {whole:.6g}, and {mean:.6g} as the mean over micro-batches. "
                 "loss_fn is a mean over the labels of a micro-batch, and micro-batches have different numbers of them. "
-                "Use pipeloom.models.huggingface.causal_lm_loss, or a loss with weights per sample.",
+                "Pass loss_fn=pipeloom.mean_over_labels(loss_fn), or use a loss with weights per sample.",
                 stacklevel=5,
             )
 

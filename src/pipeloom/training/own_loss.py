@@ -1,12 +1,14 @@
 """`OwnLoss`: the loss that a model of transformers computes from labels among its arguments."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeloom.autograd.loss_metrics import Mean, zero_of
+from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError
 
 _NUM_ITEMS = "num_items_in_batch"
@@ -66,43 +68,52 @@ class OwnLoss:
             "to the batch, or pass targets or loss_fn."
         )
 
-    def weigh(self, batch: Any, sum_samples: Callable[[int], int], whole: Any = None) -> None:
-        """Add what a micro-batch's loss needs to its targets, so that its weighted loss is its part of the whole.
+    def count(self, whole: Sequence[Any]) -> tuple[int, int]:
+        """Labels of a replica, and those that count; see `pipeloom.engine.label_weights.LabelWeights`."""
+        if not whole or "labels" not in whole[0]:
+            return 0, 0
+        return sum(each["labels"].numel() for each in whole), sum(self._counts(whole))
 
-        Args:
-            batch: a `pipeloom.engine.batch.Batch` with its weights.
-            sum_samples: adds up a number over all replicas.
-            whole: its targets; the model's own forward takes whole sequences.
-        """
+    def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
+        """Add what a micro-batch's loss needs to its targets, so that its weighted loss is its part of the whole."""
         if not batch.targets or "labels" not in batch.targets[0]:
             return
         number = batch.targets[0].get(_NUM_ITEMS)
-        counts = [self._count(each["labels"]) for each in batch.targets]
         if number is None:
-            number = max(1, sum_samples(sum(counts)))
+            number = max(1, counts[1])
         batch.targets = [
             _Labels(target, count, number * weight, self._takes_number)
-            for target, count, weight in zip(batch.targets, counts, batch.weights, strict=True)
+            for target, count, weight in zip(batch.targets, self._counts(whole), batch.weights, strict=True)
         ]
 
-    def _count(self, labels: Tensor) -> int:
-        counted = labels[..., 1:] if self._shifts and labels.dim() > 1 else labels
-        return int((counted != _IGNORED).sum())
+    def _counts(self, targets: Sequence[Any]) -> list[int]:
+        labels = [each["labels"] for each in targets]
+        counted = [each[..., 1:] if self._shifts and each.dim() > 1 else each for each in labels]
+        found: list[int] = torch.stack([(each != _IGNORED).sum() for each in counted]).tolist()
+        return found
 
-    def __call__(self, output: Any, targets: Any) -> Tensor:
-        """The loss in the model's output, as the part of this micro-batch."""
+    def __call__(self, output: Any, targets: Any) -> dict[str, Any]:
+        """The loss in the model's output, as the part of this micro-batch, and other scalars in it as metrics."""
         loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else None
         if loss is None:
             raise InputError(
                 f"the model returned no loss for {', '.join(map(repr, targets))}: it computes none from them. Pass "
                 "loss_fn to Pipeline."
             )
-        if not isinstance(targets, _Labels) or targets.number_was_read():
-            return loss
+        scalars = {name: value for name, value in output.items() if name != "loss" and _is_scalar(value)}
+        if not isinstance(targets, _Labels):
+            return {"loss": loss, **scalars}
+        metrics = {name: Mean(value, targets.count) for name, value in scalars.items()}
+        if targets.number_was_read():
+            return {"loss": loss, **metrics}
         if targets.count == 0:  # the mean over no label is not a number
-            others = [value.sum() for value in output.values() if isinstance(value, Tensor) and value.dim()]
-            return 0.0 * torch.stack(others).sum()
-        return loss * (targets.count / targets.number)
+            others = {name: value for name, value in output.items() if name != "loss" and name not in scalars}
+            return {"loss": zero_of(others), **metrics}
+        return {"loss": loss * (targets.count / targets.number), **metrics}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and not value.dim()
 
 
 class _Labels(dict[str, Any]):
@@ -138,6 +149,20 @@ class _Noticed(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             args = tuple(each.as_subclass(Tensor) if isinstance(each, _Noticed) else each for each in args)
             return func(*args, **(kwargs or {}))
+
+
+def separated(loss_fn: Any, inputs: Any, targets: Any, *, needs_targets: bool) -> tuple[Any, Any]:
+    """Inputs and targets of a batch that may hold the labels, where `loss_fn` is the model's own.
+
+    Raises:
+        InputError: there are no labels, and this process needs them.
+    """
+    inputs = plain_batch(inputs)
+    if isinstance(loss_fn, OwnLoss):
+        inputs, targets = loss_fn.separate(inputs, plain_batch(targets))
+        if targets is None and inputs is not None and needs_targets:
+            raise InputError(loss_fn.missing())
+    return inputs, targets
 
 
 def plain_batch(batch: Any) -> Any:

@@ -31,7 +31,8 @@ from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.generation.generate import Options, generate, prompt_of
 from pipeloom.training.model_check import ModelCheck
 from pipeloom.training.observations import AuxiliaryValue, Observations
-from pipeloom.training.own_loss import OwnLoss, plain_batch
+from pipeloom.training.own_loss import plain_batch, separated
+from pipeloom.training.watched_loss import tell
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch, with_form
 
@@ -214,7 +215,7 @@ class Pipeline:
             share_results=share_losses,
             warm_up=warm_up,
         )
-        self.observed.take(run)
+        self._took(run)
         with self.executor.ended_by_errors():
             self.observed.call_listeners()
         return run.losses
@@ -234,14 +235,7 @@ class Pipeline:
             return self.state.sharing.sum_losses(total(batch.losses))
 
     def _separated(self, inputs: Value, targets: Value) -> tuple[Value, Value]:
-        """Inputs and targets of a batch that may hold the labels, where the model computes its own loss."""
-        inputs = plain_batch(inputs)
-        own = self.executor.loss_fn
-        if isinstance(own, OwnLoss):
-            inputs, targets = own.separate(inputs, plain_batch(targets))
-            if targets is None and inputs is not None and self.needs_targets:
-                raise InputError(own.missing())
-        return inputs, targets
+        return separated(self.executor.loss_fn, inputs, targets, needs_targets=self.needs_targets)
 
     def forward(self, inputs: Value = None) -> Value:
         """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set.
@@ -322,8 +316,13 @@ class Pipeline:
         with torch.no_grad():
             batch = self.executor.run(read, training=False, with_loss=with_loss)
         if with_loss:
-            self.observed.take(batch)
+            self._took(batch)
         return batch
+
+    def _took(self, batch: Batch) -> None:
+        """A batch has run with its loss."""
+        self.observed.take(batch)
+        tell(self.executor.loss_fn)
 
     def _begin(self) -> None:
         if self.mesh is not None:

@@ -61,9 +61,9 @@ class Sharing:
         """The store of one rank."""
         return ParameterStore(rank.held, rank.stages.values())
 
-    def sum_counts(self, count: int) -> int:
-        """The sum over the batches of all replicas, such as of their labels; every replica calls it."""
-        return count
+    def sum_counts(self, counts: Sequence[int]) -> list[int]:
+        """The sums over the batches of all replicas, such as of their labels; every replica calls it."""
+        return list(counts)
 
     def sum_losses(self, loss: Tensor) -> Tensor:
         """The sum over replicas; every replica calls it."""

@@ -1,12 +1,15 @@
 """The batches of a stream, taken from the user's iterable when their first micro-batch is needed."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeloom.engine.batch import Batch
+from pipeloom.engine.label_weights import label_weights, prepared
+from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import CallerError, InputError, one_line
 from pipeloom.ir import Schedule
+from pipeloom.training.own_loss import OwnLoss, separated
 
 
 class StreamBatches:
@@ -17,6 +20,7 @@ class StreamBatches:
         num_batches: number of batches of the run.
         schedule: of the whole run.
         ranks: of this process.
+        loss_fn: of the pipeline.
 
     Attributes:
         batch: the batch for the actions of the run. Inputs, target and weight of a micro-batch can be read once; its
@@ -25,7 +29,12 @@ class StreamBatches:
     """
 
     def __init__(
-        self, batches: Iterable[Any] | None, num_batches: int, schedule: Schedule, ranks: Sequence[int]
+        self,
+        batches: Iterable[Any] | None,
+        num_batches: int,
+        schedule: Schedule,
+        ranks: Sequence[int],
+        loss_fn: LossFn | None,
     ) -> None:
         assert schedule.microbatches_per_update is not None
         self._num_batches, self._size = num_batches, schedule.microbatches_per_update
@@ -34,7 +43,7 @@ class StreamBatches:
         self._reads_targets = any(rank in self._place.replicas[self._last] for rank in ranks)
         reads = self._reads_inputs or self._reads_targets
         self._iterator: Iterator[Any] = iter(batches) if reads and batches is not None else iter(())
-        self._num_taken = 0
+        self._num_taken, self._loss_fn = 0, loss_fn
         self._lock = threading.Lock()  # ranks of one process may have a thread each
         self._inputs, self._targets, self._weights = (
             _Pieces(self.take_until, schedule.num_microbatches) for _ in range(3)
@@ -72,16 +81,17 @@ class StreamBatches:
             raise CallerError(
                 f"batches: item {number} raised {one_line(error)}: a run needs {self._num_batches} batches."
             ) from error
+        if isinstance(self._loss_fn, OwnLoss) and isinstance(value, Mapping):
+            value = (value, None)  # has the labels
         if not isinstance(value, tuple | list) or len(value) != 2:
             length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
             raise CallerError(
                 f"batches: item {number} is a {type(value).__name__}{length}: must be a pair (inputs, targets)."
             )
         try:
-            cut = Batch.cut(self._size, *value, needs_inputs=self._reads_inputs, needs_targets=self._reads_targets)
+            cut = self._cut(*value)
         except InputError as error:
             raise CallerError(f"batches: item {number}: {error}") from error
-        cut.weigh(cut.num_samples)
         first, last = (0, self._inputs, cut.inputs), (self._last, self._targets, cut.targets or ())
         for stage, pieces, values in (first, last, (self._last, self._weights, cut.weights)):
             for microbatch, piece in enumerate(values, number * self._size):
@@ -89,6 +99,17 @@ class StreamBatches:
                     pieces.kept[microbatch] = piece
         self.num_samples[number] = cut.num_samples
         self._num_taken += 1
+
+    def _cut(self, inputs: Any, targets: Any) -> Batch:
+        inputs, targets = separated(self._loss_fn, inputs, targets, needs_targets=self._reads_targets)
+        targets = prepared(self._loss_fn, targets) if self._reads_targets else None
+        cut = Batch.cut(self._size, inputs, targets, needs_inputs=self._reads_inputs, needs_targets=self._reads_targets)
+        cut.weigh(cut.num_samples)
+        weights = label_weights(self._loss_fn, targets) if self._reads_targets else None
+        if weights is not None:
+            whole = cut.targets or ()
+            weights.weigh(cut, whole, weights.count(whole))
+        return cut
 
 
 class _Pieces(Sequence[Any]):

@@ -25,6 +25,7 @@ from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpda
 from pipeloom.training.stream.stream_optimizer import Rules, StreamOptimizer
 from pipeloom.training.stream.stream_rank import StreamPlan, StreamRank
 from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
+from pipeloom.training.watched_loss import tell
 from pipeloom.transport.call_numbers import call_number
 
 
@@ -148,7 +149,7 @@ class Stream:
         executor.check_free()
         rates = self._check_ready()
         program, used = self._prepared(count)
-        taken = StreamBatches(batches, count, program.schedule, executor.local_ranks)
+        taken = StreamBatches(batches, count, program.schedule, executor.local_ranks, executor.loss_fn)
         live = self._agree(count, rates)
         plan = StreamPlan(program, used, call_number(executor.num_calls + 1, True), self.num_batches)
         connection = executor.connection
@@ -185,6 +186,7 @@ class Stream:
                 rank: {s: sum(made == s for made, _ in part.norms) for s in executor.workers[rank].stages}
                 for rank, part in ranks.items()
             }
+        tell(executor.loss_fn)
         self.num_batches += count
         self.peak_weight_versions = {rank: part.peak_weight_versions for rank, part in ranks.items()}
         self.peak_weight_bytes = {rank: part.peak_weight_bytes for rank, part in ranks.items()}

@@ -1,0 +1,131 @@
+"""`WatchedLoss`: a user's loss whose micro-batches may have no label that counts, or different numbers of them."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.autograd.loss_metrics import loss_in, zero_of
+from pipeloom.engine.batch import Batch
+from pipeloom.engine.rank_state import LossFn
+
+_MARK = "labels that count"  # marks the targets of a micro-batch in which not all do
+_IGNORED = -100
+_TOLERANCE = 1e-3
+
+
+class WatchedLoss:
+    """A loss_fn of the user, for a pipeline.
+
+    The loss of a micro-batch or slice without a label that counts is 0, since the mean over no label is not a number.
+    Where they have different numbers of labels that count, the first shows whether `loss_fn` is the mean over them: the
+    pipeline trains a mean of means, which `tell` reports.
+
+    Args:
+        loss_fn: ``loss_fn(output, targets)``; its `ignore_index`, or -100, is the label that does not count.
+    """
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any]) -> None:
+        self.loss_fn = loss_fn
+        keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+        found = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", _IGNORED))
+        self._ignored = found if isinstance(found, int) else _IGNORED
+        self._asks = True  # whether it is not known yet whether the loss is a mean over labels
+        self._to_tell = False
+
+    @staticmethod
+    def of(loss_fn: LossFn | None) -> LossFn | None:
+        """The loss to run: a loss that weighs labels itself stays."""
+        return loss_fn if loss_fn is None or hasattr(loss_fn, "weigh") else WatchedLoss(loss_fn)
+
+    def count(self, whole: Sequence[Any]) -> tuple[int, int]:
+        """Labels of a replica, and those that count; see `pipeloom.engine.label_weights.LabelWeights`."""
+        counts = self._counts(whole)
+        if counts is None:
+            return 0, 0
+        return sum(_labels_of(each).numel() for each in whole), sum(counts)
+
+    def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
+        """Tell the micro-batches how many labels count, where not all do, and whether that differs between them."""
+        own = self._counts(whole)
+        if own is None:
+            return
+        sizes = [_labels_of(each).numel() for each in whole]
+        unequal = any(count * counts[0] != counts[1] * size for count, size in zip(own, sizes, strict=True))
+        batch.targets = [
+            {_MARK: count, "labels": size, "asks": unequal and self._asks, "targets": each}
+            for each, count, size in zip(batch.targets or (), own, sizes, strict=True)
+        ]
+
+    def _counts(self, targets: Sequence[Any]) -> list[int] | None:
+        """The labels that count of each micro-batch; None: there are no labels, or all count."""
+        labels = [_labels_of(each) for each in targets]
+        if not labels or any(each is None for each in labels):
+            return None
+        found: list[int] = torch.stack([(each != self._ignored).sum() for each in labels]).tolist()
+        return None if sum(found) == sum(each.numel() for each in labels) else found
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        if not (isinstance(targets, Mapping) and _MARK in targets):
+            return self.loss_fn(output, targets)
+        known, given = targets, targets["targets"]
+        labels, count = _labels_of(given), known[_MARK]
+        if labels.numel() != known["labels"]:  # a slice, or a part of the sequences
+            count = int((labels != self._ignored).sum())
+        result = self.loss_fn(output, given)
+        loss = loss_in(result)
+        if not count:
+            zero = zero_of(output)
+            return {**result, "loss": zero} if isinstance(result, Mapping) else zero
+        if known["asks"] and self._asks and isinstance(loss, Tensor) and loss.numel() == 1:
+            self._ask(output, given, float(loss.detach()))
+        return result
+
+    @torch.no_grad()
+    def _ask(self, output: Any, targets: Any, loss: float) -> None:
+        """Whether the loss of all labels is the mean, not the sum, of the losses of two halves of them."""
+        labels = _labels_of(targets)
+        counted = (labels != self._ignored).flatten()
+        places = counted.nonzero().flatten()
+        if len(places) < 2:
+            return
+        parts = []
+        for own in (places[: len(places) // 2], places[len(places) // 2 :]):
+            part = torch.full_like(labels, self._ignored).flatten()
+            part[own] = labels.flatten()[own]
+            masked = part.view_as(labels)
+            given = {**targets, "labels": masked} if isinstance(targets, Mapping) else masked
+            parts.append((len(own), float(loss_in(self.loss_fn(output, given)))))
+        mean = sum(count * part for count, part in parts) / len(places)
+        self._asks, bound = False, _TOLERANCE * abs(loss)
+        (_, one), (_, other) = parts
+        self._to_tell = abs(loss - mean) <= bound < abs(loss - (one + other)) and one != other
+
+    def told(self) -> str | None:
+        """The text about a mean of means, once."""
+        if not self._to_tell:
+            return None
+        self._to_tell = False
+        argument = "" if self._ignored == _IGNORED else f", ignore_index={self._ignored}"
+        return (
+            "loss_fn is the mean over the labels of a micro-batch, and micro-batches have different numbers of labels "
+            f"other than {self._ignored}: the pipeline trains the mean of their means. For the mean over all labels, "
+            f"pass loss_fn=pipeloom.mean_over_labels(loss_fn{argument})."
+        )
+
+
+def tell(loss_fn: LossFn | None) -> None:
+    """After a batch: warn once where a loss_fn is a mean of means."""
+    text = loss_fn.told() if isinstance(loss_fn, WatchedLoss) else None
+    if text is not None:
+        warnings.warn(text, stacklevel=4)
+
+
+def _labels_of(targets: Any) -> Any:
+    """Labels in targets: a tensor of integers, or the one under "labels"; None: there are none."""
+    labels = targets.get("labels") if isinstance(targets, Mapping) else targets
+    is_labels = isinstance(labels, Tensor) and labels.dtype in (torch.int64, torch.int32) and labels.dim() > 0
+    return labels if is_labels else None

@@ -1,0 +1,233 @@
+"""Losses over labels that are spread unevenly over micro-batches, slices and replicas."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
+
+F64 = torch.float64
+WORDS = 7
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, WORDS)).to(F64)
+
+
+@cache
+def batch() -> tuple[Tensor, Tensor]:
+    """10 samples of 8 tokens. Of 4 micro-batches the last has no label, and so has a slice of others."""
+    generator = torch.Generator().manual_seed(1)
+    words, labels = (torch.randint(1, WORDS, (10, 8), generator=generator) for _ in range(2))
+    labels[0, 3:] = labels[1, :5] = labels[8:] = -100
+    labels[5] = -100
+    return words, labels
+
+
+def mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def with_metrics(logits: Tensor, labels: Tensor) -> dict[str, Any]:
+    right = (logits.argmax(-1) == labels)[labels != -100]
+    return {"loss": mean(logits, labels), "accuracy": right.double().mean(), "labels": pl.Sum((labels != -100).sum())}
+
+
+@cache
+def expected(*, shift: bool = False) -> tuple[Tensor, dict[str, Tensor], float]:
+    """Of the whole batch at once."""
+    model, (words, labels) = make_model(), batch()
+    if shift:
+        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    found = with_metrics(model(words), labels)
+    found["loss"].backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return found["loss"].detach(), gradients, float(found["accuracy"])
+
+
+def compare(pipe: pl.Pipeline, inputs: Tensor, labels: Any, *, shift: bool = False) -> None:
+    loss, gradients, accuracy = expected(shift=shift)
+    for run in (pipe.evaluate, pipe.step):
+        torch.testing.assert_close(run(inputs, labels), loss, rtol=1e-12, atol=0)
+        if pipe.metrics():
+            assert pipe.metrics()["accuracy"] == pytest.approx(accuracy, rel=1e-12)
+    for name, parameter in pipe.named_parameters():
+        wanted = gradients[name]
+        if name in pipe.state.ranges:
+            start, stop, _ = pipe.state.ranges[name]
+            wanted = wanted.flatten()[start:stop]
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-15)
+
+
+def schedule_of(name: str, **sizes: int) -> pl.Schedule:
+    return pl.schedules.build(name, **{"num_ranks": 2, "num_microbatches": 5, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("1f1b", {}, {"transport": "threads"}),
+        ("zb-h1", {"num_microbatches": 10}, {"recompute": "full"}),
+        ("seq1f1b", {"num_slices": 4}, {}),
+        ("dualpipev", {}, {}),
+    ],
+)
+def test_the_mean_over_labels_is_that_of_the_batch(name: str, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    loss_fn = pl.mean_over_labels(with_metrics)
+    with pl.Pipeline(make_model(), schedule_of(name, **sizes), loss_fn=loss_fn, **options) as pipe:
+        compare(pipe, *batch())
+    shifting = pl.mean_over_labels(mean, shift=True)
+    with pl.Pipeline(make_model(), schedule_of(name, **sizes), loss_fn=shifting, **options) as pipe:
+        compare(pipe, *batch(), shift=True)
+    words, labels = batch()
+    assert torch.equal(loss_fn(make_model()(words), labels)["loss"], expected()[0])  # outside of a pipeline
+
+
+def lm_with_metrics(logits: Tensor, targets: dict[str, Tensor]) -> dict[str, Any]:
+    return {"loss": causal_lm_loss(logits, targets), "labels": pl.Sum((targets["labels"] != -100).sum())}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "targets", "options"),
+    [
+        (pl.mean_over_labels(with_metrics), lambda labels: labels, {"data": "zero3"}),
+        (pl.mean_over_labels(lambda o, t: mean(o, t["labels"]), shift=True), lambda labels: {"labels": labels}, {}),
+        (causal_lm_loss, causal_lm_targets, {}),
+        (causal_lm_loss, lambda labels: labels, {"data": "zero1"}),
+        (lm_with_metrics, causal_lm_targets, {}),
+    ],
+)
+def test_replicas_with_different_numbers_of_labels(loss_fn: Any, targets: Callable[..., Any], options: Any) -> None:
+    words, labels = batch()
+    parts = [(words[:7], labels[:7]), (words[7:], labels[7:])]
+    shift = targets is causal_lm_targets or loss_fn is causal_lm_loss or getattr(loss_fn, "_shift", False)
+
+    def work() -> None:
+        with (
+            pl.Mesh(pp=2, dp=2) as mesh,
+            pl.Pipeline(
+                make_model(), schedule_of("1f1b", num_microbatches=3), loss_fn=loss_fn, mesh=mesh, **options
+            ) as pipe,
+        ):
+            inputs, own = parts[mesh.coordinate("dp")]
+            loss, gradients, _ = expected(shift=shift)
+            assert pipe.step(inputs, targets(own)).item() == pytest.approx(loss.item(), rel=1e-12)
+            if loss_fn is lm_with_metrics:
+                assert pipe.metrics() == {"labels": float((labels[:, 1:] != -100).sum())}
+            if "data" not in options:
+                for name, parameter in pipe.named_parameters():
+                    torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-12, atol=1e-15)
+
+    pl.run_threads(4, work, timeout_seconds=120)
+
+
+def test_context_parallel_ranks() -> None:
+    def work() -> None:
+        with (
+            pl.Mesh(pp=2, cp=2) as mesh,
+            pl.Pipeline(
+                make_model(), schedule_of("1f1b"), loss_fn=pl.mean_over_labels(mean, shift=True), mesh=mesh
+            ) as pipe,
+        ):
+            compare(pipe, *batch(), shift=True)
+
+    pl.run_threads(4, work, timeout_seconds=120)
+
+
+def test_streams_weigh_labels() -> None:
+    with pl.Pipeline(
+        make_model(), schedule_of("pipedream-2bw", num_microbatches=4), loss_fn=pl.mean_over_labels(with_metrics)
+    ) as pipe:
+        updates = pl.Stream(pipe, torch.optim.SGD(pipe.parameters(), lr=0.0)).run([batch(), batch()])
+    loss, _, accuracy = expected()
+    assert [update.loss for update in updates] == pytest.approx([loss.item()] * 2, rel=1e-12)
+    assert updates[1].metrics == pytest.approx({"accuracy": accuracy, "labels": float((batch()[1] != -100).sum())})
+
+
+def own_labels(logits: Tensor, targets: dict[str, Tensor]) -> Tensor:
+    return mean(logits, targets["labels"])
+
+
+def told_once(pipe: pl.Pipeline, inputs: Any, targets: Any, fix: str) -> None:
+    with pytest.warns(UserWarning, match="the pipeline trains the mean of their means") as told:
+        assert pipe.step(inputs, targets).isfinite()
+    (text,) = [str(each.message) for each in told]
+    assert text.endswith(f"pass loss_fn=pipeloom.mean_over_labels(loss_fn{fix}).")
+    assert "\n" not in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pipe.step(inputs, targets).isfinite()
+        assert pipe.evaluate(inputs, targets).isfinite()
+    assert all(parameter.grad.isfinite().all() for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("num_slices", [1, 4])
+@pytest.mark.parametrize("kind", ["tensor", "dict", "metrics"])
+def test_a_mean_of_means_is_told_once_and_is_a_number(kind: str, num_slices: int) -> None:
+    words, labels = batch()
+    loss_fn = {"tensor": mean, "dict": own_labels, "metrics": lambda o, t: {"loss": mean(o, t) + 0.5, "x": 1.0}}[kind]
+    schedule = schedule_of("seq1f1b", num_slices=num_slices) if num_slices > 1 else schedule_of("zb-h1")
+    with pl.Pipeline(make_model(), schedule, loss_fn=loss_fn) as pipe:
+        told_once(pipe, words, {"labels": labels} if kind == "dict" else labels, "")
+
+
+@pytest.mark.parametrize("loss_fn", [partial(F.cross_entropy, ignore_index=0), nn.CrossEntropyLoss(ignore_index=0)])
+def test_another_label_that_does_not_count(loss_fn: Any) -> None:
+    labels = torch.tensor([3, 0, 2, 5, 0, 0, 1, 2, 3, 4])
+    with pl.Pipeline(make_model(), schedule_of("1f1b"), loss_fn=loss_fn) as pipe:
+        told_once(pipe, batch()[0][:, 0], labels, ", ignore_index=0")
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="sum") / t.numel(),
+        pl.mean_over_labels(mean),
+        causal_lm_loss,
+        lambda o, t: o.mean(),
+    ],
+)
+def test_other_losses_are_not_warned_of(loss_fn: Any) -> None:
+    with warnings.catch_warnings(), pl.Pipeline(make_model(), schedule_of("1f1b"), loss_fn=loss_fn) as pipe:
+        warnings.simplefilter("error")
+        pipe.step(*batch())
+
+
+def test_equal_numbers_of_labels_are_not_warned_of_and_losses_are_called_once() -> None:
+    calls = []
+
+    def counting(logits: Tensor, labels: Tensor) -> Tensor:
+        calls.append(len(labels))
+        return mean(logits, labels)
+
+    words, labels = batch()
+    labels = labels.clone().clamp(min=1)
+    labels[:, 3] = -100
+    with warnings.catch_warnings(), pl.Pipeline(make_model(), schedule_of("1f1b"), loss_fn=counting) as pipe:
+        warnings.simplefilter("error")
+        found = pipe.step(words, labels)
+    torch.testing.assert_close(found, mean(make_model()(words), labels).detach(), rtol=1e-12, atol=0)
+    assert calls == [2] * 5
+
+
+def test_wrong_arguments_are_one_line() -> None:
+    with pytest.raises(InputError, match="loss_fn='mean': must be a function"):
+        pl.mean_over_labels("mean")
+    with pytest.raises(InputError, match=r"ignore_index=0\.5: must be an integer"):
+        pl.mean_over_labels(mean, ignore_index=0.5)
+    with pl.Pipeline(make_model(), schedule_of("1f1b"), loss_fn=pl.mean_over_labels(mean)) as pipe:
+        for wrong, seen in ((torch.randn(10, 8), "are tensor"), ({"ids": batch()[1]}, "are a dict with 'ids'")):
+            with pytest.raises(InputError, match=f"mean_over_labels: the targets {seen}"):
+                pipe.step(batch()[0], wrong)
+        pipe.step(*batch())
