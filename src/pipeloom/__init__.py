@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pipeloom import ir, passes, schedules
     from pipeloom.autograd import Mean, Sum, auxiliary_loss, auxiliary_losses, observe
     from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
-    from pipeloom.models.label_mean import mean_over_labels
+    from pipeloom.models import mean_over_labels
     from pipeloom.parallel import (
         DataParallel,
         Mesh,
@@ -50,7 +50,7 @@ _LAZY = {
         "DataParallel Mesh OffloadActivations OffloadedOptimizer Precision parallel_cross_entropy parallelize "
         "run_threads update_parameters"
     ),
-    "pipeloom.models.label_mean": "mean_over_labels",
+    "pipeloom.models": "mean_over_labels",
     "pipeloom.pipe": "Pipe",
     "pipeloom.plan.plan": "Plan",
     "pipeloom.pretrained": "from_pretrained",
