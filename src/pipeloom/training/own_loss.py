@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeloom.autograd.loss_metrics import Mean, zero_of
 from pipeloom.engine.batch import Batch
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, folded
 
 _NUM_ITEMS = "num_items_in_batch"
 _IGNORED = -100
@@ -58,6 +58,12 @@ class OwnLoss:
         if isinstance(number, Tensor):
             given[_NUM_ITEMS] = number.item()
         given = {name: value for name, value in given.items() if value is not None}
+        wrong = next((name for name in self._names & given.keys() if not isinstance(given[name], Tensor)), None)
+        if wrong is not None:
+            raise InputError(
+                f"{wrong}: {folded(given[wrong])}: must be a tensor. Convert it, or make the batch with "
+                "return_tensors='pt'."
+            )
         return batch, given if any(isinstance(value, Tensor) for value in given.values()) else None
 
     def missing(self) -> str:
@@ -95,10 +101,15 @@ class OwnLoss:
     def __call__(self, output: Any, targets: Any) -> dict[str, Any]:
         """The loss in the model's output, as the part of this micro-batch, and other scalars in it as metrics."""
         loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else None
-        if loss is None:
+        if not isinstance(output, Mapping):
             raise InputError(
-                f"the model returned no loss for {', '.join(map(repr, targets))}: it computes none from them. Pass "
-                "loss_fn to Pipeline."
+                f"the model returned a {type(output).__name__}, in which its loss has no name. Leave return_dict=False "
+                "out, or pass loss_fn to Pipeline."
+            )
+        if loss is None:
+            names = ", ".join(repr(name) for name in targets if name != _NUM_ITEMS)
+            raise InputError(
+                f"the model returned no loss for {names}: it computes none from them. Pass loss_fn to Pipeline."
             )
         scalars = {name: value for name, value in output.items() if name != "loss" and _is_scalar(value)}
         if not isinstance(targets, _Labels):
@@ -158,6 +169,8 @@ def separated(loss_fn: Any, inputs: Any, targets: Any, *, needs_targets: bool) -
         InputError: there are no labels, and this process needs them.
     """
     inputs = plain_batch(inputs)
+    if targets is None and needs_targets and loss_fn is not None and not isinstance(loss_fn, OwnLoss):
+        _check_has_targets(inputs)
     if isinstance(loss_fn, OwnLoss):
         inputs, targets = loss_fn.separate(inputs, plain_batch(targets))
         if targets is None and inputs is not None and needs_targets:
@@ -165,10 +178,22 @@ def separated(loss_fn: Any, inputs: Any, targets: Any, *, needs_targets: bool) -
     return inputs, targets
 
 
+def _check_has_targets(inputs: Any) -> None:
+    """Raises InputError for inputs that hold the targets, where a loss_fn needs these apart."""
+    if isinstance(inputs, tuple | list) and len(inputs) == 2 and all(isinstance(each, Tensor) for each in inputs):
+        raise InputError("targets=None: a batch of two tensors is passed as inputs. Call step(*batch).")
+    label = next(filter(_is_label, inputs), None) if isinstance(inputs, dict) else None
+    if label is not None:
+        raise InputError(
+            f"targets=None: loss_fn gets targets apart from the inputs, which hold {label!r}. Pass both, as in "
+            f"step(batch, batch[{label!r}])."
+        )
+
+
 def plain_batch(batch: Any) -> Any:
     """A batch as the ecosystem makes it, such as a `BatchEncoding`, as a dict of its values."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
-def _is_label(name: str) -> bool:
-    return "label" in name or name in ("start_positions", "end_positions")
+def _is_label(name: Any) -> bool:
+    return isinstance(name, str) and ("label" in name or name in ("start_positions", "end_positions"))

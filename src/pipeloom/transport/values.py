@@ -6,7 +6,7 @@ structure may change from one micro-batch to the next. On the wire the layout is
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -119,8 +119,13 @@ def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
     if isinstance(value, dict):
         key = next(key for key in value if not isinstance(key, str | int))
         raise InputError(f"{what} a dict with key {key!r}: keys must be str or int. Rename the key.")
-    fix = "with torch.from_numpy(x), list(x) or dict(x), for example"
-    fix = "to a dense tensor" if isinstance(value, Tensor) else fix
+    fix = "with list(x) or dict(x), for example"
+    if isinstance(value, Tensor):
+        fix = "to a dense tensor"
+    elif hasattr(value, "__array__"):
+        fix = "with torch.from_numpy(x)" if kind == "ndarray" else "to a tensor"
+    elif is_dataclass(value):
+        fix = "with vars(x), or take its tensors"
     raise InputError(
         f"{what} a value of type {kind}: must be dense tensors, None, bool, int, float or str, or tuples, lists and "
         f"dicts of these. Convert it {fix}."
