@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, RunError
 from pipeloom.models import materialize
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
 
@@ -111,7 +111,10 @@ def test_losses_of_routers_over_all_layers_count_once():
     check(model, token_batch(), m=1)
     with pl.Pipeline(model, pl.schedules.build("1f1b", num_ranks=2, num_microbatches=1)) as pipe:
         output = pipe.forward(token_batch())
+        pipe.step(token_batch())
+        metrics = pipe.metrics()
     own = model(**token_batch())
+    assert metrics == {"aux_loss": pytest.approx(own.aux_loss.item(), rel=1e-6)}
     assert len(output.router_logits) == 4
     torch.testing.assert_close(output.aux_loss.reshape(()), own.aux_loss)
 
@@ -161,6 +164,12 @@ def test_what_has_no_loss_is_told():
         assert torch.equal(pipe.step(batch, labels), expected)
         assert torch.equal(pipe.step({**batch, "position_ids": torch.arange(9).expand(5, 9)}, labels), expected)
         assert set(pipe.forward(batch)) == {"logits"}
+        with pytest.raises(
+            InputError, match=r"labels: \[\[.*: must be a tensor\. Convert it, or make the batch with return"
+        ):
+            pipe.step({**batch, "labels": labels.tolist()})
+        with pytest.raises(RunError, match="the model returned a tuple, in which its loss has no name"):
+            pipe.step({**batch, "labels": labels, "return_dict": False})
     with pytest.raises(InputError, match="step\\(\\) needs a loss"):
         pl.Pipeline(
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)

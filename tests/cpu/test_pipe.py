@@ -181,6 +181,14 @@ def test_in_place_layers_change_no_input_that_a_recomputation_needs():
         output = pl.Pipe(nn.Sequential(nn.ReLU(inplace=True)), chunks=2, checkpoint="never")(x)
         assert torch.equal(output, torch.zeros(4))
         assert torch.equal(x, -torch.ones(4))
+    for checkpoint in ("always", "except_last", "never"):  # the second partition gets the batch itself, as a view
+        model = nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(4, 2))
+        pipe, x = pl.Pipe(model, [1, 2], chunks=2, devices=CPU2, checkpoint=checkpoint), torch.randn(6, 2, 2)
+        before = x.clone()
+        pipe(x).sum().backward()
+        with torch.no_grad():
+            pipe(x)
+        assert torch.equal(x, before)
 
 
 def test_threads_compute_at_the_same_time_in_forward_and_backward():

@@ -259,6 +259,7 @@ def test_balance_is_measured():
     pipe = pl.Pipe(model, "size", chunks=4, devices=CPU2)
     with pytest.raises(InputError, match="first batch"):
         _ = pipe.partitions
+    assert pl.Pipe(model, "time", chunks=4, devices=CPU2, sample=sample).balance == [5, 1]
     pipe(sample)
     assert pipe.balance == pl.Pipe(model, "size", chunks=4, devices=CPU2, sample=sample).balance == [5, 1]
     assert pl.Pipe(heavy, devices=CPU2).balance == [2, 4]
@@ -310,6 +311,8 @@ def test_models_and_values_that_do_not_fit():
         pipe("text")
     with pytest.raises(PipeTypeError, match="must be a tensor or a tuple"):
         pipe((torch.ones(2, 2), 1))
+    with pytest.raises(PipeTypeError, match=r"takes one value: .* Call it as pipe\(\(x, y\)\)\."):
+        pipe(torch.ones(2, 2), torch.ones(2, 2))
     with pytest.raises(InputError, match="no dimension 0"):
         pipe(torch.tensor(1.0))
     with pytest.raises(InputError, match="same batch size"):
