@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,12 @@ class Reads(nn.Linear):
         return super().forward(given)
 
 
+torch.manual_seed(0)
+_MODEL = nn.Sequential(Reads(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
 def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Reads(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    return copy.deepcopy(_MODEL)  # threads share a generator
 
 
 def make_batch(samples: int = 10) -> tuple[Tensor, Tensor]:

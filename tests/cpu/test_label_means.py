@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -20,9 +21,12 @@ F64 = torch.float64
 WORDS = 7
 
 
+torch.manual_seed(0)
+_MODEL = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, WORDS)).to(F64)
+
+
 def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, WORDS)).to(F64)
+    return copy.deepcopy(_MODEL)  # threads share a generator
 
 
 @cache
