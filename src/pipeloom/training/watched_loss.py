@@ -20,7 +20,7 @@ _TOLERANCE = 1e-3
 class WatchedLoss:
     """A loss_fn of the user, for a pipeline.
 
-    The loss of a micro-batch or slice without a label that counts is 0, since the mean over no label is not a number.
+    A loss that is not a number is 0 for a micro-batch or slice without a label that counts: the mean over no label.
     Where they have different numbers of labels that count, the first shows whether `loss_fn` is the mean over them: the
     pipeline trains a mean of means, which `tell` reports.
 
@@ -50,7 +50,7 @@ class WatchedLoss:
 
     def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
         """Tell the micro-batches how many labels count, where not all do, and whether that differs between them."""
-        own = self._counts(whole)
+        own = None if counts[0] == counts[1] else self._counts(whole)
         if own is None:
             return
         sizes = [_labels_of(each).numel() for each in whole]
@@ -61,12 +61,12 @@ class WatchedLoss:
         ]
 
     def _counts(self, targets: Sequence[Any]) -> list[int] | None:
-        """The labels that count of each micro-batch; None: there are no labels, or all count."""
+        """The labels that count of each micro-batch; None: there are no labels."""
         labels = [_labels_of(each) for each in targets]
         if not labels or any(each is None for each in labels):
             return None
         found: list[int] = torch.stack([(each != self._ignored).sum() for each in labels]).tolist()
-        return None if sum(found) == sum(each.numel() for each in labels) else found
+        return found
 
     def __call__(self, output: Any, targets: Any) -> Any:
         if not (isinstance(targets, Mapping) and _MARK in targets):
@@ -77,10 +77,12 @@ class WatchedLoss:
             count = int((labels != self._ignored).sum())
         result = self.loss_fn(output, given)
         loss = loss_in(result)
-        if not count:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return result
+        if not count and loss.isnan():
             zero = zero_of(output)
             return {**result, "loss": zero} if isinstance(result, Mapping) else zero
-        if known["asks"] and self._asks and isinstance(loss, Tensor) and loss.numel() == 1:
+        if count and known["asks"] and self._asks:
             self._ask(output, given, float(loss.detach()))
         return result
 
