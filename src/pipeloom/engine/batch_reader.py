@@ -6,11 +6,10 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pipeloom.engine.batch import Batch
+from pipeloom.engine.batch import Batch, LabelWeights, label_weights, prepared
 from pipeloom.engine.batch_agreement import BatchAgreement
 from pipeloom.engine.binders.sequence_parts import cut_tokens
 from pipeloom.engine.binders.sequence_slices import cut_sequences
-from pipeloom.engine.label_weights import LabelWeights, label_weights, prepared
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.stores.sharing import Sharing
 from pipeloom.errors import InputError

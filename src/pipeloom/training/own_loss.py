@@ -75,7 +75,7 @@ class OwnLoss:
         )
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
-        """Labels of a replica, and those that count; see `pipeloom.engine.label_weights.LabelWeights`."""
+        """Labels of a replica, and those that count; see `pipeloom.engine.batch.LabelWeights`."""
         if not whole or "labels" not in whole[0]:
             return 0, 0
         return sum(each["labels"].numel() for each in whole), sum(self._counts(whole))

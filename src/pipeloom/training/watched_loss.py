@@ -42,7 +42,7 @@ class WatchedLoss:
         return loss_fn if loss_fn is None or hasattr(loss_fn, "weigh") else WatchedLoss(loss_fn)
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
-        """Labels of a replica, and those that count; see `pipeloom.engine.label_weights.LabelWeights`."""
+        """Labels of a replica, and those that count; see `pipeloom.engine.batch.LabelWeights`."""
         counts = self._counts(whole)
         if counts is None:
             return 0, 0

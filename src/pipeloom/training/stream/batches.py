@@ -4,8 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeloom.engine.batch import Batch
-from pipeloom.engine.label_weights import label_weights, prepared
+from pipeloom.engine.batch import Batch, label_weights, prepared
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import CallerError, InputError, one_line
 from pipeloom.ir import Schedule
