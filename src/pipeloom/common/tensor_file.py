@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class TensorSource:
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * _TYPE_BITS[self.dtype] // 8
+        return size_bytes(self.dtype, self.shape)
 
 
 class HashingFile:
@@ -89,25 +89,75 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> FileRecord:
-    """Write a new safetensors file. Wider types come first, so that each tensor is aligned; otherwise in order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    if "__metadata__" in tensors:
-        raise CheckpointError("a tensor has the name __metadata__, which safetensors reserves. Rename it.")
-    order = sorted(tensors, key=lambda name: -_TYPE_BITS[tensors[name].dtype])  # the sort is stable
-    offset = 0
-    for name in order:
-        source = tensors[name]
-        end = offset + source.size_bytes
-        header[name] = {"dtype": source.dtype, "shape": list(source.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    """Write a new safetensors file, in the order of `file_layout`."""
+    header, order = file_layout({name: (source.dtype, source.shape) for name, source in tensors.items()})
     with HashingFile(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(header)
         for name in order:
             file.write(tensors[name].read())
     return file.record
+
+
+def size_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """The size of a tensor of a safetensors type."""
+    return math.prod(shape) * _TYPE_BITS[dtype] // 8
+
+
+def file_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file, and where each tensor starts, in the order of the file.
+
+    Wider types come first, so that each tensor is aligned; otherwise in the given order.
+
+    Args:
+        tensors: safetensors types and shapes by name.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if "__metadata__" in tensors:
+        raise CheckpointError("a tensor has the name __metadata__, which safetensors reserves. Rename it.")
+    offset, starts = 0, dict[str, int]()
+    for name in sorted(tensors, key=lambda name: -_TYPE_BITS[tensors[name][0]]):  # the sort is stable
+        dtype, shape = tensors[name]
+        starts[name], end = offset, offset + size_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {name: len(begin) + start for name, start in starts.items()}
+
+
+class TensorWriter:
+    """A new safetensors file whose tensors are written in any order, one at a time.
+
+    Args:
+        path: of the file.
+        tensors: as for `file_layout`.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        begin, self._starts = file_layout(tensors)
+        self._path = path
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in close
+        self._write(begin, 0)
+
+    def write(self, name: str, data: Any) -> None:
+        """Write all bytes of a tensor (a contiguous byte buffer). Raises OSError with the file name."""
+        self._write(data, self._starts[name])
+
+    def _write(self, data: Any, offset: int) -> None:
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else view
+        while view.nbytes:
+            try:
+                written = os.pwrite(self._file.fileno(), view, offset)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
+            view, offset = view[written:], offset + written
+
+    def close(self) -> None:
+        """Synchronize the file to disk and close it."""
+        with self._file:
+            os.fsync(self._file.fileno())
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +210,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _stored(path: Path, base: int, *, dtype: str, shape: list[int], data_offsets: list[int]) -> StoredTensor:
     start, stop = data_offsets
-    if stop - start != math.prod(shape) * _TYPE_BITS[dtype] // 8:
+    if stop - start != size_bytes(dtype, shape):
         raise ValueError("sizes differ")
     return StoredTensor(dtype, tuple(shape), path, base + start, base + stop)
 

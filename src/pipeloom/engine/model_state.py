@@ -42,6 +42,7 @@ class ModelState:
         keeps_slices: whether all stages of the model support slices of a sequence.
         sequence_length: the most tokens of a sequence, where the model's modules have such an attribute; else None.
         has_copies: whether several ranks of this process hold the same parameter.
+        whole: the uncut model without values, where it is one of transformers.
     """
 
     def __init__(self, cut_model: Stages, program: Program, ranks: Iterable[int], sharing: Sharing) -> None:
@@ -64,6 +65,7 @@ class ModelState:
         self.keeps_slices = all(isinstance(each, StageModule) and keeps_slices(each) for each in cut_model.modules)
         self.ties: dict[str, str] = dict(cut_model.canonical_names)
         self.has_copies = sum(map(len, main.values())) > len({name for held in main.values() for name in held})
+        self.whole = cut_model.whole
         self._all_names = {
             name
             for module in cut_model.modules
@@ -149,25 +151,56 @@ class ModelState:
         for store in self.stores.values():
             store.refresh()
 
+    def full_forms(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of `full_tensors`, by name; nothing is gathered."""
+        blocks, forms = self.sharing.blocks, dict[str, tuple[tuple[int, ...], torch.dtype]]()
+        for rank, stages in self.stages_of.items():
+            main = self.ownership.held[rank]
+            for alias, value in (item for module in stages.values() for item in module.state_dict().items()):
+                name = self.ties.get(alias, alias)
+                if name in main:
+                    forms.setdefault(name, (tuple(blocks.full_shape(main[name], tuple(value.shape))), main[name].dtype))
+                elif isinstance(value, Tensor):
+                    forms.setdefault(name, (tuple(value.shape), value.dtype))
+        return forms
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters and persistent buffers held here, by canonical name, each once.
+
+        Where main parameters are shards, blocks or masters, each is gathered when its turn comes, into a copy in the
+        masters' dtype, and every process iterates to the end. Other values are not copied.
+        """
+        blocks, seen = self.sharing.blocks, set[str]()
+        for rank, stages in self.stages_of.items():
+            main = self.ownership.held[rank]
+            own: dict[str, Tensor] = {}
+            for module in stages.values():
+                for alias, value in module.state_dict().items():
+                    if isinstance(value, Tensor):
+                        own.setdefault(self.ties.get(alias, alias), value)
+            for unit in self.stores[rank].units():
+                for name, value in unit.items():
+                    own.pop(name, None)
+                    full = blocks.join(main[name], value)
+                    if name not in seen:
+                        seen.add(name)
+                        yield name, full
+            for name, value in own.items():
+                full = blocks.join(main[name], value) if name in main else value
+                if name not in seen:
+                    seen.add(name)
+                    yield name, full
+
     def state_dict(self) -> dict[str, Any]:
         """Full parameters and persistent buffers held here, by their names in the uncut model.
 
-        Where main parameters are shards, blocks or masters, they are gathered into copies, in the masters' dtype, and
-        every process calls this. Other values are not copied.
+        Every process calls this where values are gathered; see `full_tensors`.
         """
+        full = dict(self.full_tensors())
         state: dict[str, Any] = {}
-        blocks, joined = self.sharing.blocks, dict[str, Tensor]()
-        for rank, stages in self.stages_of.items():
-            whole, main = self.stores[rank].whole(), self.ownership.held[rank]
-            for module in stages.values():
-                for name, value in module.state_dict().items():
-                    canonical = self.ties.get(name, name)
-                    found = whole.get(canonical, value)
-                    if blocks.divides and canonical in main:
-                        if canonical not in joined:
-                            joined[canonical] = blocks.join(main[canonical], found)
-                        found = joined[canonical]
-                    state.setdefault(name, found)
+        for module in self.modules():
+            for name, value in module.state_dict().items():
+                state.setdefault(name, full.get(self.ties.get(name, name), value))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

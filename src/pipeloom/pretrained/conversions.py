@@ -39,12 +39,12 @@ class Conversion:
     parts: list[tuple[str, str]] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
-    def make(self, tensor: Callable[[str], Tensor], model: nn.Module) -> dict[str, Tensor]:
+    def make(self, tensor: Callable[[str], Tensor], model: Any) -> dict[str, Tensor]:
         """The tensors of the model.
 
         Args:
             tensor: returns a tensor of the files.
-            model: with the shapes and the configuration of the model.
+            model: has the configuration and the shapes of the model.
         """
         if self.converter is None:
             return {self.first: tensor(self.parts[0][1])}

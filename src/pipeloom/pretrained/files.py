@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeloom.common.tensor_file import StoredTensor, stored_tensors
+from pipeloom.common.tensor_file import StoredTensor, TensorSource, stored_tensors
 from pipeloom.errors import CheckpointError, InputError
 
 CONFIG_NAME = "config.json"
@@ -105,3 +105,18 @@ def mapped(stored: StoredTensor) -> Tensor:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{stored.path} cannot be read ({error}). Copy it again.") from error
     return torch.frombuffer(memory, dtype=dtype, count=number, offset=stored.start - base).view(stored.shape)
+
+
+def tensor_source(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorSource:
+    """A tensor to write, in another `shape` if given. Raises CheckpointError for unsupported tensors."""
+    dtype = SAFETENSORS_TYPES.get(tensor.dtype)
+    if dtype is None or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, {tensor.layout}, which safetensors does not support. Convert it."
+        )
+
+    def read() -> memoryview:
+        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return memoryview(flat.view(torch.uint8).numpy().data)
+
+    return TensorSource(dtype, tuple(tensor.shape) if shape is None else shape, read)

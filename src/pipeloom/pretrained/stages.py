@@ -1,9 +1,11 @@
 """The values of a process's own stages, where the model comes from `from_pretrained`."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from pipeloom.errors import InputError
 from pipeloom.pretrained.weights import WEIGHTS, PretrainedWeights
 from pipeloom.split import Stages
 
@@ -29,3 +31,17 @@ def load_stages(stages: Stages, own: Iterable[int]) -> None:
     weights = _weights(stages)
     if weights is not None:
         weights.load([stages.modules[stage] for stage in own])
+
+
+def forbid_saving(stages: Stages) -> None:
+    """Have the uncut model's own `save_pretrained` say that this process has a part of the trained values alone."""
+    model = stages.model()
+    if model is not None and stages.whole is not None:
+        setattr(model, "save_pretrained", _refuse)  # noqa: B010  # replaces a method
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise InputError(
+        "save_pretrained: this process trains a part of the model, and the rest has old values here. Call the "
+        "Pipeline's save_pretrained(DIR) on every process."
+    )

@@ -6,14 +6,16 @@ differ. `RunFingerprint` holds the terms of a pipeline. A stream compares its ow
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from hashlib import blake2b
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
-from pipeloom.errors import InputError
+from pipeloom.errors import CheckpointError, InputError
 from pipeloom.ir import Program
 from pipeloom.processes.members import Members
+
+T = TypeVar("T")
 
 
 class Difference(NamedTuple):
@@ -46,6 +48,35 @@ def gather_json(value: Any, members: Members | None, *, lost: str, timeout_secon
     if members is None:
         return [json.loads(payload)]
     return [json.loads(p) for p in members.gather(payload, lost=lost, timeout_seconds=timeout_seconds)]
+
+
+def together(work: Callable[[], T], gather: Callable[[bytes], list[bytes]], *, failed: str) -> list[T]:
+    """Call `work` on every rank and return the results (JSON) of all. If a rank fails, every rank raises its error.
+
+    Args:
+        work: of this rank.
+        gather: the all-gather of the ranks.
+        failed: begins the error.
+
+    Raises:
+        CheckpointError: a rank failed; the message has its number and its error.
+    """
+    failure: Exception | None = None
+    try:
+        payload = json.dumps({"answer": work()})
+    except Exception as error:  # of any type: the other ranks must not wait for this one
+        failure = error
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename or 'writing'}: {error.strerror}. Free disk space, or choose another output_dir."
+        payload = json.dumps({"error": " ".join(text.split())})
+    answers = [json.loads(text) for text in gather(payload.encode())]
+    errors = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
+    if errors:
+        rank, first = errors[0]
+        more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
+        raise CheckpointError(f"{failed}: rank {rank}: {first}{more}") from failure
+    return [answer["answer"] for answer in answers]
 
 
 _ITEMS = {  # field of `RunFingerprint` -> what differs, and the arguments that set it

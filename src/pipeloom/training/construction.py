@@ -26,7 +26,7 @@ from pipeloom.parallel.options import check_synchronous
 from pipeloom.parallel.tensor.batch_rule import BatchRule
 from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
 from pipeloom.plan.plan import Plan
-from pipeloom.pretrained.stages import device_of, load_stages
+from pipeloom.pretrained.stages import device_of, forbid_saving, load_stages
 from pipeloom.processes.agreement import RunFingerprint, gather_json
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipeloom.processes.members import current_members
@@ -109,6 +109,9 @@ def construct(
     ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]
     own = sorted({stage for rank in ranks for stage in programs.train.placement.stages_of[rank]})
     load_stages(stages, own)
+    cut = schedule.num_ranks > 1 or sharing.blocks.divides or (sharing.axis is not None and sharing.axis.unshards)
+    if connection.rank is not None and cut:
+        forbid_saving(stages)
     state = ModelState(stages, programs.train, ranks, sharing)
     return state, Executor(
         state,

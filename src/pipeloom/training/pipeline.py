@@ -5,6 +5,8 @@ A step cuts the batch, runs the program on every rank of this process, and has t
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +27,7 @@ from pipeloom.parallel.context import ContextKind
 from pipeloom.parallel.context.attention_modules import check_dropout, with_dropout
 from pipeloom.parallel.tensor.one_d.logits import full_logits
 from pipeloom.plan.plan import Plan
+from pipeloom.pretrained.saving import SHARD_BYTES, save
 from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
 from pipeloom.training.evaluation_mode import evaluation_mode
@@ -417,6 +420,43 @@ class Pipeline:
             InputError: see `ModelState.load_state_dict`.
         """
         self.state.load_state_dict(state)
+
+    def save_pretrained(
+        self,
+        directory: str | PathLike[str],
+        tokenizer: Any = None,
+        *,
+        max_shard_bytes: int = SHARD_BYTES,
+        dtype: torch.dtype | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write a model of transformers as a directory that its `from_pretrained` reads. Every process calls it.
+
+        Each process writes its own tensors, gathered one after another where processes share them, under the names that
+        transformers saves. The directory has its name once it is complete.
+
+        Args:
+            directory: a new or empty directory, on a file system that all processes share.
+            tokenizer: or processor, or a list of these, whose files are written too.
+            max_shard_bytes: of one safetensors file.
+            dtype: of the saved floating-point tensors; None: that of the main parameters.
+            overwrite: whether a directory with files is replaced as a whole.
+
+        Returns:
+            The directory.
+
+        Raises:
+            InputError: another model than one of transformers. CheckpointError: a process failed, raised on all.
+        """
+        return save(
+            self.state,
+            self.executor.connection.members,
+            directory,
+            tokenizer=tokenizer,
+            max_shard_bytes=max_shard_bytes,
+            dtype=dtype,
+            overwrite=overwrite,
+        )
 
     @property
     def loss_scale(self) -> float:

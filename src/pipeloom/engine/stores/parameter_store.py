@@ -5,7 +5,7 @@ modules. Otherwise `pipeloom.parallel` keeps main parameters in addition to the 
 parameters in float32.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
@@ -94,9 +94,9 @@ class ParameterStore:
         """The dtype of the gradient of a main parameter."""
         return self.parameters[name].dtype
 
-    def whole(self) -> dict[str, Tensor]:
-        """Full main parameters by name, where they are not the modules' own; every replica calls it."""
-        return {}
+    def units(self) -> Iterator[Mapping[str, Tensor]]:
+        """Full main parameters by name, unit by unit, where they are not the modules' own; every replica iterates."""
+        return iter(())
 
     def writable(self) -> AbstractContextManager[None]:
         """A context in which the modules' parameters may be written."""

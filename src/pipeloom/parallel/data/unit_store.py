@@ -206,7 +206,7 @@ class UnitStore(ParameterStore):
             for parameter in (parameter for module in self._modules for parameter in module.parameters()):
                 vars(parameter).pop(_HELD, None)
         if self._mover is not None:
-            self._mover.stop()  # its store stays readable, for `whole`
+            self._mover.stop()  # its store stays readable, for `units`
 
     # Values
 
@@ -242,8 +242,8 @@ class UnitStore(ParameterStore):
     def gradient_dtype(self, name: str) -> torch.dtype:
         return next(unit.gradient_dtype for unit in self._units if name in unit.main)
 
-    def whole(self) -> dict[str, Tensor]:
-        return {name: value for unit in self._units for name, value in unit.whole().items()}
+    def units(self) -> Iterator[Mapping[str, Tensor]]:
+        return (unit.whole() for unit in self._units)
 
     @contextmanager
     def writable(self) -> Iterator[None]:

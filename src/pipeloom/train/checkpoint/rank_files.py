@@ -5,14 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeloom.common.tensor_file import FileRecord, TensorSource, write_tensors
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
-from pipeloom.pretrained.files import SAFETENSORS_TYPES
+from pipeloom.pretrained.files import tensor_source
 from pipeloom.train.checkpoint.block_shards import BlockShard
 from pipeloom.train.checkpoint.manifest import Part
 from pipeloom.train.checkpoint.pieces import piece_key
@@ -174,18 +173,3 @@ class RankFiles:
                 for group in optimizer.groups
             ],
         }
-
-
-def tensor_source(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorSource:
-    """A tensor to write, in another `shape` if given. Raises CheckpointError for unsupported tensors."""
-    dtype = SAFETENSORS_TYPES.get(tensor.dtype)
-    if dtype is None or tensor.layout != torch.strided:
-        raise CheckpointError(
-            f"{name} is {tensor.dtype}, {tensor.layout}, which safetensors does not support. Convert it."
-        )
-
-    def read() -> memoryview:
-        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return memoryview(flat.view(torch.uint8).numpy().data)
-
-    return TensorSource(dtype, tuple(tensor.shape) if shape is None else shape, read)

@@ -1,6 +1,5 @@
 """`save`: every rank writes its files to a hidden directory, rank 0 writes the manifest and renames the directory."""
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from pipeloom.common.tensor_file import FileRecord, write_bytes
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
+from pipeloom.processes.agreement import together
 from pipeloom.train.checkpoint.directory import check_limit, keep_at_most, partial_directory, put_in_place
 from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.checkpoint.manifest import (
@@ -115,23 +115,7 @@ def _written(rank: int, held: list[dict[str, Any]], ties: dict[str, str]) -> lis
 
 
 def _agree(exchange: Exchange, work: Callable[[], T]) -> list[T]:
-    """Call `work` on every rank and return the results (JSON) of all. If a rank fails, every rank raises its error."""
-    failure: Exception | None = None
-    try:
-        payload = json.dumps({"answer": work()})
-    except Exception as error:  # of any type: the other ranks must not wait for this one
-        failure = error
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and error.strerror:
-            text = f"{error.filename or 'writing'}: {error.strerror}. Free disk space, or choose another output_dir."
-        payload = json.dumps({"error": " ".join(text.split())})
-    answers = [json.loads(text) for text in exchange.all_gather(payload.encode())]
-    errors = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
-    if errors:
-        rank, first = errors[0]
-        more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
-        raise CheckpointError(f"the checkpoint was not saved: rank {rank}: {first}{more}") from failure
-    return [answer["answer"] for answer in answers]
+    return together(work, exchange.all_gather, failed="the checkpoint was not saved")
 
 
 def _tied_names(model: Mapping[str, Tensor]) -> dict[str, str]:

@@ -1,0 +1,233 @@
+"""`save`: writes a Hugging Face directory, each process the tensors that it holds, one after another.
+
+    every process   names and shapes of its tensors -> the files of all        gather, write one tensor, drop it
+    first process   a hidden directory                                         config.json, index, rename
+
+The directory has its name once it is complete. A process that is killed leaves `.NAME.partial-*`.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.tensor_file import TensorWriter
+from pipeloom.engine.model_state import ModelState
+from pipeloom.errors import CheckpointError, InputError, folded
+from pipeloom.pretrained.files import INDEX_NAME, SAFETENSORS_TYPES, SINGLE_NAME, tensor_source
+from pipeloom.pretrained.layout import File, in_files, index_text
+from pipeloom.pretrained.reversal import Form, Saved, reversed_conversions, unchanged
+from pipeloom.processes.agreement import together
+from pipeloom.processes.members import Members
+
+SHARD_BYTES = 5_000_000_000
+
+
+def save(
+    state: ModelState,
+    members: Members | None,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the model of a pipeline; see `Pipeline.save_pretrained`. Every process calls it.
+
+    Args:
+        state: of this process.
+        members: all processes; None: this one has all ranks.
+        directory, tokenizer, max_shard_bytes, dtype, overwrite: see `Pipeline.save_pretrained`.
+    """
+    home, whole = Path(directory), state.whole
+    _check(home, whole, max_shard_bytes, dtype)
+    gather = (lambda payload: [payload]) if members is None else members.gather
+    rank = 0 if members is None else members.rank
+
+    def agree(work: Callable[[], Any]) -> list[Any]:
+        return together(work, gather, failed=f"{home} was not saved")
+
+    partial = home.with_name(f".{home.name}.partial-{secrets.token_hex(4)}")
+    try:
+        held = agree(lambda: _begin(state, home, partial if rank == 0 else None, dtype, overwrite=overwrite))
+        mine = partial.with_name(held[0]["partial"])
+        groups = _saved_by(whole, state.ties, [each["forms"] for each in held])
+        files = in_files(groups, max_shard_bytes)
+        failure = _write_tensors(state, mine, groups[rank], files[rank], dtype)
+        agree(lambda: _raise(failure))
+        agree(lambda: _finish(mine, home, whole, tokenizer, files, overwrite=overwrite) if rank == 0 else None)
+    finally:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+    return home
+
+
+def _check(home: Path, whole: Any, max_shard_bytes: Any, dtype: Any) -> None:
+    if whole is None:
+        raise InputError(
+            "save_pretrained writes models of transformers, and this pipeline has another one. Save its state_dict()."
+        )
+    if hasattr(whole, "peft_config"):
+        raise InputError(
+            f"save_pretrained writes models of transformers, and {type(whole).__name__} has adapters. Save the "
+            "adapters' part of state_dict(), or merge them first."
+        )
+    if not isinstance(max_shard_bytes, int) or isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
+        raise InputError(f"max_shard_bytes={folded(max_shard_bytes)}: must be an integer >= 1. Use {SHARD_BYTES}.")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"dtype={folded(dtype)}: must be a floating-point type, such as torch.bfloat16.")
+    if home.name in ("", "..", "."):
+        raise InputError(f"directory={str(home)!r}: must have a name of its own. Use another path.")
+
+
+def _begin(
+    state: ModelState, home: Path, partial: Path | None, dtype: torch.dtype | None, *, overwrite: bool
+) -> dict[str, Any]:
+    """What this process has to write; the first one makes the directory."""
+    if partial is not None:
+        if home.exists() and (not home.is_dir() or (any(home.iterdir()) and not overwrite)):
+            raise CheckpointError(f"{home} exists and is not empty. Choose another name, or pass overwrite=True.")
+        partial.mkdir(parents=True)
+    forms: dict[str, Any] = {}
+    if state.sharing.replica == 0 and state.sharing.blocks.leads:
+        for name, (shape, kind) in state.full_forms().items():
+            kind = dtype if dtype is not None and kind.is_floating_point else kind
+            if kind not in SAFETENSORS_TYPES:
+                raise CheckpointError(f"{name} is {kind}, which safetensors does not support. Convert it.")
+            forms[name] = [list(shape), SAFETENSORS_TYPES[kind]]
+    return {"forms": forms, "partial": None if partial is None else partial.name}
+
+
+def _saved_by(whole: Any, ties: Mapping[str, str], held: Sequence[Mapping[str, Any]]) -> list[list[Saved]]:
+    """What each process writes: each tensor once, by the first process that has it.
+
+    Tensors that transformers saves as one are of one process. Where they are not, the model is saved with its own
+    names, which transformers reads as well.
+    """
+    kinds = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
+    names: dict[str, list[str]] = {}
+    for alias, name in ties.items():
+        names.setdefault(name, [name]).append(alias)
+    left_out = set(getattr(whole, "_keys_to_ignore_on_save", None) or ())
+    targets = set(getattr(whole, "all_tied_weights_keys", None) or ())
+    owner: dict[str, int] = {}
+    forms: dict[str, Form] = {}
+    called: dict[str, str] = {}  # name in transformers' files -> canonical name
+    for rank, tensors in enumerate(held):
+        for name, (shape, kind) in tensors.items():
+            shown = next((each for each in names.get(name, [name]) if each not in targets), name)
+            if shown not in owner and shown not in left_out:
+                owner[shown], called[shown] = rank, name
+                forms[shown] = tuple(shape), kinds[kind]
+    saved = reversed_conversions(whole, forms)
+    if any(len({owner[name] for name in each.names}) > 1 for each in saved):
+        saved = unchanged(forms)
+    groups: list[list[Saved]] = [[] for _ in held]
+    for each in saved:
+        canonical = tuple(called[name] for name in each.names)
+        groups[owner[each.names[0]]].append(_renamed(each, canonical))
+    return groups
+
+
+def _renamed(saved: Saved, names: tuple[str, ...]) -> Saved:
+    """The same for tensors that have other names here."""
+
+    def make(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return saved.make({name: values[other] for name, other in zip(saved.names, names, strict=True)})
+
+    return Saved(names, saved.forms, make)
+
+
+def _write_tensors(
+    state: ModelState, partial: Path, groups: Iterable[Saved], files: Iterable[File], dtype: torch.dtype | None
+) -> Exception | None:
+    """Write this process's tensors as their values are gathered. After an error it goes on to gather, for the others."""
+    of = {name: group for group in groups for name in group.names}
+    waiting: dict[str, Tensor] = {}
+    writers: dict[str, TensorWriter] = {}
+    failure: Exception | None = None
+    try:
+        home_of = {name: file.name for file in files for name in file.tensors}
+        if of and not partial.is_dir():
+            raise CheckpointError(f"{partial.parent} is not on a file system that all processes share. Use another.")
+        writers = {file.name: TensorWriter(partial / file.name, file.tensors) for file in files}
+    except Exception as error:  # of any type: the others wait in the gathers below
+        failure = error
+    for name, value in state.full_tensors():
+        if failure is not None or name not in of:
+            continue
+        try:
+            group = of[name]
+            waiting[name] = value.detach().to("cpu", dtype if value.is_floating_point() else None)
+            if waiting.keys() >= set(group.names):
+                for key, made in group.make({each: waiting.pop(each) for each in group.names}).items():
+                    writers[home_of[key]].write(key, tensor_source(key, made).read())
+        except Exception as error:
+            failure = error
+    for writer in writers.values():
+        try:
+            writer.close()
+        except OSError as error:
+            failure = failure or error
+    return failure
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _finish(
+    partial: Path, home: Path, whole: Any, tokenizer: Any, files: Sequence[Sequence[File]], *, overwrite: bool
+) -> None:
+    """Write what is not in tensors, and give the directory its name."""
+    every = [file for own in files for file in own]
+    if len(every) != 1 or every[0].name != SINGLE_NAME:
+        write_whole(partial / INDEX_NAME, index_text(every))
+    write_configuration(whole, partial, {kind for file in every for kind, _ in file.tensors.values()})
+    for each in tokenizer if isinstance(tokenizer, list | tuple) else [tokenizer]:
+        if each is not None:
+            each.save_pretrained(str(partial))
+    put_in_place(partial, home, overwrite=overwrite)
+
+
+def write_configuration(whole: Any, directory: Path, kinds: set[str]) -> None:
+    """Write config.json and generation_config.json of a model whose tensors have some safetensors types."""
+    dtypes = {dtype for dtype, name in SAFETENSORS_TYPES.items() if name in kinds and dtype.is_floating_point}
+    config = type(whole.config).from_dict(whole.config.to_dict())
+    config.architectures = [type(whole).__name__]
+    if len(dtypes) == 1:
+        config.dtype = dtypes.pop()
+    config.save_pretrained(str(directory))
+    if whole.can_generate():
+        whole.generation_config.save_pretrained(str(directory))
+
+
+def put_in_place(partial: Path, home: Path, *, overwrite: bool) -> None:
+    """Rename a finished directory; with `overwrite`, it replaces one that has files."""
+    _synchronize(partial)
+    if overwrite and home.exists() and any(home.iterdir()):
+        old = home.with_name(f".{home.name}.old-{secrets.token_hex(4)}")
+        os.rename(home, old)
+        os.rename(partial, home)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(partial, home)
+    _synchronize(home.parent)
+
+
+def _synchronize(directory: Path) -> None:
+    with suppress(OSError):  # some file systems have no synchronization of directories
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
