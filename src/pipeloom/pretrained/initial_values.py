@@ -17,7 +17,8 @@ from pipeloom.slicing.context import hashed
 from pipeloom.split.planned.stand_ins import shallow_copy
 
 _DONE = "_is_hf_initialized"  # transformers' mark on a tensor that keeps its value
-_one_at_a_time = threading.Lock()  # torch's generator belongs to all threads
+# Of threads: torch's generator, and what transformers replaces while it builds a model, belong to all of them.
+one_at_a_time = threading.RLock()
 
 
 def mark_initialized(model: nn.Module) -> None:
@@ -75,7 +76,7 @@ def _initialize(chain: list[nn.Module], seed: int) -> None:
     from transformers import PreTrainedModel
     from transformers.initialization import guard_torch_init_functions
 
-    with _one_at_a_time, torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
+    with one_at_a_time, torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
         torch.manual_seed(seed)
         for index in reversed(range(len(chain))):
             owner: Any = next(each for each in reversed(chain[: index + 1]) if isinstance(each, PreTrainedModel))

@@ -16,7 +16,7 @@ from pipeloom.common.tensor_file import StoredTensor
 from pipeloom.errors import InputError, folded, listed, one_line
 from pipeloom.pretrained.conversions import Conversions, find_conversions
 from pipeloom.pretrained.files import CONFIG_NAME, TORCH_TYPES, find_tensors, mapped
-from pipeloom.pretrained.initial_values import mark_initialized
+from pipeloom.pretrained.initial_values import mark_initialized, one_at_a_time
 from pipeloom.pretrained.weights import NAME, WEIGHTS, PretrainedWeights
 
 
@@ -55,9 +55,18 @@ def from_pretrained(
         CheckpointError: files are missing or damaged, or do not fit the model.
     """
     home = _directory(directory, download=download)
+    with one_at_a_time:
+        model = _model(home, str(directory), model_class, dtype, device, seed, config_changes)
+        _read_generation_config(model, home)
+    return model.eval()
+
+
+def _model(
+    home: Path, name: str, model_class: Any, dtype: Any, device: Any, seed: int, config_changes: dict[str, Any]
+) -> Any:
     config, model_class = _config(home, model_class, config_changes)
     stored = find_tensors(home, getattr(config, "transformers_weights", None))
-    config.name_or_path = str(directory)
+    config.name_or_path = name
     model = _without_values(model_class, config, _dtype(dtype, config, stored))
     conversions = find_conversions(model, stored)
     model._weight_conversions = conversions.used
@@ -68,8 +77,7 @@ def from_pretrained(
     _name_tensors(model, conversions)
     where = torch.get_default_device() if device is None else torch.device(device)
     setattr(model, WEIGHTS, PretrainedWeights(source, stored, conversions, where, seed))
-    _read_generation_config(model, home)
-    return model.eval()
+    return model
 
 
 def load_weights(model: nn.Module) -> nn.Module:

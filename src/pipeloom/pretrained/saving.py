@@ -149,7 +149,7 @@ def _renamed(saved: Saved, names: tuple[str, ...]) -> Saved:
 def _write_tensors(
     state: ModelState, partial: Path, groups: Iterable[Saved], files: Iterable[File], dtype: torch.dtype | None
 ) -> Exception | None:
-    """Write this process's tensors as their values are gathered. After an error it goes on to gather, for the others."""
+    """Write this process's tensors as their values are gathered. After an error, gathers go on for the others."""
     of = {name: group for group in groups for name in group.names}
     waiting: dict[str, Tensor] = {}
     writers: dict[str, TensorWriter] = {}

@@ -94,14 +94,14 @@ class PretrainedWeights:
         dot = f"{path}." if path else ""
         module = self._modules.get(path)
         parameters, buffers = ({}, {}) if module is None else _tables(module)
-        unknown = next((key for key in keys if key not in parameters | buffers), None)
-        if module is None or unknown is not None:
+        missing = {key for key in parameters | buffers if dot + key in self.conversions.missing}
+        computed = set() if module is None else buffers.keys() & module._non_persistent_buffers_set
+        unknown = next((key for key in keys if key not in missing | computed), None)
+        if unknown is not None:
             raise InputError(
                 f"{f'{dot}{unknown}'!r} has no value: it is on the meta device, and the {type(self.model).__name__} of "
                 "the directory does not have it. Add modules with values, on the CPU."
             )
-        missing = {key for key in parameters | buffers if dot + key in self.conversions.missing}
-        computed = buffers.keys() & module._non_persistent_buffers_set
         found = initial_values(self.model, path, sorted({*keys, *missing, *computed}), self._seed)
         for key in keys:
             self._put(uses[dot + key], found[key])

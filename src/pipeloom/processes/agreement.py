@@ -11,7 +11,7 @@ from dataclasses import astuple
 from hashlib import blake2b
 from typing import Any, NamedTuple, Self, TypeVar
 
-from pipeloom.errors import CheckpointError, InputError
+from pipeloom.errors import CheckpointError, InputError, PipeloomError
 from pipeloom.ir import Program
 from pipeloom.processes.members import Members
 
@@ -66,7 +66,7 @@ def together(work: Callable[[], T], gather: Callable[[bytes], list[bytes]], *, f
         payload = json.dumps({"answer": work()})
     except Exception as error:  # of any type: the other ranks must not wait for this one
         failure = error
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, PipeloomError) else f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename or 'writing'}: {error.strerror}. Free disk space, or choose another output_dir."
         payload = json.dumps({"error": " ".join(text.split())})

@@ -109,8 +109,8 @@ def construct(
     ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]
     own = sorted({stage for rank in ranks for stage in programs.train.placement.stages_of[rank]})
     load_stages(stages, own)
-    cut = schedule.num_ranks > 1 or sharing.blocks.divides or (sharing.axis is not None and sharing.axis.unshards)
-    if connection.rank is not None and cut:
+    own_values = sharing.axis is None or not sharing.axis.unshards
+    if connection.rank is not None and not (own_values and schedule.num_ranks == 1 and not sharing.blocks.divides):
         forbid_saving(stages)
     state = ModelState(stages, programs.train, ranks, sharing)
     return state, Executor(

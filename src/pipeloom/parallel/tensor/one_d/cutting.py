@@ -46,6 +46,7 @@ class Cutter:
         if how.cuts:
             with torch.no_grad():
                 block = nn.Parameter(how.cut(parameter.detach(), place), parameter.requires_grad)
+            vars(block).update(vars(parameter))
         else:
             block = parameter
         place_parameter(block, how, place)
