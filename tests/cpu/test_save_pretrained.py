@@ -1,0 +1,196 @@
+"""`Pipeline.save_pretrained`: transformers reads what the processes of a pipeline wrote, each its own part."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
+
+import transformers
+from safetensors import safe_open
+
+import pipeloom as pl
+from pipeloom.errors import CheckpointError, InputError
+from pipeloom.models.experts import take_over
+from tests.cpu.ranks import run_ranks
+from tests.cpu.test_pretrained import LLAMA, config
+
+LENGTH = 6
+
+
+def written_names(directory):
+    """The names in all safetensors files."""
+    found = []
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found += file.keys()
+    return sorted(found)
+
+
+def trained(home, out, schedule, degrees, data, precision, **saving):
+    """Train one step and save; the state of this process after the step, and what the model's own method says."""
+    mesh = pl.Mesh(**degrees) if degrees else None
+    model = pl.from_pretrained(home).train()
+    if {"tp", "ep"} & degrees.keys():
+        if "ep" in degrees:
+            take_over(model)
+        pl.parallelize(model, mesh)
+    ids = torch.arange(8 * LENGTH).view(8, LENGTH) % 64
+    with pl.Pipeline(model, schedule, mesh=mesh, data=data, precision=precision) as pipe:
+        before = {name: value.clone() for name, value in pipe.state_dict().items()}
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.step({"input_ids": ids, "labels": ids})
+        optimizer.step()
+        assert pipe.save_pretrained(out, **saving) == out
+        after = {name: value.clone() for name, value in pipe.state_dict().items()}
+    try:
+        model.save_pretrained(out.with_name("own"))
+        own = None
+    except InputError as error:
+        own = str(error)
+    return before, after, own
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "degrees", "data", "precision"),
+    [
+        ("LlamaForCausalLM", {"tie_word_embeddings": True}, {}, None, None),
+        ("LlamaForCausalLM", {"tie_word_embeddings": True}, {"pp": 2, "tp": 2}, None, None),
+        ("LlamaForCausalLM", {}, {"pp": 1, "dp": 2, "tp": 2}, "zero1", "bf16"),
+        ("MixtralForCausalLM", {"num_local_experts": 4}, {"pp": 2, "dp": 2, "ep": 2}, "zero3", None),
+    ],
+    ids=str,
+)
+def test_transformers_reads_what_a_pipeline_wrote(tmp_path, name, changes, degrees, data, precision):
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = model_class(config("mixtral" if "Mixtral" in name else "llama", **changes))
+    home, out = tmp_path / "home", tmp_path / "out"
+    model.save_pretrained(home)
+    schedule = pl.schedules.build("1f1b", num_ranks=degrees.get("pp", 2), num_microbatches=2)
+    size = degrees.get("pp", 1) * degrees.get("dp", 1) * degrees.get("tp", 1)
+
+    def work():
+        return trained(home, out, schedule, degrees, data, precision, max_shard_bytes=20_000)
+
+    results = pl.run_threads(size, work) if degrees else [work()]
+    before, after = ({k: v for result in results for k, v in result[which].items()} for which in (0, 1))
+    for key, value in model.state_dict().items():
+        assert torch.equal(before[key], value), key
+    read = model_class.from_pretrained(out)
+    for key, value in read.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(after[key], value), key
+        assert not torch.equal(before[key], value), key
+    assert written_names(out) == written_names(home)  # also of experts, which are fused in the model alone
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    for _, _, own in results:
+        assert (own is None) == (not degrees)
+        assert own is None or "save_pretrained(DIR) on every process" in own
+
+
+class Tokenizer:
+    def save_pretrained(self, directory):
+        Path(directory, "tokenizer.json").write_text("{}")
+
+
+def test_files_and_their_options(tmp_path):
+    model = transformers.LlamaForCausalLM(config("llama"))
+    model.generation_config.max_new_tokens = 7
+    out = tmp_path / "deep" / "out"
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(model, schedule) as pipe:
+        pipe.save_pretrained(out, Tokenizer(), dtype=torch.bfloat16)
+        names = {path.name for path in out.iterdir()}
+        assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+        written = json.loads((out / "config.json").read_text())
+        assert (written["architectures"], written["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+        read = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert read.generation_config.max_new_tokens == 7
+        assert all(torch.equal(value, read.state_dict()[key]) for key, value in model.bfloat16().state_dict().items())
+        with pytest.raises(CheckpointError, match=r"exists and is not empty.*overwrite=True"):
+            pipe.save_pretrained(out)
+        pipe.save_pretrained(out, overwrite=True)
+        assert {path.name for path in out.iterdir()} == names - {"tokenizer.json"}
+        for arguments, words in (
+            ({"max_shard_bytes": 0}, "must be an integer >= 1"),
+            ({"dtype": torch.int8}, "must be a floating-point type"),
+        ):
+            with pytest.raises(InputError, match=words):
+                pipe.save_pretrained(tmp_path / "other", **arguments)
+    with pl.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), schedule=pl.schedules.build("gpipe", 1, 1)) as pipe:
+        with pytest.raises(InputError, match="writes models of transformers"):
+            pipe.save_pretrained(tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.name.startswith(".")) == []
+
+
+def test_a_failure_on_one_process_is_an_error_on_all(tmp_path, monkeypatch):
+    """Here of the second, whose disk is full; nothing is left behind."""
+    from pipeloom.common import tensor_file
+
+    transformers.LlamaForCausalLM(config("llama")).save_pretrained(tmp_path / "home")
+    real, number = tensor_file.os.pwrite, [0]
+
+    def pwrite(file, data, offset):
+        number[0] += 1
+        if number[0] == 20:
+            raise OSError(28, "No space left on device")
+        return real(file, data, offset)
+
+    def work():
+        model = pl.from_pretrained(tmp_path / "home")
+        mesh = pl.Mesh(pp=2, dp=2)
+        with pl.Pipeline(
+            model, pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2), mesh=mesh, data="zero2"
+        ) as p:
+            with pytest.raises(CheckpointError, match=r"was not saved: rank \d: .*No space left"):
+                p.save_pretrained(tmp_path / "out")
+
+    monkeypatch.setattr(tensor_file.os, "pwrite", pwrite)
+    pl.run_threads(4, work)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def within_a_limit(rank, home):
+    """Load one of four stages where the whole model does not fit; the bytes of the stage and of the limit."""
+    model = pl.from_pretrained(home)
+    stages = pl.split.split(model, 4)
+    one = max(p.nbytes for p in model.parameters())
+    own = sum(p.nbytes for p in stages.modules[rank].parameters())
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    room = own + one + (24 << 20)
+    limit = int(lines["VmData"].split()[0]) * 1024 + room
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    schedule = pl.schedules.build("1f1b", num_ranks=4, num_microbatches=4)
+    with pl.Pipeline(stages, schedule) as pipe:
+        total = sum(float(p.sum()) for p in pipe.parameters())
+    with pytest.raises((RuntimeError, MemoryError), match="allocate memory|"):
+        torch.ones(room // 4)
+    return own, room, total
+
+
+def test_a_process_has_memory_for_its_stages_and_one_tensor(tmp_path):
+    sizes = {
+        **LLAMA,
+        "num_attention_heads": 8,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+        "vocab_size": 4096,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    model.save_pretrained(tmp_path)
+    whole = sum(p.nbytes for p in model.parameters())
+    found = run_ranks(within_a_limit, 4, tmp_path)
+    assert sum(own for own, _, _ in found) == whole
+    assert all(room < whole * 0.7 for _, room, _ in found), (whole, found)
+    assert sum(total for _, _, total in found) == whole / 4
