@@ -124,9 +124,9 @@ def test_files_and_their_options(tmp_path):
         ):
             with pytest.raises(InputError, match=words):
                 pipe.save_pretrained(tmp_path / "other", **arguments)
-    with pl.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), schedule=pl.schedules.build("gpipe", 1, 1)) as pipe:
-        with pytest.raises(InputError, match="writes models of transformers"):
-            pipe.save_pretrained(tmp_path / "other")
+    other = pl.Pipeline(torch.nn.Linear(2, 2), pl.schedules.build("gpipe", num_ranks=1, num_microbatches=1))
+    with other, pytest.raises(InputError, match="writes models of transformers"):
+        other.save_pretrained(tmp_path / "other")
     assert sorted(path.name for path in tmp_path.rglob("*") if path.name.startswith(".")) == []
 
 
@@ -145,12 +145,10 @@ def test_a_failure_on_one_process_is_an_error_on_all(tmp_path, monkeypatch):
 
     def work():
         model = pl.from_pretrained(tmp_path / "home")
-        mesh = pl.Mesh(pp=2, dp=2)
-        with pl.Pipeline(
-            model, pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2), mesh=mesh, data="zero2"
-        ) as p:
-            with pytest.raises(CheckpointError, match=r"was not saved: rank \d: .*No space left"):
-                p.save_pretrained(tmp_path / "out")
+        schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+        pipe = pl.Pipeline(model, schedule, mesh=pl.Mesh(pp=2, dp=2), data="zero2")
+        with pipe, pytest.raises(CheckpointError, match=r"was not saved: rank \d: .*No space left"):
+            pipe.save_pretrained(tmp_path / "out")
 
     monkeypatch.setattr(tensor_file.os, "pwrite", pwrite)
     pl.run_threads(4, work)
@@ -170,20 +168,14 @@ def within_a_limit(rank, home):
     schedule = pl.schedules.build("1f1b", num_ranks=4, num_microbatches=4)
     with pl.Pipeline(stages, schedule) as pipe:
         total = sum(float(p.sum()) for p in pipe.parameters())
-    with pytest.raises((RuntimeError, MemoryError), match="allocate memory|"):
+    with pytest.raises(RuntimeError, match="allocate memory"):
         torch.ones(room // 4)
     return own, room, total
 
 
 def test_a_process_has_memory_for_its_stages_and_one_tensor(tmp_path):
-    sizes = {
-        **LLAMA,
-        "num_attention_heads": 8,
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 8,
-        "vocab_size": 4096,
-    }
+    sizes = {**LLAMA, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
+    sizes |= {"num_hidden_layers": 8, "vocab_size": 4096}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():
