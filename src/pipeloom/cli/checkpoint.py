@@ -9,7 +9,7 @@ from pipeloom.cli.common.parser import Parser, did_you_mean
 from pipeloom.cli.common.upcycling import add_upcycle_options, check_no_upcycling, print_upcycled
 from pipeloom.common.quantities import bytes_text, table_lines
 from pipeloom.errors import CheckpointError, InputError
-from pipeloom.train.checkpoint.convert import convert, model_tensors
+from pipeloom.train.checkpoint.convert import convert, has_configuration, model_tensors
 from pipeloom.train.checkpoint.directory import CheckpointEntry, is_misnamed, is_ours, list_checkpoints, resolve
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, missing_or_cut, read_manifest, verify
 from pipeloom.train.checkpoint.pieces import Piece
@@ -19,6 +19,7 @@ pipeloom checkpoint ls runs/corpus                       the checkpoints of a ru
 pipeloom checkpoint ls runs/corpus/checkpoint-200        the tensors of one checkpoint
 pipeloom checkpoint verify runs/corpus                   compare the hashes of all files of the latest checkpoint
 pipeloom checkpoint convert runs/corpus exported         write one model.safetensors, for Hugging Face and others
+pipeloom checkpoint convert runs/tuned tuned --config DIR   a directory that transformers reads; DIR has config.json
 pipeloom checkpoint convert runs/corpus runs/mixture --upcycle 8 --experts_every 2      a mixture of 8 experts
 """
 _DIR_HELP = "a checkpoint-N directory, or the output directory of a run"
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(
             "usage: pipeloom checkpoint ls DIR [--json] | verify DIR\n"
-            "       pipeloom checkpoint convert DIR OUT [--ranks P | --single | --upcycle E]\n\n"
+            "       pipeloom checkpoint convert DIR OUT [--ranks P | --single | --config DIR | --upcycle E]\n\n"
             f"DIR is {_DIR_HELP} (its latest checkpoint).\n\nexamples:\n{indent(_EXAMPLES, '  ')}",
             end="",
         )
@@ -83,6 +84,10 @@ def _convert(argv: list[str]) -> int:
     parser.add_argument("out", metavar="OUT", help="new directory")
     parser.add_argument("--ranks", type=int, default=None, metavar="P", help="number of files (default: one)")
     parser.add_argument("--single", action="store_true", help="one file, model.safetensors (the default)")
+    config_help = (
+        "the model's config.json, or its directory (default: the checkpoint's own): write what transformers reads"
+    )
+    parser.add_argument("--config", metavar="DIR", default=None, help=config_help)
     add_upcycle_options(parser)
     options = parser.parse_args(argv)
     if options.upcycle is not None:
@@ -90,8 +95,15 @@ def _convert(argv: list[str]) -> int:
     check_no_upcycling(options)
     if options.single and options.ranks not in (None, 1):
         raise InputError(f"--single and --ranks {options.ranks} contradict each other. Pass only one of them.")
-    checkpoint = resolve(Path(options.dir))
-    for path in convert(checkpoint, Path(options.out), 1 if options.ranks is None else options.ranks):
+    checkpoint, out, number = resolve(Path(options.dir)), Path(options.out), options.ranks or 1
+    config = has_configuration(checkpoint) if options.config is None else Path(options.config)
+    if config is None:
+        written = convert(checkpoint, out, number)
+    else:
+        from pipeloom.train.checkpoint.huggingface import convert_to_directory  # loads torch
+
+        written = convert_to_directory(checkpoint, out, config, number)
+    for path in written:
         print(f"{path}  {bytes_text(path.stat().st_size)}")
     return 0
 

@@ -4,10 +4,11 @@ import copy
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,12 +65,8 @@ def from_pretrained(
 def _model(
     home: Path, name: str, model_class: Any, dtype: Any, device: Any, seed: int, config_changes: dict[str, Any]
 ) -> Any:
-    config, model_class = _config(home, model_class, config_changes)
-    stored = find_tensors(home, getattr(config, "transformers_weights", None))
-    config.name_or_path = name
-    model = _without_values(model_class, config, _dtype(dtype, config, stored))
-    conversions = find_conversions(model, stored)
-    model._weight_conversions = conversions.used
+    model, conversions, stored = describe(home, model_class, dtype, config_changes)
+    model.config.name_or_path = model.name_or_path = name
     source = copy.deepcopy(model)
     mark_initialized(source)
     _tie(model, conversions, stored)
@@ -93,6 +90,43 @@ def load_weights(model: nn.Module) -> nn.Module:
     return model
 
 
+class Described(NamedTuple):
+    """A directory's model on the meta device without ties, what makes its tensors, and the tensors of the files."""
+
+    model: Any
+    conversions: Conversions
+    stored: dict[str, StoredTensor]
+
+
+def describe(
+    home: Path, model_class: Any = None, dtype: Any = None, config_changes: Mapping[str, Any] | None = None
+) -> Described:
+    """Read the configuration and the headers of a directory; for arguments and errors see `from_pretrained`."""
+    with one_at_a_time:
+        config, model_class = _config(home, model_class, config_changes or {})
+        stored = find_tensors(home, getattr(config, "transformers_weights", None))
+        model = _without_values(model_class, config, _dtype(dtype, config, stored))
+        conversions = find_conversions(model, stored)
+    model._weight_conversions = conversions.used
+    return Described(model, conversions, stored)
+
+
+def empty_model(home: Path) -> Any:
+    """The model of a directory's config.json on the meta device, without weights to load.
+
+    Raises:
+        InputError: the configuration makes no model.
+    """
+    if not (home / CONFIG_NAME).is_file():
+        raise InputError(f"{home} has no {CONFIG_NAME}. Pass the one of the model.")
+    with one_at_a_time:
+        config, model_class = _config(home, None, {})
+        model = _without_values(model_class, config, _dtype(None, config, {}))
+        model.tie_weights(recompute_mapping=False)
+        _read_generation_config(model, home)
+    return model
+
+
 def _directory(directory: Any, *, download: bool) -> Path:
     home = Path(directory)
     if not home.is_dir() and download:
@@ -104,18 +138,20 @@ def _directory(directory: Any, *, download: bool) -> Path:
             f"{home} is not a directory. Pass one with {CONFIG_NAME} and safetensors files, or download=True for the "
             "name of a repository."
         )
+    if (home / "manifest.json").is_file():
+        raise InputError(f"{home} is a checkpoint of pipeloom. Convert it with `pipeloom checkpoint convert --config`.")
     if not (home / CONFIG_NAME).is_file():
-        has_manifest = (home / "manifest.json").is_file()
-        fix = "Convert the checkpoint with `pipeloom checkpoint convert`" if has_manifest else "Copy it from the model"
-        raise InputError(f"{home} has no {CONFIG_NAME}. {fix}.")
+        raise InputError(f"{home} has no {CONFIG_NAME}. Copy the one of the model.")
     return home
 
 
-def _config(home: Path, model_class: Any, changes: dict[str, Any]) -> tuple[Any, Any]:
+def _config(home: Path, model_class: Any, changes: Mapping[str, Any]) -> tuple[Any, Any]:
     """The configuration with its changes, and the class of the model."""
-    import transformers
-    from transformers.models.auto.auto_factory import _get_model_class
-
+    try:
+        import transformers
+        from transformers.models.auto.auto_factory import _get_model_class
+    except ImportError as error:
+        raise InputError("transformers is not installed. Run pip install 'pipeloom[huggingface]'.") from error
     kind = getattr(model_class, "config_class", None) or transformers.AutoConfig
     try:
         config, unknown = kind.from_pretrained(home, local_files_only=True, return_unused_kwargs=True, **changes)

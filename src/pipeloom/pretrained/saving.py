@@ -59,7 +59,7 @@ def save(
     try:
         held = agree(lambda: _begin(state, home, partial if rank == 0 else None, dtype, overwrite=overwrite))
         mine = partial.with_name(held[0]["partial"])
-        groups = _saved_by(whole, state.ties, [each["forms"] for each in held])
+        groups = saved_by(whole, state.ties, [each["forms"] for each in held])
         files = in_files(groups, max_shard_bytes)
         failure = _write_tensors(state, mine, groups[rank], files[rank], dtype)
         agree(lambda: _raise(failure))
@@ -106,8 +106,13 @@ def _begin(
     return {"forms": forms, "partial": None if partial is None else partial.name}
 
 
-def _saved_by(whole: Any, ties: Mapping[str, str], held: Sequence[Mapping[str, Any]]) -> list[list[Saved]]:
+def saved_by(whole: Any, ties: Mapping[str, str], held: Sequence[Mapping[str, Any]]) -> list[list[Saved]]:
     """What each process writes: each tensor once, by the first process that has it.
+
+    Args:
+        whole: the model, with or without values.
+        ties: alias of a tied tensor -> its canonical name.
+        held: by process, shape and safetensors type of each of its tensors by canonical name.
 
     Tensors that transformers saves as one are of one process. Where they are not, the model is saved with its own
     names, which transformers reads as well.

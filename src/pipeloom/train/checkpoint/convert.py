@@ -111,9 +111,8 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
     tensors = {name: tensor.source for name, tensor in model_tensors(checkpoint).items()}
     if not 1 <= num_files <= max(1, len(tensors)):
         raise InputError(f"--ranks={num_files}: must be from 1 to {len(tensors)}, the number of tensors.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists and is not an empty directory. Choose another name.")
-    groups = _balanced({name: source.size_bytes for name, source in tensors.items()}, num_files)
+    check_new(out)
+    groups = balanced({name: source.size_bytes for name, source in tensors.items()}, num_files)
     partial = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
@@ -138,7 +137,18 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
     return sorted(out.iterdir())
 
 
-def _balanced(sizes_bytes: dict[str, int], num_groups: int) -> list[list[str]]:
+def check_new(out: Path) -> None:
+    """Raises InputError if a directory to write has files already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists and is not an empty directory. Choose another name.")
+
+
+def has_configuration(checkpoint: Path) -> Path | None:
+    """A checkpoint that was saved with the config.json of its model, else None."""
+    return checkpoint if "config.json" in read_manifest(checkpoint).files else None
+
+
+def balanced(sizes_bytes: dict[str, int], num_groups: int) -> list[list[str]]:
     """Consecutive names in `num_groups` non-empty groups of about equal size."""
     names = list(sizes_bytes)
     groups: list[list[str]] = []

@@ -12,9 +12,10 @@ from torch import Tensor
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
-from pipeloom.pretrained.files import SAFETENSORS_TYPES
+from pipeloom.pretrained.files import SAFETENSORS_TYPES, is_huggingface_directory
 from pipeloom.train.checkpoint.block_shards import BlockShard
-from pipeloom.train.checkpoint.directory import resolve
+from pipeloom.train.checkpoint.directory import is_ours, resolve
+from pipeloom.train.checkpoint.huggingface import Directory, read_directory
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
     read_manifest,
@@ -48,9 +49,9 @@ class Checkpoint:
         num_parts: the number of ranks that wrote the checkpoint.
     """
 
-    def __init__(self, path: Path, *, verify_files: bool = True) -> None:
-        self.path = path
-        self.manifest = manifest = read_manifest(path)
+    def __init__(self, path: Path, *, verify_files: bool = True, of: Directory | None = None) -> None:
+        self.path, self._directory = path, of
+        self.manifest = manifest = read_manifest(path) if of is None else of.manifest
         self.step, self.state, self.layout = manifest.step, manifest.state, manifest.layout
         self.compute_type, self.num_parts = manifest.compute_type, len(manifest.parts)
         self._files = TensorFiles(path, manifest.files if verify_files else {})
@@ -58,6 +59,8 @@ class Checkpoint:
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file name; a sharded tensor has an entry ``NAME[start:stop]`` per piece."""
+        if self._directory is not None:
+            return {name: pieces[0].file for name, pieces in self._directory.pieces.items()}
         self._files.verify(INDEX_NAME)
         return read_weight_map(self.path)
 
@@ -184,7 +187,7 @@ class Checkpoint:
 
     @cached_property
     def _model(self) -> dict[str, list[Piece]]:
-        return stored_model(self.manifest, self.weight_map)
+        return stored_model(self.manifest, self.weight_map) if self._directory is None else self._directory.pieces
 
     @cached_property
     def _optimizer(self) -> tuple[dict[str, dict[str, list[Piece]]], dict[str, dict[str, Any]]]:
@@ -249,6 +252,8 @@ class Checkpoint:
 
     def _pieces_of(self, name: str) -> list[Piece]:
         stored = self._stored_name(name)
+        if self._directory is not None and name in self._directory.made:
+            raise CheckpointError(f"{self.path} has {name} in several parts. Load it with pipeloom.from_pretrained.")
         if stored not in self._model:
             raise CheckpointError(f"{self.path} has no tensor {name}. It was saved from a different model.")
         return self._model[stored]
@@ -287,10 +292,14 @@ def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
     """Open a checkpoint, or the latest one in an output directory. Tensors are read lazily.
 
     Args:
-        path: the checkpoint or output directory.
+        path: the checkpoint, the output directory, or a Hugging Face directory, which has a model alone: of step 0, by
+            the names of its tensors in the model.
         verify_files: whether to compare each file with its hash before its first use; pass False after `verify(path)`.
 
     Raises:
         CheckpointError: the directory is missing, damaged, not a checkpoint, or of an unsupported version.
     """
-    return Checkpoint(resolve(Path(path)), verify_files=verify_files)
+    path = Path(path)
+    if is_huggingface_directory(path) and not is_ours(path):
+        return Checkpoint(path, of=read_directory(path))
+    return Checkpoint(resolve(path), verify_files=verify_files)

@@ -47,6 +47,7 @@ def save(
     compute_type: str | None = None,
     exchange: Exchange | None = None,
     total_limit: int | None = None,
+    others: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write `output_dir/checkpoint-{step}`. A collective call of all ranks of `exchange`, on a shared file system.
 
@@ -65,6 +66,8 @@ def save(
         ties: alias of a tied parameter -> its name in `model`; ties between tensors of `model` are found automatically.
         compute_type: the dtype of the model's computations, if `model` has main parameters of another dtype.
         exchange: the ranks that save together; defaults to a single process.
+        others: other files by name, such as config.json of a model of transformers and those of its tokenizer. Rank 0's
+            are saved; ``pipeloom checkpoint convert`` writes them to the converted model.
         total_limit: after the save, delete the checkpoints of the lowest steps until this number is left.
 
     Returns:
@@ -94,7 +97,8 @@ def save(
 
         def finish() -> None:
             if leads:
-                _write_manifest(partial, written, step=step, ties=all_ties, compute_type=compute_type, **known)
+                more = {name: write_bytes(partial / name, data) for name, data in (others or {}).items()}
+                _write_manifest(partial, written, more, step=step, ties=all_ties, compute_type=compute_type, **known)
                 keep_at_most(output_dir, total_limit, newest=put_in_place(partial, output_dir, step))
 
         _agree(group, finish)
@@ -142,9 +146,9 @@ def _merged_ties(held: list[dict[str, Any]]) -> dict[str, str]:
     return merged
 
 
-def _write_manifest(partial: Path, written: list[dict[str, Any]], **known: Any) -> None:
+def _write_manifest(partial: Path, written: list[dict[str, Any]], others: dict[str, FileRecord], **known: Any) -> None:
     """Write the files of rank 0: index, manifest and, last, the hash of the manifest; `known` are its other fields."""
-    files = {name: FileRecord(**record) for answer in written for name, record in answer["files"].items()}
+    files = {name: FileRecord(**record) for answer in written for name, record in answer["files"].items()} | others
     weight_map = {name: answer["part"]["model"] for answer in written for name in answer["weights"]}
     index = {"metadata": {"total_size": sum(answer["bytes"] for answer in written)}, "weight_map": weight_map}
     files[INDEX_NAME] = write_bytes(partial / INDEX_NAME, json_bytes(index))
