@@ -95,7 +95,11 @@ def _convert(argv: list[str]) -> int:
     check_no_upcycling(options)
     if options.single and options.ranks not in (None, 1):
         raise InputError(f"--single and --ranks {options.ranks} contradict each other. Pass only one of them.")
-    checkpoint, out, number = resolve(Path(options.dir)), Path(options.out), options.ranks or 1
+    checkpoint, out, number = (
+        resolve(Path(options.dir)),
+        Path(options.out),
+        1 if options.ranks is None else options.ranks,
+    )
     config = has_configuration(checkpoint) if options.config is None else Path(options.config)
     if config is None:
         written = convert(checkpoint, out, number)
