@@ -231,3 +231,31 @@ def test_a_module_added_on_the_meta_device_has_no_values(saved):
     model.config.num_labels = 3
     with pytest.raises(InputError, match="without weights to load"):
         load_weights(torch.nn.Linear(2, 2))
+
+
+def test_an_expert_parallel_process_reads_its_own_experts(saved, monkeypatch):
+    from pipeloom.models.experts import take_over
+    from pipeloom.pretrained import weights
+
+    home, read = saved(transformers.MixtralForCausalLM, config("mixtral", num_local_experts=4)), []
+    real = weights.mapped
+
+    def mapped(stored):
+        read.append(stored)
+        return real(stored)
+
+    monkeypatch.setattr(weights, "mapped", mapped)
+
+    def work():
+        model = pl.from_pretrained(home)
+        take_over(model)
+        mesh = pl.Mesh(dp=2, ep=2)
+        return tensors(load_weights(pl.parallelize(model, mesh)))
+
+    found = pl.run_threads(2, work)
+    theirs = tensors(transformers.MixtralForCausalLM.from_pretrained(home))
+    for name, value in theirs.items():
+        own = [each[name] for each in found]
+        assert torch.equal(torch.cat(own) if "mlp.experts" in name else own[0], value), name
+    experts = sum(stored.shape == (24, 32) or stored.shape == (32, 24) for stored in read)
+    assert experts == 4 * 4 * 3  # layers, experts, and tensors per expert: each once in two processes

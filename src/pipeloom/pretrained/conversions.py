@@ -11,7 +11,7 @@ before anything is read.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,30 @@ class Conversion:
             converter.add_tensor(self.first, key, pattern, tensor(key))
         made = converter.convert(self.first, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def rows(self) -> list["Conversion"]:
+        """What makes each row of a stack along dimension 0, such as of experts; empty: it makes no such stack."""
+        if self.converter is None or len(self.shapes) != 1 or not _stacks_rows(self.converter.operations):
+            return []
+        by_pattern: dict[str, list[tuple[str, str]]] = {}
+        for pattern, key in self.parts:
+            by_pattern.setdefault(pattern, []).append((pattern, key))
+        number = next(iter(self.shapes.values()))[0]
+        if any(len(parts) != number for parts in by_pattern.values()):
+            return []
+        return [Conversion(self.first, self.converter, list(parts)) for parts in zip(*by_pattern.values(), strict=True)]
+
+
+def _stacks_rows(operations: Sequence[Any]) -> bool:
+    """Whether operations of transformers stack tensors along dimension 0, and then work on each row by itself."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+    first, *others = operations
+    return (type(first) is MergeModulelist and first.dim == 0) and all(
+        (type(each) is Concatenate and each.dim > 0)
+        or (type(each) is Transpose and not each.check_dims and min(each.dim0, each.dim1) > 0)
+        for each in others
+    )
 
 
 @dataclass

@@ -5,7 +5,7 @@ do not matter. Of a parameter that is cut inside its stage (`pipeloom.parallel.p
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -86,9 +86,14 @@ class PretrainedWeights:
             value = mapped(self._stored[key])
             return value if conversion.converter is None else value.to(dtype)
 
+        rows = conversion.rows()
+        if rows:
+            name = next(iter(conversion.shapes))
+            self._put(uses[name], lambda row: rows[row].make(read, self.model)[name][0], by_row=True)
+            return
         made = conversion.make(read, self.model)
         for name in [name for name in made if name in uses]:
-            self._put(uses[name], made.pop(name))
+            self._put_full(uses[name], made.pop(name))
 
     def _initialize(self, path: str, keys: list[str], uses: Mapping[str, list[_Use]]) -> None:
         dot = f"{path}." if path else ""
@@ -104,22 +109,34 @@ class PretrainedWeights:
             )
         found = initial_values(self.model, path, sorted({*keys, *missing, *computed}), self._seed)
         for key in keys:
-            self._put(uses[dot + key], found[key])
+            self._put_full(uses[dot + key], found[key])
 
-    def _put(self, uses: list[_Use], full: Tensor) -> None:
-        """Put the values of a full tensor, or of this process's block of it, where tensors have none."""
+    def _put_full(self, uses: list[_Use], full: Tensor) -> None:
+        self._put(uses, lambda _: full, by_row=False)
+
+    def _put(self, uses: list[_Use], values: Callable[[int], Tensor], *, by_row: bool) -> None:
+        """Put values where tensors have none: of a tensor that is cut, those of this process's block.
+
+        Args:
+            uses: of one tensor of the model, or of its blocks.
+            values: returns a row of the full tensor or, without `by_row`, all of it.
+            by_row: whether only the rows that are needed are made, one after another.
+        """
         made: dict[int, Tensor] = {}
         for use in uses:
             if id(use.tensor) not in made:
-                value = torch.empty_like(use.tensor, device=self.device)
-                block = placed_block(use.tensor)
-                if block is None:
-                    value.copy_(full)
-                else:
-                    if block.how.padded:
-                        value.zero_()
-                    for there, here, _ in block.how.pieces(block.place):
-                        value[here] = full[there].to(value)
+                value, block = torch.empty_like(use.tensor, device=self.device), placed_block(use.tensor)
+                if block is not None and block.how.padded:
+                    value.zero_()
+                whole = tuple(slice(0, size) for size in value.shape)
+                pieces = [(whole, whole, True)] if block is None else block.how.pieces(block.place)
+                for there, here, _ in pieces:
+                    if not by_row:
+                        value[here].copy_(values(0)[there])
+                        continue
+                    for row in range(there[0].start, there[0].stop):
+                        place = (here[0].start + row - there[0].start, *here[1:])
+                        value[place].copy_(values(row)[there[1:]])
                 made[id(use.tensor)] = _like(use.tensor, value)
             use.table[use.key] = made[id(use.tensor)]
 
