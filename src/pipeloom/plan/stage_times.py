@@ -34,7 +34,7 @@ from pipeloom.plan.hidden_collectives import RingSeconds, passes_hidden, product
 
 _LOGIT_BYTES = 6  # per logit, in F and in I: mean of kernels that are fused and not
 _EMBEDDING_PASSES = 2, 3  # of [tokens, width]: looked up; added to the gradients of rows
-_OPTIMIZER_BYTES = 40  # Adam, per parameter: main, two moments (read and write, 24), gradient, both number formats
+_UPDATE_BYTES, _STATE_BYTES = 24, 8  # per parameter: main, gradient, both number formats; of each number of state
 
 
 class Seconds(NamedTuple):
@@ -230,9 +230,9 @@ class StageTimes:
         parts = self.inside.context * (self.inside.tensor if divided else 1)
         return self.element * self.tokens * self.model.width / parts
 
-    def update_seconds(self, parameters: float) -> float:
-        """Seconds of the optimizer's update of `parameters` elements."""
-        return self._kernels.elementwise(_OPTIMIZER_BYTES * parameters, 0)
+    def update_seconds(self, parameters: float, states: float = 2.0) -> float:
+        """Seconds of the optimizer's update of `parameters` elements with `states` numbers of state each."""
+        return self._kernels.elementwise((_UPDATE_BYTES + _STATE_BYTES * states) * parameters, 0)
 
     def operations(self) -> float:
         """Operations of the model per micro-batch, all processes together: forward and backward, nothing repeated."""

@@ -1,20 +1,22 @@
 """`CostModel`: from a transformer, a cluster and a configuration to the seconds and bytes of a step. No torch here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Program, Schedule
 from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.passes import insert_offload, lower
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.links import data_links, pipeline_network
 from pipeloom.plan.costs.software import PIPELOOM, Software
-from pipeloom.plan.memory import LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
+from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
 from pipeloom.plan.memory.choose import stage_bytes
 from pipeloom.plan.stage_times import Seconds, StageTimes
 from pipeloom.schedules import Conditions
@@ -52,6 +54,10 @@ class CostModel:
     cluster: Cluster
     software: Software = PIPELOOM
     _layers: dict[object, tuple[Seconds, Seconds, dict[bool, Seconds], float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _kept: dict[object, list[Mapping[Recompute, float]]] = field(default_factory=dict, repr=False, compare=False)
+    _numbers: dict[InsideStage, tuple[float, float, list[float]]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -229,12 +235,48 @@ class CostModel:
         update = self.update_seconds(of, program.placement.stages_of)
         return StepPrediction(step_seconds=timeline.makespan + update, update_seconds=update, timeline=timeline)
 
+    def parameters(self, of: Configuration) -> list[float]:
+        """Elements of the parameters of every stage on one process."""
+        found = self._numbers.get(of.inside)
+        if found is None:
+            embedding, *blocks, norm, head = (
+                float(sum(layer.parameter_sizes.values()))
+                for layer in transformer_layers(self.model, 1, of.element, of.inside)
+            )
+            found = self._numbers[of.inside] = embedding, norm + head, [0.0, *accumulate(blocks)]
+        first, last, before = found
+        ends = list(accumulate(of.blocks_of(self.model.layers)))
+        stages = [before[end] - before[start] for start, end in pairwise([0, *ends])]
+        stages[0] += first
+        stages[-1] += last
+        return stages
+
+    def kept_bytes(self, of: Configuration) -> list[float]:
+        """Bytes that F of one micro-batch keeps on every stage."""
+        key = of.inside, of.microbatch_size, of.element, of.imbalance
+        layers = self._kept.get(key)
+        if layers is None:
+            layers = self._kept[key] = [
+                layer.kept_bytes
+                for layer in transformer_layers(
+                    self.model, of.microbatch_size, of.element, of.inside, of.imbalance, self.software
+                )
+            ]
+        found, start = [], 1
+        for stage, count in enumerate(of.blocks_of(self.model.layers)):
+            recompute = of.recompute_of(stage)
+            found.append(sum(kept[recompute] for kept in layers[start : start + count]))
+            start += count
+        found[0] += layers[0][of.recompute_of(0)]
+        found[-1] += sum(kept[of.recompute_of(0)] for kept in layers[-2:])
+        return found
+
     def update_seconds(self, of: Configuration, stages_of: Sequence[Sequence[int]]) -> float:
         """Seconds of the optimizer's update on the rank with most parameters."""
-        sizes = [sum(sum(layer.parameter_sizes.values()) for layer in stage) for stage in self.layers(of)]
+        sizes = self.parameters(of)
         held = max(sum(sizes[stage] for stage in stages) for stages in stages_of)
         shards = of.replicas if of.strategy.shards_optimizer else 1
-        return self.times(of, Recompute.NONE).update_seconds(held / shards)
+        return self.times(of, Recompute.NONE).update_seconds(held / shards, OPTIMIZERS[of.optimizer])
 
     def peak_bytes(self, of: Configuration, program: Program | None = None) -> list[float]:
         """Peak memory of every rank."""

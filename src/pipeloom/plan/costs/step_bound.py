@@ -13,7 +13,9 @@ takes less; tests compare.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import inf
 from operator import add
 
 from pipeloom.ir import Placement, Schedule
@@ -30,52 +32,58 @@ def step_bound(costs: CostModel, of: Configuration, schedule: Schedule | None = 
         of: the configuration.
         schedule: for its placement and kind; None: a synchronous one whose stages go round the ranks.
     """
-    placement = schedule.placement if schedule else Placement.loop(of.pipeline, of.chunks)
+    placement = schedule.placement if schedule else _loop(of.pipeline, of.chunks)
     update = costs.update_seconds(of, placement.stages_of)
     if schedule is not None and schedule.microbatches_per_update is not None:
         return update  # of a stream: steps overlap
     stages = costs.stage_seconds(of)
     if schedule is not None and schedule.forward_only:
         stages = [Seconds(each.forward, 0.0, 0.0) for each in stages]
-    each = [Seconds(*(seconds / of.slices for seconds in stage)) for stage in stages]
-    return pipeline_bound(each, placement, of.microbatches * of.slices, messages(costs, of, placement)) + update
+    count = of.slices
+    each = [Seconds(*(seconds / count for seconds in stage)) for stage in stages] if count > 1 else stages
+    return pipeline_bound(each, placement, of.microbatches * count, message_seconds(costs, of)) + update
 
 
-def messages(costs: CostModel, of: Configuration, placement: Placement) -> list[float]:
-    """Least seconds of a message from each stage to the next; 0 within a rank."""
+def message_seconds(costs: CostModel, of: Configuration) -> float:
+    """Least seconds of a message between ranks."""
     network, size = costs.network(of), costs.message_bytes(of) / of.slices
-    rate = max([network.bytes_per_second or float("inf"), *(link.bytes_per_second for link in network.links)])
+    rate = max([network.bytes_per_second or inf, *(link.bytes_per_second for link in network.links)])
     table = network.latency_seconds
-    least = min(min(row) for row in table) if isinstance(table, tuple) else table
-    pairs = zip(placement.replicas, placement.replicas[1:], strict=False)
-    return [0.0 if set(a) & set(b) else least + size / rate for a, b in pairs]
+    return (min(map(min, table)) if isinstance(table, tuple) else table) + size / rate
 
 
-def pipeline_bound(
-    stages: Sequence[Seconds], placement: Placement, microbatches: int, message_seconds: Sequence[float]
-) -> float:
+def pipeline_bound(stages: Sequence[Seconds], placement: Placement, microbatches: int, message: float) -> float:
     """The bound without update: of the placement and of times per micro-batch.
 
     Args:
         stages: seconds of every stage.
         placement: where they are.
         microbatches: per step.
-        message_seconds: from each stage to the next.
+        message: seconds of a message between ranks.
     """
-    there = [0.0, *accumulate(map(add, (each.forward for each in stages), message_seconds))]
-    back = [0.0, *accumulate(map(add, (each.backward_input for each in stages), message_seconds))]
-    whole = sum(each.forward + each.backward_input for each in stages) + 2 * sum(message_seconds)
-    bound = whole + stages[0].backward_weight
+    forward = [each.forward for each in stages]
+    inputs, weights = [each.backward_input for each in stages], [each.backward_weight for each in stages]
+    sends = [message * moves for moves in _moves(placement)]
+    there = [0.0, *accumulate(map(add, forward, sends))]
+    back = [0.0, *accumulate(map(add, inputs, sends))]
+    last = weights[0]
+    bound = sum(forward) + sum(inputs) + 2 * sum(sends) + last
     if any(len(ranks) > 1 for ranks in placement.replicas):  # the busiest rank is at least as busy as the mean one
-        return max(bound, microbatches * sum(map(sum, stages)) / placement.num_ranks)
+        return max(bound, microbatches * (sum(forward) + sum(inputs) + sum(weights)) / placement.num_ranks)
     for held in placement.stages_of:
-        first = min(held)
-        last = stages[0].backward_weight if first else 0.0  # the rank of stage 0 has this W among its own
-        own = [stages[stage] for stage in held]
-        chain = microbatches * sum(each.forward + each.backward_input for each in own)
-        bound = max(
-            bound,
-            there[first] + chain + back[first] + last,
-            there[first] + chain + microbatches * sum(each.backward_weight for each in own),
-        )
+        first = held[0]
+        chain = there[first] + microbatches * sum(forward[stage] + inputs[stage] for stage in held)
+        own = microbatches * sum(weights[stage] for stage in held)
+        bound = max(bound, chain + back[first] + (last if first else 0.0), chain + own)
     return bound
+
+
+@lru_cache(maxsize=4096)
+def _loop(ranks: int, chunks: int) -> Placement:
+    return Placement.loop(ranks, chunks)
+
+
+@lru_cache(maxsize=4096)
+def _moves(placement: Placement) -> tuple[bool, ...]:
+    """For each stage but the last, whether its output goes to another rank."""
+    return tuple(not set(a) & set(b) for a, b in pairwise(placement.replicas))
