@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeloom.autograd.auxiliary_losses import DeclaredLoss, ObservedQuantity
 from pipeloom.autograd.loss_metrics import Metric
 from pipeloom.errors import InputError
-from pipeloom.transport.values import Value, flatten, split_batch
+from pipeloom.transport.values import MicroBatches, Value, flatten, sizes_of, split_batch
 
 
 class Extent(NamedTuple):
@@ -106,6 +106,8 @@ class Batch:
 def _cut(value: Value, num_microbatches: int, what: str, where: str) -> tuple[list[Value], list[int]]:
     if value is None:
         raise InputError(f"{what}=None: the rank with the {where} stage reads them. Pass the batch.")
+    if isinstance(value, MicroBatches):
+        return list(value), sizes_of(value, num_microbatches, what)
     pieces = split_batch(value, num_microbatches, what)
     if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in flatten(value)[1]):
         raise InputError(

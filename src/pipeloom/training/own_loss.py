@@ -140,25 +140,30 @@ class _Labels(dict[str, Any]):
         self.count, self.number = count, number
         self.pop(_NUM_ITEMS, None)
         if takes_number:
-            self[_NUM_ITEMS] = torch.tensor(number, dtype=torch.float64).as_subclass(_Noticed)
+            self[_NUM_ITEMS] = NoticedNumber.of(torch.tensor(number, dtype=torch.float64))
 
     def number_was_read(self) -> bool:
         """Whether the model's loss has used `num_items_in_batch`."""
         return getattr(self.get(_NUM_ITEMS), "was_read", False)
 
 
-class _Noticed(Tensor):
+class NoticedNumber(Tensor):
     """A number that notices when it is used; results are plain tensors."""
 
     was_read = False
 
+    @staticmethod
+    def of(number: Tensor) -> "NoticedNumber":
+        """A number that has not been used."""
+        return number.as_subclass(NoticedNumber)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in args:
-            if isinstance(each, _Noticed):
+            if isinstance(each, NoticedNumber):
                 each.was_read = True
         with torch._C.DisableTorchFunctionSubclass():
-            args = tuple(each.as_subclass(Tensor) if isinstance(each, _Noticed) else each for each in args)
+            args = tuple(each.as_subclass(Tensor) if isinstance(each, NoticedNumber) else each for each in args)
             return func(*args, **(kwargs or {}))
 
 

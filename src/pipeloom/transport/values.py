@@ -146,6 +146,29 @@ def _fill(structure: Any, tensors: Any) -> Value:
     return items if kind == "list" else tuple(items)
 
 
+class MicroBatches(list[Any]):
+    """A batch that is cut into micro-batches already, such as of sequences of different lengths: a value for each.
+
+    Auxiliary losses of the model are weighted as if the samples were divided evenly.
+    """
+
+
+def sizes_of(batches: MicroBatches, num_microbatches: int, what: str) -> list[int]:
+    """The number of samples in each micro-batch: the length of its first tensor.
+
+    Raises:
+        InputError: there is another number of micro-batches, or one without samples.
+    """
+    if len(batches) != num_microbatches:
+        raise InputError(
+            f"{what} are cut into {len(batches)} micro-batches: the schedule has {num_microbatches}. Pass as many."
+        )
+    sizes = [next((t.shape[0] for t in flatten(each, f"{what} hold")[1] if t.dim()), 0) for each in batches]
+    if 0 in sizes:
+        raise InputError(f"{what} have no samples in micro-batch {sizes.index(0)}: each needs at least one.")
+    return sizes
+
+
 def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Value], list[int]]:
     """Split a batch along dimension 0 of all its tensors into micro-batches; sizes differ by at most one sample.
 

@@ -17,7 +17,7 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.mesh_blocks import MeshBlocks
 from pipeloom.parallel.mixed_precision import DTYPES
 from pipeloom.parallel.options import DataParallel, OffloadTarget, Precision, axis_of
-from pipeloom.transport.values import Value, flatten, unflatten, with_form
+from pipeloom.transport.values import MicroBatches, Value, flatten, unflatten, with_form
 
 
 def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) -> Sharing:
@@ -91,6 +91,8 @@ class DataSharing(Sharing):
 
 def _cast(value: Value, dtype: torch.dtype) -> Value:
     """The value with its floating-point tensors cast to `dtype`."""
+    if isinstance(value, MicroBatches):
+        return MicroBatches(_cast(each, dtype) for each in value)
     layout, tensors = flatten(value)
     cast = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
     return with_form(unflatten(layout, cast), value)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def without_memory(module: nn.Module) -> nn.Module:
@@ -26,7 +26,7 @@ def without_memory(module: nn.Module) -> nn.Module:
         vars(twin)[kind] = {
             name: None if t is None else t.detach().to("meta").requires_grad_(t.requires_grad) for name, t in tensors
         }
-    for hooks in _HOOKS:
+    for hooks in HOOKS:
         vars(twin)[hooks] = OrderedDict()
     twin._modules = {name: None if part is None else without_memory(part) for name, part in module._modules.items()}
     return twin

@@ -1,0 +1,86 @@
+"""Training state in the checkpoint directories of Trainer.
+
+    checkpoint-N/config.json, model.safetensors, ...   the model, as Trainer's users expect it
+    checkpoint-N/pipeline/checkpoint-N/                main parameters and optimizer states, sharded; see
+                                                       `pipeloom.train.checkpoint`. Any layout loads it.
+    checkpoint-N/scheduler.pt, trainer_state.json      as of Trainer
+    checkpoint-N/rng_state_R.pth                       random generators of process R, as of Trainer
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers.processes import Processes
+from pipeloom.parallel.placed import cut_blocks
+from pipeloom.train import checkpoint
+from pipeloom.train.checkpoint.exchange import DistributedExchange, Exchange
+from pipeloom.training import Pipeline
+
+_FOLDER = "pipeline"
+
+
+def save_state(
+    directory: Path, step: int, pipe: Pipeline, optimizer: torch.optim.Optimizer, processes: Processes
+) -> None:
+    """Write the training state of all processes into a checkpoint directory. Every process calls it.
+
+    Raises:
+        CheckpointError: a process could not write its part; raised on all.
+    """
+    exchange = Exchange() if processes.members is None else DistributedExchange(processes.members.group)
+    checkpoint.save(
+        directory / _FOLDER,
+        step,
+        model=pipe.state.main_state(),
+        optimizer=checkpoint.optimizer_state(optimizer, _names(pipe)),
+        layout={"ranks": pipe.schedule.num_ranks, "processes": processes.size, "schedule": pipe.schedule.name},
+        ranges=pipe.state.ranges,
+        blocks=cut_blocks(pipe.named_parameters()),
+        ties=pipe.state.ties,
+        exchange=exchange,
+    )
+
+
+def load_parameters(directory: str, pipe: Pipeline) -> None:
+    """Load the parameters that `save_state` wrote.
+
+    Raises:
+        InputError: the directory has no training state of a pipeline.
+        CheckpointError: it is damaged, or of another model.
+    """
+    saved = _open(directory)
+    if pipe.rank is None:  # this process holds all ranks: each has its own tensors of tied parameters
+        tensors = pipe.state_dict()
+        saved.load_model(tensors)
+        pipe.load_state_dict(tensors)
+        return
+    saved.load_model(pipe.state.main_state(), pipe.state.ranges, blocks=cut_blocks(pipe.named_parameters()))
+    pipe.state.refresh()
+
+
+def load_optimizer(directory: str, pipe: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    """Load the optimizer states that `save_state` wrote. For errors see `load_parameters`."""
+    blocks = cut_blocks(pipe.named_parameters())
+    _open(directory).load_optimizer(optimizer, _names(pipe), pipe.state.ranges, blocks=blocks)
+
+
+def has_state(directory: str) -> bool:
+    """Whether a checkpoint directory has training state of a pipeline."""
+    return checkpoint.latest(Path(directory) / _FOLDER) is not None
+
+
+def _open(directory: str) -> checkpoint.Checkpoint:
+    found = checkpoint.latest(Path(directory) / _FOLDER)
+    if found is None:
+        raise InputError(
+            f"{directory} has no training state of a pipeline: it was saved by another Trainer, or with "
+            "save_only_model. Start a new run from its weights with from_pretrained."
+        )
+    return checkpoint.load(found)
+
+
+def _names(pipe: Pipeline) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in pipe.named_parameters()}

@@ -1,0 +1,367 @@
+"""`PipelineTrainer`: transformers' Trainer whose model runs on a pipeline."""
+
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import nested_concat, nested_detach
+
+from pipeloom.errors import InputError
+from pipeloom.integrations.transformers import checkpoints
+from pipeloom.integrations.transformers.arguments import (
+    act_as_one_process,
+    as_many_processes,
+    as_one_device,
+    check_arguments,
+)
+from pipeloom.integrations.transformers.micro_batches import MicroBatch, cut_update, num_samples, rows
+from pipeloom.integrations.transformers.pipelined_model import FirstLoads, NamedParameters, PipelinedModel
+from pipeloom.integrations.transformers.processes import Processes
+from pipeloom.integrations.transformers.schedules import make_schedule
+from pipeloom.integrations.transformers.stage_forward import StageForward, StageLoss
+from pipeloom.ir import Schedule
+from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
+from pipeloom.slicing.context import hashed
+from pipeloom.split import split
+from pipeloom.training import Pipeline, clip_grad_norm
+from pipeloom.training.clipping import gradient_norms, total_norm
+from pipeloom.training.optimizer_step import check_optimizer
+from pipeloom.transport.interface import Transport
+from pipeloom.transport.values import MicroBatches
+
+
+class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
+    """transformers' Trainer on a pipeline: change the class, add a schedule, and start the script with torchrun.
+
+    The model needs a pipeline plan or a layout (`pipeloom.register_layout`). Arguments, callbacks, logging, evaluation,
+    checkpoint directories and learning rate schedulers are those of Trainer, and so are losses and updates. Each
+    process keeps its stages on its device; `compute_loss`, also overridden, runs inside the last stage.
+
+    An update's batches run as the micro-batches of one step of the schedule. Process 0 loads them. Methods that use the
+    model, such as `train`, `evaluate`, `predict` and `save_model`, are called by every process.
+
+    Args:
+        args, kwargs: as for Trainer.
+        schedule: the name of a schedule, for as many ranks as there are processes along axis pp, or a `Schedule`.
+            Without a process group, all its ranks run in this process.
+        num_microbatches: of an update, for a schedule given by name: a multiple of `gradient_accumulation_steps`. None:
+            that number of batches, each cut further while there are fewer than two micro-batches per rank.
+        mesh: axes pp and dp of the processes; None: one replica. `per_device_train_batch_size` is per replica.
+        cut, transport, recompute, offload, data, precision, timeout_seconds: as for `pipeloom.Pipeline`. `bf16=True` of
+            TrainingArguments is autocast, `precision="bf16"` parameters in bfloat16 with float32 masters.
+            `activation_checkpointing=True` is `recompute="full"`.
+
+    Raises:
+        InputError: an option that a pipeline does not support, a model without a plan, an illegal schedule.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *others: Any,
+        schedule: str | Schedule = "1f1b",
+        num_microbatches: int | None = None,
+        mesh: Mesh | None = None,
+        cut: str | Sequence[int] = "layers",
+        transport: str | Transport = "auto",
+        recompute: str | Sequence[str] | None = None,
+        offload: OffloadActivations | None = None,
+        data: DataParallel | str | None = None,
+        precision: Precision | str | None = None,
+        timeout_seconds: float = 1800.0,
+        **kwargs: Any,
+    ) -> None:
+        args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        check_arguments(args)
+        if precision is not None and args.bf16:
+            raise InputError(f"precision={precision!r} with bf16=True: both choose a number format. Remove one.")
+        args.device  # noqa: B018  # starts the process group under torchrun
+        self._processes = processes = Processes()
+        self._replica, self._num_replicas = (mesh.coordinate("dp"), mesh.degree("dp")) if mesh else (0, 1)
+        self._schedule = make_schedule(schedule, num_microbatches, mesh, processes.size, args)
+        act_as_one_process(args, processes, self._num_replicas)
+        if args.activation_checkpointing:
+            args.activation_checkpointing, recompute = False, recompute or "full"
+        self._cut = cut
+        self._options: dict[str, Any] = {
+            "transport": transport,
+            "recompute": recompute,
+            "offload": offload,
+            "mesh": mesh,
+            "data": data,
+            "precision": precision,
+            "timeout_seconds": timeout_seconds,
+        }
+        self._stage_loss, self._stage_forward = StageLoss(), StageForward(self)
+        self._pipelined: PipelinedModel | None = None
+        self._pending: list[Any] = []
+        super().__init__(model, args, *others, **kwargs)
+
+    # The model
+
+    @property
+    def pipe(self) -> Pipeline:
+        """The pipeline; the first use makes it. Every process calls it."""
+        return self._wrap_model(self.model).pipe
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelinedModel:
+        held = self._pipelined
+        if held is None or held.module is not self.model:
+            if held is not None:
+                held.pipe.close()
+            held = self._pipelined = PipelinedModel(self.model, self._make_pipeline())
+            weakref.finalize(self, held.pipe.close)
+        return held
+
+    def _make_pipeline(self) -> Pipeline:
+        model, schedule, mesh = self.model, self._schedule, self._options["mesh"]
+        with self._stage_forward.installed(model):
+            if any(parameter.is_meta for parameter in model.parameters()):
+                return Pipeline(model, schedule, loss_fn=self._stage_loss, cut=self._cut, **self._options)
+            stages = split(model, schedule.num_stages, cut=self._cut)
+            own = range(schedule.num_ranks)
+            if self._processes.size > 1:
+                rank = self._processes.rank if mesh is None else mesh.coordinate("pp")
+                own = range(rank, rank + 1)
+            for module, ranks in zip(stages.modules, schedule.placement.replicas, strict=True):
+                if not set(own).isdisjoint(ranks):
+                    module.to(self.args.device)
+            return Pipeline(stages, schedule, loss_fn=self._stage_loss, **self._options)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Only this process's stages are moved, when the pipeline is made."""
+
+    # Batches
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        self._pending = []
+        load = super().get_batch_samples
+        found: tuple[list[Any], Any] = self._processes.first_makes(lambda: load(epoch_iterator, num_batches, device))
+        return found
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        with as_one_device(self.args):
+            return super()._get_num_items_in_batch(batch_samples, device)
+
+    def _cut_batches(self, batches: Sequence[Any]) -> list[MicroBatch]:
+        """The micro-batches of this replica; sets their shares of the loss."""
+        pieces = cut_update(
+            batches,
+            self._schedule.num_microbatches,
+            replica=self._replica,
+            num_replicas=self._num_replicas,
+            shifts_labels=self._loss_shifts_labels,
+        )
+        self._stage_loss.shares = [piece.share for piece in pieces]
+        return pieces
+
+    # Training
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self._pending.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:  # more batches of this update follow
+            return torch.zeros((), device=self.args.device)
+        batches, self._pending = self._pending, []
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counted or self.compute_loss_func is not None
+        pieces = self._cut_batches(batches)
+        self._stage_loss.divisor = 1 if scaled else len(batches)
+        self._stage_forward.expect(num_items_in_batch, with_loss=True)
+        loss = self.pipe.step(
+            MicroBatches(piece.inputs for piece in pieces),
+            MicroBatches(torch.empty(piece.num_samples) for piece in pieces),
+        )
+        empty_every = self.args.torch_empty_cache_steps
+        if empty_every is not None and self.state.global_step % empty_every == 0 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return loss.detach().to(self.args.device)
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        return clip_grad_norm(self.pipe, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is not None:
+            return grad_norm
+        return total_norm(self.pipe, self.pipe.executor.connection.sum_over_processes(gradient_norms(self.pipe)))
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._processes.rank > 0:  # else all stages would draw the same dropout masks
+            torch.manual_seed(hashed(self.args.seed, self.state.global_step, self._processes.rank))
+        return prepared
+
+    # The optimizer
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        pipe = self.pipe
+        if self.optimizer is None:
+            super().create_optimizer(NamedParameters(pipe, self.model))
+        else:
+            self._keep_own_parameters(self.optimizer)
+        check_optimizer(pipe, self.optimizer)
+        self.optimizer.register_step_pre_hook(_widen_gradients)
+        return self.optimizer
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        names: list[str] = super().get_decay_parameter_names(
+            model.model if isinstance(model, NamedParameters) else model
+        )
+        return names
+
+    def _keep_own_parameters(self, optimizer: Any) -> None:
+        """Leave an optimizer over all parameters of the model those of this process."""
+        held, of_model = set(self.pipe.parameters()), set(self.model.parameters())
+        if not held <= of_model | {p for group in optimizer.param_groups for p in group["params"]}:
+            raise InputError(
+                "optimizers=: the pipeline trains shards or masters of the parameters, which this optimizer does not "
+                "have. Pass optimizer_cls_and_kwargs=, or leave out data and precision."
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in held]
+
+    # Evaluation
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        self._preprocess = preprocess  # runs on the last stage, before predictions travel
+        try:
+            output = super().evaluation_loop(FirstLoads(dataloader, self._processes), *args, **kwargs)
+        finally:
+            self.preprocess_logits_for_metrics = preprocess
+        return output._replace(metrics=self._processes.broadcast(output.metrics))
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Sequence[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        returns_loss = inputs.get("return_loss")
+        with_loss = has_labels or (
+            not self.label_names and (self.can_return_loss if returns_loss is None else returns_loss)
+        )
+        inputs = self._prepare_inputs(inputs)
+        labels: Any = nested_detach(tuple(inputs.get(name) for name in self.label_names)) if with_loss else None
+        labels = labels[0] if labels is not None and len(labels) == 1 else labels
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+
+        number = self._get_num_items_in_batch([inputs], self.args.device) if with_loss else None
+        pieces = self._cut_batches([inputs])
+        self._stage_loss.divisor = 1
+        self._stage_forward.expect(number, with_loss=with_loss, left_out=ignore_keys)
+        output = self.pipe.forward(MicroBatches(piece.inputs for piece in pieces))
+        found = self._found(output, inputs, labels, pieces, loss_only=prediction_loss_only)
+        parts = [self._processes.broadcast(found, self._last_process(each)) for each in range(self._num_replicas)]
+        loss = torch.stack([part[0] for part in parts]).sum().float() if with_loss else None
+        if prediction_loss_only:
+            return loss, None, None
+        logits = [part[1] for part in parts if part[1] is not None]
+        joined = logits[0]
+        for each in logits[1:]:
+            joined = nested_concat(joined, each, padding_index=-100)
+        return loss, joined, labels
+
+    def _found(
+        self, output: Any, inputs: Any, labels: Any, pieces: Sequence[MicroBatch], *, loss_only: bool
+    ) -> tuple[Any, Any]:
+        """The loss and the predictions of this replica, on the process with its last stage."""
+        own = sum(piece.num_samples for piece in pieces if piece.share is not None)
+        if output is None:
+            return None, None
+        loss = self._stage_loss.of_evaluation(output).cpu() if "loss" in output else None
+        if loss_only or not own:
+            return loss, None
+        outputs = rows({"outputs": output["outputs"]}, sum(piece.num_samples for piece in pieces), 0, own)["outputs"]
+        logits: Any = tuple(outputs.values()) if isinstance(outputs, dict) else outputs
+        logits = logits[0] if isinstance(logits, tuple) and len(logits) == 1 else logits
+        if self._preprocess is not None:
+            start = sum(self._rows_of(each, inputs) for each in range(self._replica))
+            own_labels = rows({"labels": labels}, num_samples(inputs), start, start + own)["labels"]
+            logits = self._preprocess(logits, own_labels)
+        return loss, _on_cpu(logits)
+
+    def _rows_of(self, replica: int, inputs: Any) -> int:
+        length = num_samples(inputs)
+        return length // self._num_replicas + (replica < length % self._num_replicas)
+
+    def _last_process(self, replica: int) -> int:
+        """The process with the last stage of a replica."""
+        rank, mesh = self._schedule.placement.replicas[-1][0], self._options["mesh"]
+        if self._processes.size == 1:
+            return 0
+        return rank if mesh is None else int(mesh.shape.process({"pp": rank, "dp": replica}))
+
+    # Checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        ranks = range(self._schedule.num_ranks) if self._processes.size > 1 else range(1)
+        mesh, own, state = self._options["mesh"], self.pipe.state_dict(), dict[str, Any]()
+        for rank in ranks:
+            source = rank if mesh is None else mesh.shape.process({"pp": rank})
+            part = self._processes.broadcast(_on_cpu(own), source)
+            if self.args.should_save:
+                state.update(part)
+        if self.args.should_save:
+            super()._save(output_dir, state)
+        self._processes.barrier()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = self.optimizer.optimizer
+        checkpoints.save_state(Path(output_dir), self.state.global_step, self.pipe, optimizer, self._processes)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        checkpoints.load_parameters(resume_from_checkpoint, self.pipe)
+
+    def _load_best_model(self) -> None:
+        checkpoints.load_parameters(self.state.best_model_checkpoint, self.pipe)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            checkpoints.load_optimizer(checkpoint, self.pipe, self.optimizer.optimizer)
+            file = os.path.join(checkpoint, "scheduler.pt")
+            self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        with as_many_processes(self.args, self._processes.size):
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with as_many_processes(self.args, self._processes.size):
+            super()._load_rng_state(checkpoint)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError("PipelineTrainer does not search hyperparameters. Use Trainer, or one run per setting.")
+
+
+def _widen_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Gradients of 16 bits in the format of their main parameters, as torch's optimizers need them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                wide = parameter.grad.to(parameter.dtype)
+                parameter.grad = None
+                parameter.grad = wide
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {name: _on_cpu(each) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_on_cpu(each) for each in value)
+    return value
