@@ -30,6 +30,7 @@ TRAINING = PRETRAINED | {"pretrained", "plan"}
 PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
 TRAIN = TRAINING | PLAN | {"training", "plan", "report"}
 CLI = TRAIN | {"train", "pipe"}
+INTEGRATIONS = TRAINING | {"training", "schedules", "train", "slicing"}
 ALLOWED = {
     "common": set(),
     "ir": set(),
@@ -51,6 +52,7 @@ ALLOWED = {
     "report": {"ir", "sim"},
     "train": TRAIN,
     "cli": CLI,
+    "integrations": INTEGRATIONS,
 }
 TORCH_FREE = ("ir", "schedules", "passes", "sim", "report")
 

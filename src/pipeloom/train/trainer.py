@@ -26,6 +26,7 @@ from pipeloom.train.generation import generate
 from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.output.directory import prepare_output, writing
 from pipeloom.train.output.display import Display, display, found_text
+from pipeloom.train.output.reporters import Reporters
 from pipeloom.train.process_group import Group, join
 from pipeloom.train.run_parts import RunParts
 from pipeloom.train.stream_steps import StreamSteps
@@ -109,6 +110,7 @@ class Trainer:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.run.pipeline.close()
+        self.run.journal.close()
         if isinstance(self.run.optimizer, OffloadedOptimizer):
             self.run.optimizer.close()
         self._held.close()
@@ -132,9 +134,11 @@ class Trainer:
             if not self._launched:  # else the launcher holds it
                 self._held.enter_context(in_use(output_dir))
             with writing(output_dir):
-                moved = prepare_output(self.config, self._resumed, self._first_step - 1)
+                moved, written = prepare_output(self.config, self._resumed, self._first_step - 1)
             if moved:
                 shown.say(moved)
+            names, options = self.config.reporters, self.config.to_mapping()
+            self.run.journal.reporters = Reporters(names, output_dir, options, self._first_step - 1, written)
         self.group.all_gather(b"")  # no process saves or logs before the directory is ready
         config, degree = self.config, self.group.data_degree
         ranks = counted(schedule.num_ranks, "rank")

@@ -1,10 +1,10 @@
 """Training state in the checkpoint directories of Trainer.
 
-    checkpoint-N/config.json, model.safetensors, ...   the model, as Trainer's users expect it
-    checkpoint-N/pipeline/checkpoint-N/                main parameters and optimizer states, sharded; see
-                                                       `pipeloom.train.checkpoint`. Any layout loads it.
-    checkpoint-N/scheduler.pt, trainer_state.json      as of Trainer
-    checkpoint-N/rng_state_R.pth                       random generators of process R, as of Trainer
+checkpoint-N/config.json, model.safetensors, ...   the model, as Trainer's users expect it
+checkpoint-N/pipeline/checkpoint-N/                main parameters and optimizer states, sharded; see
+                                                   `pipeloom.train.checkpoint`. Any layout loads it.
+checkpoint-N/scheduler.pt, trainer_state.json      as of Trainer
+checkpoint-N/rng_state_R.pth                       random generators of process R, as of Trainer
 """
 
 from pathlib import Path

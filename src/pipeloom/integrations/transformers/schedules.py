@@ -19,7 +19,9 @@ def make_schedule(
     """
     inside = next((axis for axis in ("cp", "tp", "ep") if mesh is not None and mesh.degree(axis) > 1), None)
     if mesh is not None and inside is not None:
-        raise InputError(f"mesh has {inside}={mesh.degree(inside)}: PipelineTrainer runs on axes pp and dp. Use Pipeline.")
+        raise InputError(
+            f"mesh has {inside}={mesh.degree(inside)}: PipelineTrainer runs on axes pp and dp. Use Pipeline."
+        )
     steps = args.gradient_accumulation_steps
     if isinstance(schedule, Schedule):
         if num_microbatches not in (None, schedule.num_microbatches):

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from pipeloom.errors import InputError
@@ -21,6 +22,7 @@ from pipeloom.train.config.schedule import make_schedule, parse_cut, unused_data
 from pipeloom.train.config.train_config import TrainConfig, flat
 
 DRAINS = ("steps", "eval_steps", "save_steps")  # a stream drains there, so all stages must have updated
+_REPORTERS = ("tensorboard", "wandb", "trackio")
 STALENESS = ("none", "inverse", "pipemare")
 _AT_LEAST_1 = (
     *("batch.microbatches", "batch.size", "parallel.pipeline", "parallel.data", "model.layers", "model.width"),
@@ -52,6 +54,14 @@ _USERS = {  # optimizers that an option is for
 }
 
 
+def _check_reporters(config: TrainConfig) -> None:
+    for name in config.reporters:
+        if name not in _REPORTERS:
+            raise InputError(f"report_to={config.report_to!r}: must be names of {', '.join(_REPORTERS)}, or none.")
+        if find_spec(name) is None:
+            raise InputError(f"report_to={name}: {name} is not installed. Run pip install 'pipeloom[{name}]'.")
+
+
 def validate_settings(config: TrainConfig) -> None:
     """Validate that options are in range, do not contradict each other and have an effect.
 
@@ -71,6 +81,7 @@ def validate_settings(config: TrainConfig) -> None:
             f"model.dropout={config.model.dropout}: with --local and several ranks per stage, threads draw from one "
             "random generator. Remove model.dropout, or --local."
         )
+    _check_reporters(config)
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
     _check_stream_options(config, schedule)

@@ -56,6 +56,7 @@ class TrainConfig:
     )
     eval_steps: int = option(50, "steps between evaluations; 0: none", group="output")
     eval_batches: int = option(4, "batches per evaluation", group="output")
+    report_to: str = option("none", "tensorboard, wandb, trackio: where metrics also go", value="NAMES", group="output")
     log_steps: int = option(10, "steps between log lines if output is not a terminal", group="output")
     sample_tokens: int = option(200, "tokens generated at the end; 0: none", group="output")
     sample_prompt: str = option("def ", "prompt of the generated text", group="output")
@@ -72,6 +73,12 @@ class TrainConfig:
         if self.batch.microbatches is not None:
             return self.batch.microbatches
         return 1 if self.schedule == "pipedream" else max(1, min(8, self.batch.size // self.data_degree))
+
+    @property
+    def reporters(self) -> tuple[str, ...]:
+        """The names in `report_to`."""
+        names = dict.fromkeys(name.strip() for name in self.report_to.split(","))
+        return tuple(name for name in names if name != "none")
 
     @property
     def data_degree(self) -> int:

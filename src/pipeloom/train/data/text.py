@@ -25,7 +25,7 @@ CONFIG_HEAD = "# pipeloom "  # the first characters of config.yaml in an output 
 # What a run writes. An output directory may also have text files of the user.
 RUN_FILES = (
     *("metrics.jsonl", "config.yaml", "environment.json", "memory.json", "report.html"),
-    *("timelines.json", "timeline.json.gz"),
+    *("timelines.json", "timeline.json.gz", "tracking.json", "tensorboard"),
 )
 _WRITTEN = re.compile(f"{'|'.join(map(re.escape, RUN_FILES))}|data|checkpoint-\\d+|previous-\\d+")
 _TOKENS = re.compile(r"corpus-[0-9a-f]{24}\.(bin|json)")

@@ -21,17 +21,18 @@ from pipeloom.schedules import user_defined as own_schedule
 from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, clean, list_checkpoints
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.text import CONFIG_HEAD, RUN_FILES
+from pipeloom.train.output.reporters import Entry, Reporters, entry_of
 from pipeloom.version import __version__
 
 
-def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str | None:
+def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> tuple[str | None, set[Entry]]:
     """Make the output directory ready for the steps after `step`; one process calls it.
 
     A resumed run keeps its metrics up to the checkpoint. Later checkpoints, and all files of another run, are moved
     into ``previous-1/``, ``previous-2/``, ... Unfinished saves and token files of killed runs are cleaned up.
 
     Returns:
-        One line that says what was moved, or None.
+        One line that says what was moved, or None; and what earlier processes of this run wrote in its metrics.
     """
     directory = Path(config.output_dir)
     clean(directory)
@@ -48,8 +49,7 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
         place.mkdir()
         for path in stale:
             path.rename(place / path.name)
-    if goes_on:
-        _cut_metrics(directory / "metrics.jsonl", step)
+    written = _cut_metrics(directory / "metrics.jsonl", step) if goes_on else set()
     write_whole(
         directory / "config.yaml",
         f"{CONFIG_HEAD}{__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
@@ -64,7 +64,7 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> str 
         "threads a rank": torch.get_num_threads(),
     }
     write_whole(directory / "environment.json", json.dumps(environment, indent=2) + "\n")
-    return f"an earlier run was moved to {place}" if stale else None
+    return f"an earlier run was moved to {place}" if stale else None, written
 
 
 @contextmanager
@@ -83,18 +83,22 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines after `step`, and an unfinished last line of a killed run."""
+def _cut_metrics(path: Path, step: int) -> set[Entry]:
+    """Drop the lines after `step`, and an unfinished last line of a killed run; returns what all lines were about."""
     if not path.exists():
-        return
-    kept = []
+        return set()
+    kept, found = [], set()
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
+            entry = entry_of(json.loads(line))
         except (ValueError, KeyError, TypeError):
             continue
+        if line.endswith("\n"):
+            found.add(entry)
+            if entry[0] <= step:
+                kept.append(line)
     write_whole(path, "".join(kept))
+    return found
 
 
 class Journal:
@@ -103,10 +107,14 @@ class Journal:
     Args:
         black_box: of this process, if it was launched with one.
         directory: of ``metrics.jsonl``; None for all processes but the first, which write none.
+
+    Attributes:
+        reporters: where rows go too; set once the directory is ready.
     """
 
     def __init__(self, black_box: BlackBox | None, directory: Path | None) -> None:
         self._black_box, self._directory = black_box, directory
+        self.reporters: Reporters | None = None
 
     def enter(self, phase: str) -> None:
         """Record in the black box which phase begins."""
@@ -121,6 +129,13 @@ class Journal:
         path = self._directory / "metrics.jsonl"
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**row, **unfit}, allow_nan=False) + "\n")
+        if self.reporters is not None:
+            self.reporters.write({**row, **unfit})
+
+    def close(self) -> None:
+        """Finish what the reporters write."""
+        if self.reporters is not None:
+            self.reporters.close()
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
