@@ -26,6 +26,7 @@ EXAMPLES = {
     "own_schedule.py": ["--steps", "3"],
     "train_gpt.py": ["--steps", "3", "--layers", "2", "--width", "16"],
     "train_huggingface.py": ["--steps", "3", "--layers", "2", "--width", "16"],
+    "train_transformers_trainer.py": ["--steps", "3"],
 }
 FOUR_PROCESSES = {"train_zero.py", "train_under_cap.py"}  # copies of a pipeline are processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -34,6 +35,8 @@ CODE = re.compile(r"(?:<!-- (not run|needs \w+) -->\n)?```python\n(.*?)```", re.
 
 def _needs(name: str) -> None:
     """Skip what needs a package that is not installed."""
+    if "trainer" in name:
+        pytest.importorskip("accelerate", reason="accelerate is not installed (the extra 'trainer')")
     if "huggingface" in name:
         pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 
@@ -211,6 +214,7 @@ PAGES = (
     "docs/how-to/generate.md",
     "docs/how-to/pipe.md",
     "docs/reference/checkpoints.md",
+    "docs/how-to/recipes.md",
 )
 
 
