@@ -36,6 +36,7 @@ TITLES = {
     "pipeloom.plan.memory": "Memory estimates",
     "pipeloom.transport": "Messages between ranks",
     "pipeloom.models.experts": "Layers of experts",
+    "pipeloom.integrations.transformers": "transformers' Trainer on a pipeline",
 }
 CONSTANTS = {"__version__": "the version of pipeloom, a string"}  # top-level names without a package of their own
 

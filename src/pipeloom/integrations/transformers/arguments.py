@@ -46,12 +46,10 @@ def check_arguments(args: Any) -> None:
 
 def act_as_one_process(args: Any, processes: Processes, num_replicas: int) -> None:
     """Make accelerate and `args` see one process, with a device per replica."""
-    device = args.device  # sets up the devices
     state = args.distributed_state
     if processes.size > 1 and state.num_processes == 1:  # also where accelerate did not notice the process group
         state.local_process_index = int(os.environ.get("LOCAL_RANK", processes.rank))
     state.distributed_type, state.num_processes, state.process_index = DistributedType.NO, 1, processes.rank
-    state.device = device
     args._n_gpu = num_replicas
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import nested_concat, nested_detach
 
@@ -101,6 +102,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         self._stage_loss, self._stage_forward = StageLoss(), StageForward(self)
         self._pipelined: PipelinedModel | None = None
         self._pending: list[Any] = []
+        self._preprocess: Any = None
         super().__init__(model, args, *others, **kwargs)
 
     # The model
@@ -205,6 +207,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         pipe = self.pipe
+        if isinstance(self.optimizer, AcceleratedOptimizer):  # of an earlier call of `train`
+            return self.optimizer
         if self.optimizer is None:
             super().create_optimizer(NamedParameters(pipe, self.model))
         else:
