@@ -4,6 +4,10 @@ arguments        options of Trainer that a pipeline does not support; one proces
 processes        values from one process on all
 micro_batches    the batches of an update, cut into micro-batches
 stage_forward    Trainer's loss inside the stages, around the model's own forward
+predictions      losses and predictions of a batch, from the outputs of the last stage
+optimizers       optimizers over the parameters of one process
+pipelined_model  what Trainer holds in place of the model and of data loaders
+schedules        the schedule of an update
 checkpoints      training state in the checkpoint directories of Trainer
 trainer          the class
 

@@ -56,7 +56,7 @@ def cut_update(
             "gradient_accumulation_steps."
         )
     lengths = [num_samples(batch) for batch in batches]
-    spans = [_span(length, replica, num_replicas) for length in lengths]
+    spans = [samples_of_replica(length, replica, num_replicas) for length in lengths]
     pieces: list[MicroBatch] = []
     for batch, length, span, number in zip(
         batches, lengths, spans, _numbers([len(span) for span in spans], num_microbatches), strict=True
@@ -107,8 +107,8 @@ def counted_labels(batch: Mapping[str, Any], length: int, *, shifts_labels: bool
     return int((counted != _IGNORED).sum())
 
 
-def _span(length: int, replica: int, num_replicas: int) -> range:
-    """The samples of a replica."""
+def samples_of_replica(length: int, replica: int, num_replicas: int) -> range:
+    """The samples of a replica in a batch."""
     sizes = microbatch_sizes(length, num_replicas)
     start = sum(sizes[:replica])
     return range(start, start + sizes[replica])

@@ -36,27 +36,6 @@ class PipelinedModel(nn.Module):
             parameter.grad = None
 
 
-class NamedParameters(nn.Module):
-    """The parameters of this process's optimizer, for what asks a model for them.
-
-    Args:
-        pipe: the pipeline.
-        model: the whole model.
-    """
-
-    def __init__(self, pipe: Pipeline, model: nn.Module) -> None:
-        super().__init__()
-        self._parts = (pipe, model)  # in a tuple: they are no submodules
-
-    @property
-    def model(self) -> nn.Module:
-        """The whole model."""
-        return self._parts[1]
-
-    def named_parameters(self, *args: Any, **settings: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._parts[0].named_parameters()
-
-
 class FirstLoads:
     """A data loader whose batches process 0 loads and all processes get.
 

@@ -10,7 +10,6 @@ import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from transformers.trainer_pt_utils import nested_concat, nested_detach
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers import checkpoints
@@ -20,8 +19,10 @@ from pipeloom.integrations.transformers.arguments import (
     as_one_device,
     check_arguments,
 )
-from pipeloom.integrations.transformers.micro_batches import MicroBatch, cut_update, num_samples, rows
-from pipeloom.integrations.transformers.pipelined_model import FirstLoads, NamedParameters, PipelinedModel
+from pipeloom.integrations.transformers.micro_batches import MicroBatch, cut_update
+from pipeloom.integrations.transformers.optimizers import NamedParameters, keep_own_parameters, widen_gradients
+from pipeloom.integrations.transformers.pipelined_model import FirstLoads, PipelinedModel
+from pipeloom.integrations.transformers.predictions import labels_of, of_all_replicas, on_cpu, predicted
 from pipeloom.integrations.transformers.processes import Processes
 from pipeloom.integrations.transformers.schedules import make_schedule
 from pipeloom.integrations.transformers.stage_forward import StageForward, StageLoss
@@ -212,9 +213,9 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         if self.optimizer is None:
             super().create_optimizer(NamedParameters(pipe, self.model))
         else:
-            self._keep_own_parameters(self.optimizer)
+            keep_own_parameters(self.optimizer, pipe)
         check_optimizer(pipe, self.optimizer)
-        self.optimizer.register_step_pre_hook(_widen_gradients)
+        self.optimizer.register_step_pre_hook(widen_gradients)
         return self.optimizer
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
@@ -222,17 +223,6 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             model.model if isinstance(model, NamedParameters) else model
         )
         return names
-
-    def _keep_own_parameters(self, optimizer: Any) -> None:
-        """Leave an optimizer over all parameters of the model those of this process."""
-        held, of_model = set(self.pipe.parameters()), set(self.model.parameters())
-        if not held <= of_model | {p for group in optimizer.param_groups for p in group["params"]}:
-            raise InputError(
-                "optimizers=: the pipeline trains shards or masters of the parameters, which this optimizer does not "
-                "have. Pass optimizer_cls_and_kwargs=, or leave out data and precision."
-            )
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter in held]
 
     # Evaluation
 
@@ -248,56 +238,29 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Sequence[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
-        returns_loss = inputs.get("return_loss")
-        with_loss = has_labels or (
-            not self.label_names and (self.can_return_loss if returns_loss is None else returns_loss)
-        )
+        with_loss, labels = labels_of(inputs, self.label_names, returns_loss=self.can_return_loss)
         inputs = self._prepare_inputs(inputs)
-        labels: Any = nested_detach(tuple(inputs.get(name) for name in self.label_names)) if with_loss else None
-        labels = labels[0] if labels is not None and len(labels) == 1 else labels
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-
         number = self._get_num_items_in_batch([inputs], self.args.device) if with_loss else None
         pieces = self._cut_batches([inputs])
         self._stage_loss.divisor = 1
         self._stage_forward.expect(number, with_loss=with_loss, left_out=ignore_keys)
-        output = self.pipe.forward(MicroBatches(piece.inputs for piece in pieces))
-        found = self._found(output, inputs, labels, pieces, loss_only=prediction_loss_only)
-        parts = [self._processes.broadcast(found, self._last_process(each)) for each in range(self._num_replicas)]
-        loss = torch.stack([part[0] for part in parts]).sum().float() if with_loss else None
-        if prediction_loss_only:
-            return loss, None, None
-        logits = [part[1] for part in parts if part[1] is not None]
-        joined = logits[0]
-        for each in logits[1:]:
-            joined = nested_concat(joined, each, padding_index=-100)
-        return loss, joined, labels
-
-    def _found(
-        self, output: Any, inputs: Any, labels: Any, pieces: Sequence[MicroBatch], *, loss_only: bool
-    ) -> tuple[Any, Any]:
-        """The loss and the predictions of this replica, on the process with its last stage."""
-        own = sum(piece.num_samples for piece in pieces if piece.share is not None)
-        if output is None:
-            return None, None
-        loss = self._stage_loss.of_evaluation(output).cpu() if "loss" in output else None
-        if loss_only or not own:
-            return loss, None
-        outputs = rows({"outputs": output["outputs"]}, sum(piece.num_samples for piece in pieces), 0, own)["outputs"]
-        logits: Any = tuple(outputs.values()) if isinstance(outputs, dict) else outputs
-        logits = logits[0] if isinstance(logits, tuple) and len(logits) == 1 else logits
-        if self._preprocess is not None:
-            start = sum(self._rows_of(each, inputs) for each in range(self._replica))
-            own_labels = rows({"labels": labels}, num_samples(inputs), start, start + own)["labels"]
-            logits = self._preprocess(logits, own_labels)
-        return loss, _on_cpu(logits)
-
-    def _rows_of(self, replica: int, inputs: Any) -> int:
-        length = num_samples(inputs)
-        return length // self._num_replicas + (replica < length % self._num_replicas)
+        found = predicted(
+            self.pipe.forward(MicroBatches(piece.inputs for piece in pieces)),
+            inputs,
+            labels,
+            pieces,
+            self._stage_loss,
+            replica=(self._replica, self._num_replicas),
+            preprocess=self._preprocess,
+            loss_only=prediction_loss_only,
+        )
+        replicas = range(self._num_replicas)
+        parts = [self._processes.broadcast(found, self._last_process(replica)) for replica in replicas]
+        loss, logits = of_all_replicas(parts)
+        return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
 
     def _last_process(self, replica: int) -> int:
         """The process with the last stage of a replica."""
@@ -314,7 +277,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         mesh, own, state = self._options["mesh"], self.pipe.state_dict(), dict[str, Any]()
         for rank in ranks:
             source = rank if mesh is None else mesh.shape.process({"pp": rank})
-            part = self._processes.broadcast(_on_cpu(own), source)
+            part = self._processes.broadcast(on_cpu(own), source)
             if self.args.should_save:
                 state.update(part)
         if self.args.should_save:
@@ -349,23 +312,3 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError("PipelineTrainer does not search hyperparameters. Use Trainer, or one run per setting.")
-
-
-def _widen_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Gradients of 16 bits in the format of their main parameters, as torch's optimizers need them."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
-                wide = parameter.grad.to(parameter.dtype)
-                parameter.grad = None
-                parameter.grad = wide
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {name: _on_cpu(each) for name, each in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_on_cpu(each) for each in value)
-    return value
