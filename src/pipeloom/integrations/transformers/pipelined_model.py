@@ -1,12 +1,15 @@
-"""`PipelinedModel`: what Trainer holds in place of the model. `FirstLoads`: a data loader that process 0 reads."""
+"""What Trainer holds in place of the model and of its data loaders: `PipelinedModel` and `FirstLoads`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.processes import Processes
+from pipeloom.ir import Schedule
+from pipeloom.split import split
 from pipeloom.training import Pipeline
 
 
@@ -34,6 +37,33 @@ class PipelinedModel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self.pipe.parameters():
             parameter.grad = None
+
+
+def make_pipeline(
+    model: nn.Module,
+    schedule: Schedule,
+    loss_fn: Any,
+    cut: str | Sequence[int],
+    options: Mapping[str, Any],
+    rank: int | None,
+    device: torch.device,
+) -> Pipeline:
+    """The pipeline of a model, with the stages of this process on its device.
+
+    Args:
+        options: of `Pipeline`.
+        rank: of this process; None: it has all stages.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):  # the pipeline reads the values, to their place
+        return Pipeline(model, schedule, loss_fn=loss_fn, cut=cut, **options)
+    stages = split(model, schedule.num_stages, cut=cut)
+    mesh = options.get("mesh")
+    if rank is not None and mesh is not None:
+        rank = mesh.coordinate("pp")
+    for module, ranks in zip(stages.modules, schedule.placement.replicas, strict=True):
+        if rank is None or rank in ranks:
+            module.to(device)
+    return Pipeline(stages, schedule, loss_fn=loss_fn, **options)
 
 
 class FirstLoads:

@@ -21,7 +21,7 @@ from pipeloom.integrations.transformers.arguments import (
 )
 from pipeloom.integrations.transformers.micro_batches import MicroBatch, cut_update
 from pipeloom.integrations.transformers.optimizers import NamedParameters, keep_own_parameters, widen_gradients
-from pipeloom.integrations.transformers.pipelined_model import FirstLoads, PipelinedModel
+from pipeloom.integrations.transformers.pipelined_model import FirstLoads, PipelinedModel, make_pipeline
 from pipeloom.integrations.transformers.predictions import labels_of, of_all_replicas, on_cpu, predicted
 from pipeloom.integrations.transformers.processes import Processes
 from pipeloom.integrations.transformers.schedules import make_schedule
@@ -29,7 +29,6 @@ from pipeloom.integrations.transformers.stage_forward import StageForward, Stage
 from pipeloom.ir import Schedule
 from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.slicing.context import hashed
-from pipeloom.split import split
 from pipeloom.training import Pipeline, clip_grad_norm
 from pipeloom.training.clipping import gradient_norms, total_norm
 from pipeloom.training.optimizer_step import check_optimizer
@@ -118,24 +117,14 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         if held is None or held.module is not self.model:
             if held is not None:
                 held.pipe.close()
-            held = self._pipelined = PipelinedModel(self.model, self._make_pipeline())
+            with self._stage_forward.installed(self.model):
+                rank = self._processes.rank if self._processes.size > 1 else None
+                pipe = make_pipeline(
+                    self.model, self._schedule, self._stage_loss, self._cut, self._options, rank, self.args.device
+                )
+            held = self._pipelined = PipelinedModel(self.model, pipe)
             weakref.finalize(self, held.pipe.close)
         return held
-
-    def _make_pipeline(self) -> Pipeline:
-        model, schedule, mesh = self.model, self._schedule, self._options["mesh"]
-        with self._stage_forward.installed(model):
-            if any(parameter.is_meta for parameter in model.parameters()):
-                return Pipeline(model, schedule, loss_fn=self._stage_loss, cut=self._cut, **self._options)
-            stages = split(model, schedule.num_stages, cut=self._cut)
-            own = range(schedule.num_ranks)
-            if self._processes.size > 1:
-                rank = self._processes.rank if mesh is None else mesh.coordinate("pp")
-                own = range(rank, rank + 1)
-            for module, ranks in zip(stages.modules, schedule.placement.replicas, strict=True):
-                if not set(own).isdisjoint(ranks):
-                    module.to(self.args.device)
-            return Pipeline(stages, schedule, loss_fn=self._stage_loss, **self._options)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Only this process's stages are moved, when the pipeline is made."""
@@ -238,8 +227,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Sequence[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        with_loss, labels = labels_of(inputs, self.label_names, returns_loss=self.can_return_loss)
         inputs = self._prepare_inputs(inputs)
+        with_loss, labels = labels_of(inputs, self.label_names, returns_loss=self.can_return_loss)
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
