@@ -5,6 +5,7 @@ Every stage calls it: the model that it gets is this stage's part of the model, 
 last layer. So only the last stage comes to the loss.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ class StageForward:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self._trainer = weakref.ref(trainer)  # the stages hold this object, and the trainer holds the stages
         self.number: Tensor | None = None
         self.with_loss = True
         self.left_out: Sequence[str] = ()
@@ -76,7 +77,8 @@ class StageForward:
                 given["forward"] = own
 
     def _run(self, shell: nn.Module, own: Any, hooks: Mapping[str, Any], inputs: dict[str, Any]) -> Any:
-        trainer = self._trainer
+        trainer = self._trainer()
+        assert trainer is not None
         model = shallow_copy(shell)
         given = vars(model)
         given.update(hooks)
