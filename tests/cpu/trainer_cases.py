@@ -43,7 +43,7 @@ def sequences(number: int = 30) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(4, 12, (number,), generator=generator).tolist()
     return [
-        {"input_ids": torch.randint(3, VOCABULARY, (length,), generator=generator), "class": length % 3}
+        {"input_ids": torch.randint(3, VOCABULARY, (length,), generator=generator), "label": length % 3}
         for length in lengths
     ]
 
@@ -65,7 +65,7 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def classified(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Padded sequences with a class each."""
-    return {**padded(samples), "labels": torch.tensor([sample["class"] for sample in samples])}
+    return {**padded(samples), "labels": torch.tensor([sample["label"] for sample in samples])}
 
 
 def arguments(directory: Path, **changes: Any) -> TrainingArguments:
