@@ -16,6 +16,7 @@ import tempfile
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
 
 import pipeloom as pl
 from pipeloom.integrations.transformers import PipelineTrainer
@@ -69,7 +70,7 @@ def main() -> None:
         callbacks=[Printed()],
         schedule=pl.schedules.build(options.schedule, num_ranks=ranks, num_microbatches=4),
     )
-    trainer.pop_callback("PrinterCallback")
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
 
 
