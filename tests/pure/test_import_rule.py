@@ -30,7 +30,7 @@ TRAINING = PRETRAINED | {"pretrained", "plan"}
 PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
 TRAIN = TRAINING | PLAN | {"training", "plan", "report"}
 CLI = TRAIN | {"train", "pipe"}
-INTEGRATIONS = TRAINING | {"training", "schedules", "train", "slicing"}
+INTEGRATIONS = TRAINING | {"training", "schedules", "train"}
 ALLOWED = {
     "common": set(),
     "ir": set(),

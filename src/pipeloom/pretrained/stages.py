@@ -19,7 +19,10 @@ def device_of(stages: Stages) -> torch.device:
     weights = _weights(stages)
     if weights is not None:
         return weights.device
-    return next((p.device for module in stages.modules for p in module.parameters()), torch.device("cpu"))
+    devices = dict.fromkeys(p.device for module in stages.modules for p in module.parameters())
+    # Stages of other processes may still be on the CPU.
+    moved = (device for device in devices if device.type not in ("cpu", "meta"))
+    return next(moved, next(iter(devices), torch.device("cpu")))
 
 
 def load_stages(stages: Stages, own: Iterable[int]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.processes import Processes
 from pipeloom.ir import Schedule
+from pipeloom.pretrained.weights import WEIGHTS
 from pipeloom.split import split
 from pipeloom.training import Pipeline
 
@@ -55,6 +56,9 @@ def make_pipeline(
         rank: of this process; None: it has all stages.
     """
     if any(parameter.is_meta for parameter in model.parameters()):  # the pipeline reads the values, to their place
+        weights = getattr(model, WEIGHTS, None)
+        if weights is not None:
+            weights.device = device
         return Pipeline(model, schedule, loss_fn=loss_fn, cut=cut, **options)
     stages = split(model, schedule.num_stages, cut=cut)
     mesh = options.get("mesh")
