@@ -195,7 +195,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
     # The optimizer
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> Any:
         pipe = self.pipe
         if isinstance(self.optimizer, AcceleratedOptimizer):  # of an earlier call of `train`
             return self.optimizer
@@ -216,8 +216,9 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
     # Evaluation
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        preprocess: Any = vars(self)["preprocess_logits_for_metrics"]
         self._preprocess = preprocess  # runs on the last stage, before predictions travel
+        self.preprocess_logits_for_metrics = None
         try:
             output = super().evaluation_loop(FirstLoads(dataloader, self._processes), *args, **kwargs)
         finally:

@@ -57,11 +57,10 @@ class Reporter(ABC):
 
 class _TensorBoard(Reporter):
     def __init__(self, directory: Path, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         # TensorBoard drops what an earlier process of the run wrote of these steps.
         purged = {"purge_step": done + 1} if done else {}
-        self._writer: Any = SummaryWriter(str(directory / TENSORBOARD_NAME), **purged)  # type: ignore[no-untyped-call]
+        writer: Any = import_module("torch.utils.tensorboard")
+        self._writer = writer.SummaryWriter(str(directory / TENSORBOARD_NAME), **purged)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():
