@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.trainer_pt_utils import nested_concat, nested_detach
 
 from pipeloom.integrations.transformers.micro_batches import MicroBatch, num_samples, rows, samples_of_replica
+from pipeloom.integrations.transformers.processes import on_cpu
 from pipeloom.integrations.transformers.stage_forward import StageLoss
 
 
@@ -83,14 +84,3 @@ def of_all_replicas(parts: Sequence[Predicted]) -> tuple[Tensor | None, Any]:
         if part.logits is not None:
             logits = part.logits if logits is None else nested_concat(logits, part.logits, padding_index=-100)
     return loss, logits
-
-
-def on_cpu(value: Any) -> Any:
-    """A value with its tensors on the CPU, without graphs."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {name: on_cpu(each) for name, each in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(on_cpu(each) for each in value)
-    return value

@@ -1,9 +1,10 @@
 """`Processes`: values of one process of a run on all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.processes.collectives import noticing_lost_peers
@@ -30,17 +31,17 @@ class Processes:
         self.rank, self.size = (0, 1) if members is None else (members.rank, members.size)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of process `source`, on all; others pass anything.
+        """The value of process `source`, on all: on others with its tensors on the CPU. Others pass anything.
 
         Raises:
             PeerLost: a process ended or timed out.
         """
         if self.members is None or self.size == 1:
             return value
-        held = [value if self.rank == source else None]
+        held = [on_cpu(value) if self.rank == source else None]
         with noticing_lost_peers():
             dist.broadcast_object_list(held, src=source, group=self.members.group)
-        return held[0]
+        return value if self.rank == source else held[0]
 
     def first_makes(self, make: Callable[[], Any]) -> Any:
         """What `make` returns in process 0, on all. Its error there raises on all.
@@ -66,3 +67,16 @@ class Processes:
     def barrier(self) -> None:
         """Wait for all processes."""
         self.broadcast(None)
+
+
+def on_cpu(value: Any) -> Any:
+    """A value with its tensors on the CPU, without graphs."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: on_cpu(each) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(on_cpu(each) for each in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(on_cpu, value))
+    return value

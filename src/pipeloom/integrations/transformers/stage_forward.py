@@ -44,7 +44,9 @@ class StageForward:
 
     def expect(self, number: Any, *, with_loss: bool, left_out: Sequence[str] = ()) -> None:
         """Set the attributes for the next run; `number` may be a number or a tensor."""
-        self.number = None if number is None else torch.as_tensor(number)
+        trainer = self._trainer()
+        assert trainer is not None
+        self.number = None if number is None else torch.as_tensor(number, device=trainer.args.device)
         self.with_loss, self.left_out = with_loss, left_out
 
     @contextmanager

@@ -22,7 +22,7 @@ from pipeloom.integrations.transformers.arguments import (
 from pipeloom.integrations.transformers.micro_batches import MicroBatch, cut_update
 from pipeloom.integrations.transformers.optimizers import NamedParameters, keep_own_parameters, widen_gradients
 from pipeloom.integrations.transformers.pipelined_model import FirstLoads, PipelinedModel, make_pipeline
-from pipeloom.integrations.transformers.predictions import labels_of, of_all_replicas, on_cpu, predicted
+from pipeloom.integrations.transformers.predictions import labels_of, of_all_replicas, predicted
 from pipeloom.integrations.transformers.processes import Processes
 from pipeloom.integrations.transformers.schedules import make_schedule
 from pipeloom.integrations.transformers.stage_forward import StageForward, StageLoss
@@ -267,7 +267,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         mesh, own, state = self._options["mesh"], self.pipe.state_dict(), dict[str, Any]()
         for rank in ranks:
             source = rank if mesh is None else mesh.shape.process({"pp": rank})
-            part = self._processes.broadcast(on_cpu(own), source)
+            part = self._processes.broadcast(own, source)
             if self.args.should_save:
                 state.update(part)
         if self.args.should_save:
