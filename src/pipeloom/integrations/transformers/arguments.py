@@ -41,8 +41,8 @@ def check_arguments(args: Any) -> None:
             raise InputError(f"{name}={value!r}: PipelineTrainer does not support it. {fix}.")
     if args.load_best_model_at_end and args.save_only_model:
         raise InputError(
-            "save_only_model=True with load_best_model_at_end=True: the best model is loaded from the training state of "
-            "a checkpoint. Remove save_only_model."
+            "save_only_model=True with load_best_model_at_end=True: the best model is loaded from training states. "
+            "Remove save_only_model."
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(word in optimizer for word in _OPTIMIZERS):
