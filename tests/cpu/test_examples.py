@@ -26,8 +26,8 @@ EXAMPLES = {
     "own_schedule.py": ["--steps", "3"],
     "train_gpt.py": ["--steps", "3", "--layers", "2", "--width", "16"],
     "train_huggingface.py": ["--steps", "3", "--layers", "2", "--width", "16"],
-    "train_transformers_trainer.py": ["--steps", "3"],
 }
+TRAINER = "train_transformers_trainer.py"
 FOUR_PROCESSES = {"train_zero.py", "train_under_cap.py"}  # copies of a pipeline are processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 CODE = re.compile(r"(?:<!-- (not run|needs \w+) -->\n)?```python\n(.*?)```", re.DOTALL)
@@ -35,8 +35,6 @@ CODE = re.compile(r"(?:<!-- (not run|needs \w+) -->\n)?```python\n(.*?)```", re.
 
 def _needs(name: str) -> None:
     """Skip what needs a package that is not installed."""
-    if "trainer" in name:
-        pytest.importorskip("accelerate", reason="accelerate is not installed (the extra 'trainer')")
     if "huggingface" in name:
         pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 
@@ -84,7 +82,7 @@ def test_examples_print_the_same_in_one_process_and_under_torchrun(name: str, tm
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | FOUR_PROCESSES
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | FOUR_PROCESSES | {TRAINER}
 
 
 def _as_rank(rank: int, script: Path, options: list[str]) -> str:
@@ -95,6 +93,14 @@ def _as_rank(rank: int, script: Path, options: list[str]) -> str:
         patched.setattr(sys, "argv", [str(script), *options])
         runpy.run_path(str(script), run_name="__main__")
     return printed.getvalue()
+
+
+def test_the_example_of_trainer_prints_the_same_in_one_process_and_in_two(capsys: Capture) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed (the extra 'trainer')")
+    script = ROOT / "examples" / TRAINER
+    alone = _here(script, ["--steps", "3"], capsys)
+    assert re.search(r"^step 3  eval loss \d", alone, re.MULTILINE)
+    assert run_ranks(_as_rank, 2, script, ["--steps", "3"]) == [alone, ""]
 
 
 def test_the_example_of_zero_goes_on_from_its_checkpoint_with_whole_copies(tmp_path: Path) -> None:

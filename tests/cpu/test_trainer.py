@@ -56,15 +56,15 @@ def close(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance
         assert one == pytest.approx(other, rel=tolerance, abs=1e-9)
 
 
-def without_norms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name != "grad_norm"} for row in rows]
+def losses(trainer: Trainer) -> list[float]:
+    return [row["loss"] for row in history(trainer) if "loss" in row]
 
 
 def test_a_language_model_trains_bitwise_as_with_trainer(tmp_path: Path) -> None:
     changes = {"eval_strategy": "epoch", "max_grad_norm": 0.0}  # the norm's last bit depends on alignment
     expected = train(Trainer, tmp_path, changes=changes, compute_metrics=accuracy)
     found = train(PipelineTrainer, tmp_path, changes=changes, compute_metrics=accuracy, schedule=schedule(3))
-    assert without_norms(history(found)) == without_norms(history(expected))
+    assert losses(found) == losses(expected)
     close(history(found), history(expected))
     same_parameters(found, expected.model)
     assert any("eval_accuracy" in row for row in history(found))
