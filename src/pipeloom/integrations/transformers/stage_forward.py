@@ -33,7 +33,7 @@ class StageForward:
     Attributes:
         number: `num_items_in_batch` of the batches that run, or None.
         with_loss: whether the model's outputs get a loss.
-        left_out: names of the model's outputs that nobody reads.
+        left_out: names of the model's outputs that are not wanted.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -106,7 +106,7 @@ class Reporters:
             if name == "tensorboard":
                 self._all.append((True, _TensorBoard(directory, done)))
                 continue
-            module = import_module(name)
+            module = _module(name)
             project = os.environ.get(f"{name.upper()}_PROJECT", "pipeloom")
             given: dict[str, Any] = {"project": project, "name": run, "config": dict(config), "resume": "allow"}
             if name == "wandb":
@@ -125,6 +125,16 @@ class Reporters:
         for _, reporter in self._all:
             reporter.close()
         self._all = []
+
+
+def _module(name: str) -> Any:
+    if name == "wandb":
+        import wandb
+
+        return wandb
+    import trackio
+
+    return trackio
 
 
 def _run_name(directory: Path) -> str:
