@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers.trainer_pt_utils import nested_concat, nested_detach
 
 from pipeloom.integrations.transformers.micro_batches import MicroBatch, num_samples, rows, samples_of_replica
-from pipeloom.integrations.transformers.processes import on_cpu
 from pipeloom.integrations.transformers.stage_forward import StageLoss
 
 
@@ -17,7 +16,7 @@ class Predicted(NamedTuple):
 
     Attributes:
         loss: its part of the loss of the batch; None: it has none.
-        logits: outputs of its samples, on the CPU; None: not wanted, or it has no samples.
+        logits: outputs of its samples; None: not wanted, or it has no samples.
     """
 
     loss: Tensor | None
@@ -72,7 +71,7 @@ def predicted(
         length = num_samples(batch)
         span = samples_of_replica(length, *replica)
         logits = preprocess(logits, rows({"labels": labels}, length, span.start, span.stop)["labels"])
-    return Predicted(part, on_cpu(logits))
+    return Predicted(part, logits)
 
 
 def of_all_replicas(parts: Sequence[Predicted]) -> tuple[Tensor | None, Any]:

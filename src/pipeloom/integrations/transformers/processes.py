@@ -1,14 +1,16 @@
 """`Processes`: values of one process of a run on all of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.members import ProcessMembers, current_members
+from pipeloom.transport.values import Layout, decode, flatten, unflatten
 
 
 class Processes:
@@ -35,13 +37,38 @@ class Processes:
 
         Raises:
             PeerLost: a process ended or timed out.
+            InputError: the value holds something other than dense tensors, constants, tuples, lists and dicts.
         """
         if self.members is None or self.size == 1:
             return value
-        held = [on_cpu(value) if self.rank == source else None]
-        with noticing_lost_peers():
-            dist.broadcast_object_list(held, src=source, group=self.members.group)
-        return value if self.rank == source else held[0]
+        if self.rank == source:
+            layout, tensors = flatten(value, "process 0 sends" if source == 0 else "the last stage returned")
+            header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+            self._send(torch.tensor([len(header)]), source)
+            self._send(header, source)
+            payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
+            for tensor, (start, end) in zip(tensors, _places(layout), strict=True):
+                payload[start:end] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._send(payload, source)
+            return value
+        header = self._send(
+            torch.empty(int(self._send(torch.zeros(1, dtype=torch.int64), source)), dtype=torch.uint8), source
+        )
+        layout = decode(header.numpy().tobytes())
+        payload = self._send(torch.empty(layout.num_bytes, dtype=torch.uint8), source)
+        found = [
+            payload[start:end].clone().view(dtype).reshape(shape)
+            for (shape, dtype, _), (start, end) in zip(layout.specs, _places(layout), strict=True)
+        ]
+        return unflatten(layout, found)
+
+    def _send(self, values: Tensor, source: int) -> Tensor:
+        """The tensor of process `source`, in place."""
+        assert self.members is not None
+        if values.numel():
+            with noticing_lost_peers():
+                dist.broadcast(values, source, group=self.members.group)
+        return values
 
     def first_makes(self, make: Callable[[], Any]) -> Any:
         """What `make` returns in process 0, on all. Its error there raises on all.
@@ -55,6 +82,7 @@ class Processes:
         if self.rank == 0:
             try:
                 made = (True, make())
+                flatten(made, "process 0 loaded")
             except Exception as error:  # the other processes must not wait for this one
                 made, failure = (False, f"{type(error).__name__}: {error}"), error
         succeeded, value = self.broadcast(made)
@@ -69,14 +97,7 @@ class Processes:
         self.broadcast(None)
 
 
-def on_cpu(value: Any) -> Any:
-    """A value with its tensors on the CPU, without graphs."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {name: on_cpu(each) for name, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(on_cpu(each) for each in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(on_cpu, value))
-    return value
+def _places(layout: Layout) -> list[tuple[int, int]]:
+    """Where each tensor's bytes start and end."""
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype, _ in layout.specs]
+    return [(start, start + size) for start, size in zip(layout.offsets, sizes, strict=True)]

@@ -1,6 +1,5 @@
 """`PipelineTrainer`: transformers' Trainer whose model runs on a pipeline."""
 
-import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipeloom.integrations.transformers.arguments import (
 from pipeloom.integrations.transformers.micro_batches import MicroBatch, cut_update
 from pipeloom.integrations.transformers.optimizers import NamedParameters, keep_own_parameters, widen_gradients
 from pipeloom.integrations.transformers.pipelined_model import FirstLoads, PipelinedModel, make_pipeline
-from pipeloom.integrations.transformers.predictions import labels_of, of_all_replicas, predicted
+from pipeloom.integrations.transformers.predictions import Predicted, labels_of, of_all_replicas, predicted
 from pipeloom.integrations.transformers.processes import Processes
 from pipeloom.integrations.transformers.schedules import make_schedule
 from pipeloom.integrations.transformers.stage_forward import StageForward, StageLoss
@@ -248,7 +247,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             loss_only=prediction_loss_only,
         )
         replicas = range(self._num_replicas)
-        parts = [self._processes.broadcast(found, self._last_process(replica)) for replica in replicas]
+        parts = [Predicted(*self._processes.broadcast((*found,), self._last_process(each))) for each in replicas]
         loss, logits = of_all_replicas(parts)
         return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
 
@@ -276,9 +275,9 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer.optimizer
-        checkpoints.save_state(Path(output_dir), self.state.global_step, self.pipe, optimizer, self._processes)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+        scheduler = self.lr_scheduler.state_dict()
+        step = self.state.global_step
+        checkpoints.save_state(Path(output_dir), step, self.pipe, optimizer, scheduler, self._processes)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         checkpoints.load_parameters(resume_from_checkpoint, self.pipe)
@@ -288,9 +287,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            checkpoints.load_optimizer(checkpoint, self.pipe, self.optimizer.optimizer)
-            file = os.path.join(checkpoint, "scheduler.pt")
-            self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
+            state = checkpoints.load_optimizer(checkpoint, self.pipe, self.optimizer.optimizer)
+            self.lr_scheduler.load_state_dict(state)
 
     def _save_rng_state(self, output_dir: str) -> None:
         with as_many_processes(self.args, self._processes.size):
