@@ -1,13 +1,15 @@
 """Training state in the checkpoint directories of Trainer.
 
-checkpoint-N/config.json, model.safetensors, ...   the model, as Trainer's users expect it
-checkpoint-N/pipeline/checkpoint-N/                main parameters and optimizer states, sharded; see
-                                                   `pipeloom.train.checkpoint`. Any layout loads it.
-checkpoint-N/scheduler.pt, trainer_state.json      as of Trainer
-checkpoint-N/rng_state_R.pth                       random generators of process R, as of Trainer
+config.json, model.safetensors, ...   the model, as Trainer's users expect it
+pipeline/checkpoint-N/                main parameters and optimizer states, sharded, and the scheduler; any layout
+                                      loads it, see `pipeloom.train.checkpoint`
+trainer_state.json, ...               as of Trainer
+rng_state_R.pth                       random generators of process R, as of Trainer
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +25,17 @@ _FOLDER = "pipeline"
 
 
 def save_state(
-    directory: Path, step: int, pipe: Pipeline, optimizer: torch.optim.Optimizer, processes: Processes
+    directory: Path,
+    step: int,
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Mapping[str, Any],
+    processes: Processes,
 ) -> None:
     """Write the training state of all processes into a checkpoint directory. Every process calls it.
+
+    Args:
+        scheduler: the state of the learning rate scheduler, of values that JSON has.
 
     Raises:
         CheckpointError: a process could not write its part; raised on all.
@@ -36,6 +46,7 @@ def save_state(
         step,
         model=pipe.state.main_state(),
         optimizer=checkpoint.optimizer_state(optimizer, _names(pipe)),
+        state={"scheduler": dict(scheduler)},
         layout={"ranks": pipe.schedule.num_ranks, "processes": processes.size, "schedule": pipe.schedule.name},
         ranges=pipe.state.ranges,
         blocks=cut_blocks(pipe.named_parameters()),
@@ -61,10 +72,12 @@ def load_parameters(directory: str, pipe: Pipeline) -> None:
     pipe.state.refresh()
 
 
-def load_optimizer(directory: str, pipe: Pipeline, optimizer: torch.optim.Optimizer) -> None:
-    """Load the optimizer states that `save_state` wrote. For errors see `load_parameters`."""
-    blocks = cut_blocks(pipe.named_parameters())
-    _open(directory).load_optimizer(optimizer, _names(pipe), pipe.state.ranges, blocks=blocks)
+def load_optimizer(directory: str, pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Load the optimizer states that `save_state` wrote; returns that of the scheduler. Errors: `load_parameters`."""
+    blocks, saved = cut_blocks(pipe.named_parameters()), _open(directory)
+    saved.load_optimizer(optimizer, _names(pipe), pipe.state.ranges, blocks=blocks)
+    scheduler: dict[str, Any] = saved.state["scheduler"]
+    return scheduler
 
 
 def has_state(directory: str) -> bool:

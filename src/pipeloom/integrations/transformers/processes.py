@@ -51,9 +51,8 @@ class Processes:
                 payload[start:end] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._send(payload, source)
             return value
-        header = self._send(
-            torch.empty(int(self._send(torch.zeros(1, dtype=torch.int64), source)), dtype=torch.uint8), source
-        )
+        length = int(self._send(torch.zeros(1, dtype=torch.int64), source))
+        header = self._send(torch.empty(length, dtype=torch.uint8), source)
         layout = decode(header.numpy().tobytes())
         payload = self._send(torch.empty(layout.num_bytes, dtype=torch.uint8), source)
         found = [
