@@ -15,7 +15,7 @@ from pipeloom.engine.stores.sharing import Sharing
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
 from pipeloom.slicing import SequenceParts
-from pipeloom.transport.values import Value, flatten, samples_of, too_few_samples
+from pipeloom.transport.values import MicroBatches, Value, flatten, samples_of, too_few_samples
 
 
 class Programs(NamedTuple):
@@ -177,7 +177,7 @@ class BatchReader:
 def _check_unread(value: Value, num_microbatches: int, what: str) -> None:
     """Raises InputError where other ranks refuse the same value: this rank would wait for them."""
     try:
-        tensors = [] if value is None else flatten(value)[1]
+        tensors = [] if value is None or isinstance(value, MicroBatches) else flatten(value)[1]
     except InputError:
         return
     lengths = {tensor.shape[0] for tensor in tensors if tensor.dim()}

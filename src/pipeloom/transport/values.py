@@ -193,6 +193,8 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
 
 def samples_of(value: Value, what: str) -> int:
     """The number of samples in a batch. Raises InputError as `split_batch`."""
+    if isinstance(value, MicroBatches):
+        return sum(sizes_of(value, len(value), what))
     return _num_samples(flatten(value, f"{what} hold")[1], what)
 
 

@@ -128,7 +128,11 @@ class StageLoss:
         self.shares: Sequence[float | None] = ()
         self.divisor = 1.0
 
-    def weigh(self, batch: Batch, sum_samples: Any, whole: Any = None) -> None:
+    def count(self, targets: Any) -> tuple[int, int]:
+        """Called by the engine: `weigh` does not depend on the labels of other replicas."""
+        return 1, 1
+
+    def weigh(self, batch: Batch, targets: Any, totals: tuple[int, int]) -> None:
         """Called by the engine: losses are parts of the sum already."""
         batch.weights = [1.0] * len(batch.weights)
         batch.targets = list(self.shares)
