@@ -176,13 +176,18 @@ def test_what_has_no_loss_is_told():
         ).step(torch.ones(2, 2))
 
 
-def test_rotary_buffers_materialize():
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_buffers_of_transformers_materialize(name):
+    """Rotary tables, and the scale of Gemma's embedding."""
+    text = "Text" if name == "Gemma3" else ""
+    config, model_class = (getattr(transformers, name + kind) for kind in (f"{text}Config", "ForCausalLM"))
+    whole = model_class(config(**LLAMA, head_dim=8))
     with torch.device("meta"):
-        stages = pl.split.split(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), 2)
-    whole = make("LlamaForCausalLM")
+        stages = pl.split.split(model_class(config(**LLAMA, head_dim=8)), 2)
     for stage in stages.modules:
         materialize(stage, seed=1)
-        assert torch.equal(stage.get_submodule("model.rotary_emb").inv_freq, whole.model.rotary_emb.inv_freq.float())
+        for buffer, value in stage.named_buffers():
+            assert torch.equal(value, whole.get_buffer(buffer)), buffer
 
 
 def test_torchrun_without_a_process_group_is_refused(monkeypatch):

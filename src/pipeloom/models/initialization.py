@@ -48,8 +48,9 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
     """Move a stage that was built on the meta device to `device` and initialize it. Tied parameters stay tied.
 
     Buffers on the meta device are recomputed by ``reset_buffers()`` of their module (or ``reset_running_stats()`` of
-    BatchNorm); other buffers are moved with their values. A module that is made of its `config` alone, such as a rotary
-    embedding of transformers, is made again for its buffers.
+    BatchNorm); other buffers are moved with their values. In models of transformers, and stages that run their forward,
+    `_init_weights` of the model computes them. A module that is made of its `config` alone, such as a rotary embedding
+    of transformers, is made again for its buffers.
 
     Raises:
         InputError: the module of a buffer on the meta device has no such method.
@@ -69,6 +70,8 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
                 part._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
         if lost:
             reset: Any = getattr(part, "reset_buffers", None) or getattr(part, "reset_running_stats", None)
+            if reset is None and _initialized_by_model(module, path, lost):
+                continue
             if reset is None and _takes_config_alone(part):
                 with torch.device(device):
                     fresh = type(part)(part.config)
@@ -81,6 +84,27 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
                 )
             reset()
     init_parameters(module, seed=seed)
+
+
+def _initialized_by_model(module: nn.Module, path: str, lost: list[str]) -> bool:
+    """Whether the model of transformers around a part, or that a stage was cut from, computed its lost buffers."""
+    names = path.split(".")
+    around = [module.get_submodule(".".join(names[:end])) for end in range(len(names), 0, -1)]
+    owners = [*around, module, getattr(module, "whole_model", None)]
+    owner: Any = next((each for each in owners if hasattr(each, "_init_weights")), None)
+    part = module.get_submodule(path)
+    buffers = [buffer for name in lost if (buffer := part._buffers[name]) is not None]
+    if owner is None or any(buffer.dtype == torch.bool for buffer in buffers):
+        return False
+    empty = [torch.nan if each.is_floating_point() else torch.iinfo(each.dtype).min for each in buffers]
+    for buffer, value in zip(buffers, empty, strict=True):
+        buffer.fill_(value)
+    with torch.random.fork_rng(devices=[]):
+        owner._init_weights(part)
+    return all(
+        not buffer.numel() or not bool((buffer.isnan() if value != value else buffer == value).all())
+        for buffer, value in zip(buffers, empty, strict=True)
+    )
 
 
 def _takes_config_alone(module: nn.Module) -> bool:

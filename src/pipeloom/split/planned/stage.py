@@ -81,6 +81,11 @@ class PlannedStage(StageModule):
         self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values())
         self._model_name = type(model).__name__
 
+    @property
+    def whole_model(self) -> nn.Module:
+        """The model that the stage was cut from, with parts of other stages passed over."""
+        return self._shell[0]
+
     # The module tree that the forward walks
 
     def _shell_of(self, module: nn.Module, name: str) -> nn.Module:
