@@ -5,6 +5,7 @@ PlainSequences    of other models: token ids [B, S] -> logits [B, S, V]
 """
 
 import copy
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -158,6 +159,11 @@ def _prepared(model: Any, prompt: Mapping[str, Any], settings: Mapping[str, Any]
             arguments={key: value for key, value in more.items() if key not in ("synced_gpus", "streamer")},
         )
 
+    own: Any = sys.modules["transformers"].GenerationMixin
+    if type(model)._sample is not own._sample:
+        raise InputError(
+            f"generate of {type(model).__name__}: it chooses tokens in its own way, which pipelines do not support."
+        )
     wrong = next((name for name in _UNSUPPORTED_ARGUMENTS if settings.get(name) is not None), None)
     if wrong is not None:
         raise InputError(f"generate got {wrong!r}, which pipelines do not support. Remove it.")
