@@ -200,9 +200,11 @@ class PlannedStage(StageModule):
         try:
             with call.origins or nullcontext():
                 output = self._shell[0](*first, **settings)
+            self._check_keys(lengths)
         except Leave as left:
             if left.stage is not self:
                 raise
+            self._check_keys(lengths)
             return self._message(call, form)
         finally:
             self._current = None
@@ -210,6 +212,14 @@ class PlannedStage(StageModule):
         self._check_end(call, output)
         self._known[form] = ()
         return output
+
+    def _check_keys(self, before: list[int]) -> None:
+        """Raises SplitError where all blocks of a stage read keys and values of other stages' layers."""
+        if self._cache is not None and self._blocks & set(self._names) and lengths_of(self._cache) == before:
+            raise SplitError(
+                f"generate: the layers of the stage from {self._names[0]!r} keep no keys of their own, but use "
+                "those of other stages. Use fewer stages, or a cut that keeps these layers together."
+            )
 
     def joined(self, value: Any, more: Mapping[str, Any]) -> Any:
         """A value for this stage with more keyword arguments of the model."""
