@@ -88,6 +88,16 @@ def test_a_loader_with_a_smaller_last_batch() -> None:
             torch.testing.assert_close(pipe.step(inputs, targets), expected)
 
 
+def test_batches_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        inputs, targets = X.clone(), Y.clone()
+    model = make_model()
+    expected = F.cross_entropy(model(X), Y).detach()
+    with pl.Pipeline(model, SCHEDULE, loss_fn=loss_fn) as pipe:
+        for run in (pipe.step, pipe.step, pipe.evaluate):
+            torch.testing.assert_close(run(inputs, targets.clone()), expected)
+
+
 def test_ranks_pass_none_for_what_they_do_not_read() -> None:
     schedule = pl.schedules.build("1f1b", num_ranks=3, num_microbatches=4)
 

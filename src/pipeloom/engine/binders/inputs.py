@@ -8,6 +8,7 @@ so, it gets copies in all later runs too.
 import warnings
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import Collected
@@ -31,10 +32,14 @@ class StageInputs:
 
     def take(self, value: Value) -> Value:
         """The value for a run that begins."""
-        if not self._known or self._copies[self._stage]:
-            layout, tensors = flatten(value)  # of later stages, those that require a gradient are copied on arrival
-            value = unflatten(layout, [t if t.requires_grad and self._stage else t.clone() for t in tensors])
-        self._given = [(tensor, tensor._version) for tensor in flatten(value)[1] if not tensor.is_inference()]
+        layout, tensors = flatten(value)
+        if not self._known or self._copies[self._stage]:  # what later stages train is copied on arrival
+            tensors = [t if t.requires_grad and self._stage else t.clone() for t in tensors]
+            value = unflatten(layout, tensors)
+        elif torch.is_grad_enabled() and any(t.is_inference() for t in tensors):  # no graph can hold them
+            tensors = [t.clone() for t in tensors]
+            value = unflatten(layout, tensors)
+        self._given = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         return value
 
     def run(self, module: Callable[[Value], Value], value: Value, leaves: list[Tensor]) -> tuple[Value, Collected]:
