@@ -223,7 +223,8 @@ def test_targets_of_another_length_are_refused_by_the_last_rank(num_ranks: int) 
 
 
 def test_ranks_that_read_different_batches_are_refused() -> None:
-    assert "rank 0 has a batch of 12 samples and this rank one of 4" in run_ranks(_other_batches, 2, 2, "chimera")[1]
+    messages = run_ranks(_other_batches, 2, 2, "chimera")  # the first that notices says so, and ends the other
+    assert any("samples and this rank one of" in message for message in messages)
 
 
 def _other_schedules(rank: int, what: str) -> str:
