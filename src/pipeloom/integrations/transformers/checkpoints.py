@@ -7,6 +7,7 @@ trainer_state.json, ...               as of Trainer
 rng_state_R.pth                       random generators of process R, as of Trainer
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,33 @@ from pipeloom.train.checkpoint.exchange import DistributedExchange, Exchange
 from pipeloom.training import Pipeline
 
 _FOLDER = "pipeline"
+
+
+def save_model(directory: Path, pipe: Pipeline, tokenizer: Any, arguments: str, processes: Processes) -> None:
+    """Write the model into a directory, which may have other files, as `from_pretrained` reads it.
+
+    Every process calls it.
+
+    Args:
+        tokenizer: or processor, or None.
+        arguments: those of Trainer, for readers; written as ``training_args.json``.
+    """
+    partial = directory / ".model"
+    processes.first_makes(lambda: directory.mkdir(parents=True, exist_ok=True))
+    pipe.save_pretrained(partial, tokenizer, overwrite=True)
+
+    def put_in_place() -> None:
+        for stale in directory.glob("model*.safetensors*"):
+            stale.unlink()
+        for path in partial.iterdir():
+            target = directory / path.name
+            if path.is_dir():
+                shutil.rmtree(target, ignore_errors=True)
+            path.replace(target)
+        partial.rmdir()
+        (directory / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+
+    processes.first_makes(put_in_place)
 
 
 def save_state(

@@ -88,12 +88,8 @@ class Processes:
         if failure is not None:
             raise failure
         if not succeeded:
-            raise RunError(f"process 0 could not load its batch: {value}")
+            raise RunError(f"process 0 failed: {value}")
         return value
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        self.broadcast(None)
 
 
 def _places(layout: Layout) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError
@@ -61,6 +62,8 @@ class StageForward:
                 f"{type(model).__name__} has no pipeline plan. Name its layers in order with "
                 "pipeloom.register_layout(ModelClass, ['embeddings', 'encoder.layer.*'])."
             )
+        if not isinstance(model, PreTrainedModel):
+            raise InputError(f"{type(model).__name__} is no model of transformers. Train it with pipeloom.Pipeline.")
         given = vars(model)
         before = {name: given[name] for name in HOOKS}
         own: Any = given.get("forward")

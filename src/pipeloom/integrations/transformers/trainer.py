@@ -261,17 +261,9 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
     # Checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        output_dir = self.args.output_dir if output_dir is None else output_dir
-        ranks = range(self._schedule.num_ranks) if self._processes.size > 1 else range(1)
-        mesh, own, state = self._options["mesh"], self.pipe.state_dict(), dict[str, Any]()
-        for rank in ranks:
-            source = rank if mesh is None else mesh.shape.process({"pp": rank})
-            part = self._processes.broadcast(own, source)
-            if self.args.should_save:
-                state.update(part)
-        if self.args.should_save:
-            super()._save(output_dir, state)
-        self._processes.barrier()
+        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        checkpoints.save_model(directory, self.pipe, tokenizer, self.args.to_json_string(), self._processes)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer.optimizer
