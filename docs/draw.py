@@ -27,7 +27,7 @@ from pipeloom.plan.slicing import parse_slice_costs, slice_batch, slicing_timeli
 from pipeloom.report import timeline_svg
 from pipeloom.report.line_chart import Series, line_chart
 from pipeloom.sim import Timeline
-from pipeloom.train.config.train_config import options
+from pipeloom.train.config.option_list import options
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"

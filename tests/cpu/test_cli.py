@@ -19,8 +19,9 @@ from pipeloom.cli.common.train_options import MOST_USED
 from pipeloom.cli.train import parse
 from pipeloom.processes import launcher
 from pipeloom.train.checkpoint.directory import in_use
+from pipeloom.train.config.option_list import options
 from pipeloom.train.config.schedule import parse_cut
-from pipeloom.train.config.train_config import TrainConfig, options
+from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.config.validate import validate
 from pipeloom.train.output.directory import repeatable, to_yaml
 from pipeloom.version import __version__

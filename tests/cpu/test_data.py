@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import DataError
 from pipeloom.train.data.corpus import Corpus, Sampler, prepare_corpus
+from pipeloom.train.data.samples import Windows
 
 # ------------------------------------------------------------------------------------------------------- sampler
 
@@ -242,11 +243,12 @@ def test_windows_cover_the_stream_and_targets_are_one_on(tmp_path: Path):
 def test_validation_batches_are_the_first_ones(tmp_path: Path):
     (tmp_path / "a.txt").write_text("ab" * 500)
     corpus = prepare_corpus(str(tmp_path / "a.txt"), None, tmp_path / "cache", 0.2)
-    batches = list(corpus.validation_batches(8, 4, 3))
+    windows = Windows(corpus, 8, labelled=False, found="", notices=[])
+    batches = [windows.batch(each, 1, "validation") for each in windows.validation_batches(4, 3)]
     assert [x.shape for x, _ in batches] == [(4, 8)] * 3
     assert bytes(torch.cat([x for x, _ in batches]).flatten().tolist()) == bytes(corpus.validation[:96])
-    assert len(list(corpus.validation_batches(8, 4, 100))) == 6  # 24 windows: six full batches
-    assert [len(x) for x, _ in corpus.validation_batches(8, 100, 5)] == [24]  # not one full batch
+    assert len(list(windows.validation_batches(4, 100))) == 6  # 24 windows: six full batches
+    assert [len(each) for each in windows.validation_batches(100, 5)] == [24]  # not one full batch
 
 
 # ----------------------------------------------------------------------------------------------------- tokenizer

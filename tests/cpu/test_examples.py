@@ -219,6 +219,7 @@ PAGES = (
     "docs/how-to/experts.md",
     "docs/how-to/generate.md",
     "docs/how-to/pipe.md",
+    "docs/how-to/fine-tune.md",
     "docs/reference/checkpoints.md",
     "docs/how-to/recipes.md",
 )

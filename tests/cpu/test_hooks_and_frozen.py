@@ -60,6 +60,57 @@ def test_a_rank_may_have_nothing_to_train(first: str) -> None:
     assert trained[0] == trained[1]
 
 
+def half_frozen(depth: int) -> nn.Sequential:
+    """A chain whose first block is frozen; of the others, the weights."""
+    model = make_mlp(depth, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias") and not name.startswith("0."))
+    return model
+
+
+@pytest.mark.parametrize("name", pl.schedules.SYNCHRONOUS)
+def test_frozen_parameters_have_no_gradients_in_any_schedule(name: str) -> None:
+    schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=4)
+    if schedule.num_slices > 1:
+        pytest.skip("slices cut sequences")
+    reference, model = (half_frozen(schedule.num_stages) for _ in range(2))
+    loss = accumulate(reference, mse, INPUTS, TARGETS, schedule.num_microbatches)
+    with pl.Pipeline(model, schedule, loss_fn=mse, recompute="full") as pipe:
+        torch.testing.assert_close(pipe.step(INPUTS, TARGETS), loss, rtol=1e-12, atol=0)
+        expected = dict(reference.named_parameters())
+        for label, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[label].grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_frozen_parameters_stay_as_they_are_in_every_data_strategy(strategy: str) -> None:
+    reference = half_frozen(4)
+    before = {name: value.clone() for name, value in reference.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        accumulate(reference, mse, INPUTS, TARGETS, 2)
+        optimizer.step()
+
+    def train() -> dict[str, torch.Tensor]:
+        mesh = pl.Mesh(pp=2, dp=2)
+        schedule = pl.schedules.zb_v(num_ranks=2, num_microbatches=4)
+        own = slice(4 * mesh.coordinate("dp"), 4 * mesh.coordinate("dp") + 4)
+        with pl.Pipeline(half_frozen(4), schedule, loss_fn=mse, mesh=mesh, data=strategy) as pipe:
+            trained = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], lr=0.1)
+            for _ in range(2):
+                trained.zero_grad()
+                pipe.step(INPUTS[own], TARGETS[own])
+                trained.step()
+            return pipe.state_dict()
+
+    for state in pl.run_threads(4, train, timeout_seconds=60.0):
+        for name, value in state.items():
+            frozen = not name.endswith("bias") or name.startswith("0.")
+            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-9, atol=1e-12)
+            assert torch.equal(value, before[name]) is frozen
+
+
 def test_forwards_alone_evaluate_and_train_nothing(tmp_path, capsys) -> None:
     orders = "0F0 0F1\n1F0 1F1"
     with pl.Pipeline(make_mlp(2), pl.schedules.from_orders(orders, name="mine"), loss_fn=mse) as pipe:

@@ -202,7 +202,7 @@ def test_a_gpt_trains_as_one_process_does_with_late_gradients(text: Path, tmp_pa
     with join(None, config) as group, Trainer(config, group, None) as trainer:
         windows = [trainer.run.sampler.batch(3 * batch, 3) for batch in range(12)]
         expected = stream_reference.train(
-            trainer.run.stages.modules, rule, [trainer.run.corpus.windows(found, 16) for found in windows],
+            trainer.run.stages.modules, rule, [trainer.run.samples.batch(found, 1) for found in windows],
             lambda output, targets: nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten().long()),
             adamw, max_norm=0.5 / math.sqrt(3),
             learning_rate=lambda made: asked_rate(made.batch, 0.002) * factor(rule, made, "inverse", scaled=False),

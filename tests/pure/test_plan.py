@@ -86,7 +86,7 @@ def test_a_plan_reads_back_exactly(plan):
 @given(plans())
 @settings(max_examples=50, deadline=None)
 def test_a_plan_sets_options_that_train_has(plan):
-    from pipeloom.train.config.train_config import options
+    from pipeloom.train.config.option_list import options
 
     known = {key for key, *_ in options()}
     found = options_of_plan(plan, "plan.json")

@@ -21,9 +21,9 @@ from pipeloom.cli.common.rank_order import AxisRow, order_lines, rank_order
 from pipeloom.cli.common.train_options import add_option
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError, unwrapped
+from pipeloom.train.config.option_list import options as train_options
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.config.train_config import options as train_options
 from pipeloom.version import __version__
 
 # Required packages by import name, and their lowest versions.

@@ -21,7 +21,6 @@ from pipeloom.sim import parse_costs
 from pipeloom.train.config.cluster_costs import cluster_costs, cluster_step_seconds
 from pipeloom.train.config.memory import chosen_words, planned_memory, under_cap
 from pipeloom.train.config.schedule import make_schedule, resolve_data_degree
-from pipeloom.train.config.sections import ModelConfig
 from pipeloom.train.config.train_config import TrainConfig, flat
 
 _DESCRIPTION = """\
@@ -65,9 +64,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     vocabulary = options.vocabulary_size
     if vocabulary is None:
-        from pipeloom.train.data.text import load_tokenizer
+        from pipeloom.train.data.opening import run_tokenizer
 
-        vocabulary = load_tokenizer(config.data.tokenizer).vocabulary_size
+        vocabulary = run_tokenizer(config).vocabulary_size
     elif vocabulary < 1:
         raise InputError(f"--vocabulary_size={vocabulary}: must be at least 1.")
     if options.costs is not None and config.memory.cap is None:
@@ -91,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         write_named("--out", options.out, plan.to_json() + "\n")
     _print_prediction(config, vocabulary, choice, cluster, step, as_json=options.json)
     if options.out is not None and not options.json:
-        model = difference(asdict(config.model), asdict(ModelConfig()))
+        model = difference(config.gpt_sizes, TrainConfig().gpt_sizes)
         chosen = {"plan": options.out, **{f"model.{name}": value for name, value in model.items()}}
         print(f"wrote {options.out}; run it: {train_command(chosen)}")
     return 0

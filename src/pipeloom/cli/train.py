@@ -8,7 +8,8 @@ from pipeloom.processes import launcher
 from pipeloom.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """\
-Train a GPT on text through a pipeline. The defaults train a small model on two ranks on Python's own source code.
+Train a GPT on text through a pipeline, or fine-tune a model of Hugging Face. The defaults train a small model on two
+ranks on Python's own source code.
 The output directory holds metrics.jsonl, config.yaml, report.html, timeline.json.gz (for https://ui.perfetto.dev) and
 checkpoint-N/. A resumed run does not take options from the checkpoint; pass --config OUTPUT_DIR/config.yaml."""
 _EXAMPLES = """
@@ -16,6 +17,7 @@ pipeloom train
 pipeloom train --parallel.pipeline 4 --schedule gpipe --batch.size 64 --batch.microbatches 16
 pipeloom train --parallel.data 2 --parallel.data_strategy zero2 --precision.dtype bf16
 pipeloom train --data.path '/usr/share/doc/**/*.txt' --steps 1000 --output_dir runs/doc
+pipeloom train --model.pretrained DIR --data.path 'chats/*.jsonl' --model.lora 16 --output_dir runs/chat
 pipeloom train --config runs/doc/config.yaml --resume_from_checkpoint latest --steps 2000
 pipeloom train --config runs/doc/config.yaml --seed 1 --output_dir runs/doc-seed1
 torchrun --nproc-per-node 2 -m pipeloom train

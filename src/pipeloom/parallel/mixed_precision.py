@@ -45,9 +45,14 @@ def with_statistics(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
 
 
 def cast_tables(stages: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Cast non-persistent buffers, such as tables of rotary positions, to `dtype`."""
+    """Cast non-persistent buffers, such as tables of rotary positions, to `dtype`.
+
+    Those of transformers stay: rotary frequencies, of which positions are multiples, are float32 there in any format.
+    """
     for stage in stages:
         for module in stage.modules():
+            if type(module).__module__.startswith("transformers."):
+                continue
             for name in module._non_persistent_buffers_set:
                 buffer = module._buffers[name]
                 if buffer is not None and buffer.is_floating_point():

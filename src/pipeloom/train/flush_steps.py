@@ -55,8 +55,8 @@ class FlushSteps:
             )
         else:
             self._stepper = PostValidatedStep(parts.pipeline, parts.optimizer, max_norm=max_norm)
-        # Step, learning rate, loss scale and seconds of the steps whose updates are not final yet.
-        self._begun: deque[tuple[int, float, float, float]] = deque()
+        # Step, learning rate, loss scale, tokens and seconds of the steps whose updates are not final yet.
+        self._begun: deque[tuple[int, float, float, int, float]] = deque()
         self._records: Records = []  # of the last step on this process's ranks
         self._waits: Waits = {}  # inside its computations
         self._collectives: Collectives = []  # inside them too
@@ -93,11 +93,11 @@ class FlushSteps:
         rate = learning_rate(step - 1, config.steps, config.optimizer)
         set_learning_rates(optimizer, learning_rates(optimizer, step - 1, config.steps, config.optimizer))
         scale = self._scaler.scale if self._scaler else 1.0
-        inputs, targets = next(batches)
+        inputs, targets, num_tokens = next(batches)
         # One sum over processes per step: gradient norms for clipping, and the costs of the step.
         with self._probe.step(self._steps_here):
             updates = self._stepper.step(inputs, targets, lambda: self._cost_numbers(step))
-        self._begun.append((step, rate, scale, time.perf_counter() - started))
+        self._begun.append((step, rate, scale, num_tokens, time.perf_counter() - started))
         return updates
 
     def _cost_numbers(self, step: int) -> Tensor:
@@ -113,7 +113,7 @@ class FlushSteps:
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """The metrics of the first step that is not final yet."""
-        step, rate, scale, seconds = self._begun.popleft()
+        step, rate, scale, num_tokens, seconds = self._begun.popleft()
         parts, loss, norm = self._parts, float(update.loss), float(update.grad_norm)
         declared = self._declared or []
         own, numbers = update.numbers.tensor_split([1 + sum(entry.length for entry in declared)])
@@ -127,7 +127,7 @@ class FlushSteps:
         if self._scaler is not None:
             row |= {"loss_scale": scale, "skipped_steps": self._scaler.num_skipped}
         row |= {
-            "tokens_per_second": parts.config.batch.size * parts.config.model.sequence_length / seconds,
+            "tokens_per_second": num_tokens / seconds,
             "step_seconds": seconds,
             **cost_metrics(cost, parts.predictor, parts.pipeline.program, parts.group),
             **_offload_metrics(parts.config, numbers[-_NUM_OFFLOAD_NUMBERS:]),

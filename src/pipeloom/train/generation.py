@@ -31,8 +31,7 @@ def generate(
         tokenizer: of the model.
         through: the pipeline that trains, if only it can gather sharded parameters. None: one is made.
     """
-    separator = tokenizer.encode([""]).tolist()
-    prompt: list[int] = tokenizer.encode([config.sample_prompt]).tolist()[: -len(separator)] or separator
+    prompt = tokenizer.prompt(config.sample_prompt)
     if not config.sample_tokens:
         return tokenizer.decode(prompt)
     temperature = config.sample_temperature

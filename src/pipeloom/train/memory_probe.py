@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.plan.memory import write_memory
-from pipeloom.train.config.memory import memory_rows
+from pipeloom.train.config.memory import memory_rows, unpredicted_rows
 from pipeloom.train.output.directory import writing
 from pipeloom.train.run_parts import RunParts, blocks_of
 
@@ -63,9 +63,15 @@ class MemoryProbe:
             return
         if config.parallel.cut == "time":
             config = config.changed("parallel", cut=",".join(map(str, blocks_of(parts.stages))))
-        rows = memory_rows(config, parts.corpus.tokenizer.vocabulary_size, parts.group.device.type)
+        if config.model.pretrained is not None:
+            rows = unpredicted_rows(config)
+        else:
+            rows = memory_rows(config, parts.samples.tokenizer.vocabulary_size, parts.group.device.type)
         if len(gathered) == 1:  # all ranks are one process
-            together = {kind: sum(row.predicted[kind] or 0.0 for row in rows) for kind in rows[0].predicted}
+            kinds = rows[0].predicted
+            together = {
+                kind: None if kinds[kind] is None else sum(row.predicted[kind] or 0.0 for row in rows) for kind in kinds
+            }
             rows = [replace(rows[0], predicted=together)]
         with writing(parts.output_dir):
             write_memory(parts.output_dir, [replace(row, measured=gathered[row.process]) for row in rows])

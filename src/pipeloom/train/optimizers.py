@@ -73,8 +73,9 @@ def make_optimizer(
     config: OptimizerConfig,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     blocks: Blocks | None = None,
+    hidden_prefixes: tuple[str, ...] = (HIDDEN,),
 ) -> torch.optim.Optimizer:
-    """The optimizer that `config` names; matrices decay, vectors (gains of norms, biases) do not.
+    """The optimizer of the parameters that require gradients; matrices decay, vectors (gains of norms, biases) do not.
 
     All but Muon are elementwise, so their updates do not depend on how parameters are sharded.
 
@@ -83,13 +84,16 @@ def make_optimizer(
         config: which, and its options.
         shapes: full shapes of sharded parameters.
         blocks: how the processes inside a stage share parameters; None: each has all of them.
+        hidden_prefixes: of the names of parameters between embedding and head, whose matrices Muon updates.
     """
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     hidden: list[nn.Parameter] = []
     for name, parameter in parameters:
+        if not parameter.requires_grad:
+            continue
         shape = (shapes or {}).get(name, parameter.shape)
-        if config.name == "muon" and len(shape) in (2, 3) and name.startswith(HIDDEN):
+        if config.name == "muon" and len(shape) in (2, 3) and name.startswith(hidden_prefixes):
             if parameter.numel():  # empty shards: the full matrix is on another replica
                 hidden.append(parameter)
         else:

@@ -1,9 +1,9 @@
 """The checkpoints of a run: saved by all its processes, and loaded on any number of them."""
 
 import os
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.output.display import resume_notices
 from pipeloom.train.process_group import Group
 from pipeloom.train.run_parts import RunParts
+
+_V = TypeVar("_V")
 
 
 def agreed_checkpoint(config: TrainConfig, group: Group) -> Path | None:
@@ -36,9 +38,9 @@ def agreed_checkpoint(config: TrainConfig, group: Group) -> Path | None:
 def save(run: RunParts, step: int) -> Path:
     """Write ``checkpoint-{step}``; each process writes its shards. 16-bit formats: float32 main parameters."""
     run.journal.enter(f"checkpoint after step {step}")
-    config, pipe = run.config, run.pipeline
+    config = run.config
     state: dict[str, Any] = {
-        "model": asdict(config.gpt(run.corpus.tokenizer.vocabulary_size)),
+        "model": run.model_state,
         "sampler": {"samples_seen": run.samples_seen, "seed": run.sampler.seed, "num_windows": run.sampler.num_windows},
         "config": config.to_mapping(),
     }
@@ -47,18 +49,31 @@ def save(run: RunParts, step: int) -> Path:
     return checkpoint.save(
         run.output_dir,
         step,
-        model=pipe.state.main_state(),
         optimizer=checkpoint.optimizer_state(run.optimizer, _names(run)),
         random=checkpoint.random_state(),
         state=state,
-        layout=_layout(run),
-        ranges=pipe.state.ranges,
-        blocks=_blocks(run),
-        ties=pipe.state.ties,
-        compute_type=config.precision.dtype if config.number_format.has_masters else None,
-        exchange=run.group,
         total_limit=config.save_total_limit,
+        **_held(run),
     )
+
+
+def save_model(run: RunParts, directory: Path) -> Path:
+    """Write a checkpoint without optimizer and sampler, which no run can resume from, into a directory."""
+    return checkpoint.save(directory, run.config.steps, state={"model": run.model_state}, **_held(run))
+
+
+def _held(run: RunParts) -> dict[str, Any]:
+    """What this process holds of the model, as `checkpoint.save` takes it."""
+    config, held = run.config, run.pipeline.state
+    return {
+        "model": _trained(run, held.main_state()),
+        "layout": _layout(run),
+        "ranges": _trained(run, held.ranges),
+        "blocks": _trained(run, _blocks(run)),
+        "ties": held.ties,
+        "compute_type": config.precision.dtype if config.number_format.has_masters else None,
+        "exchange": run.group,
+    }
 
 
 def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
@@ -67,10 +82,10 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     pipe, group = run.pipeline, run.group
     if pipe.rank is None:  # this process holds all ranks: each has its own tensors of tied parameters
         tensors = pipe.state_dict()
-        saved.load_model(tensors)
+        saved.load_model(_trained(run, tensors))
         pipe.load_state_dict(tensors)
     else:
-        saved.load_model(pipe.state.main_state(), pipe.state.ranges, blocks=_blocks(run))
+        saved.load_model(_trained(run, pipe.state.main_state()), pipe.state.ranges, blocks=_blocks(run))
         pipe.state.refresh()
     groups = run.optimizer.param_groups
     given = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -106,6 +121,14 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
     Tensor-parallel ranks, of which each takes its part of one mask, pass the same `rank`.
     """
     torch.manual_seed(hashed(seed, step, rank))
+
+
+def _trained(run: RunParts, values: Mapping[str, _V]) -> dict[str, _V]:
+    """The values of what a checkpoint has: everything, or with adapters the parameters that are trained."""
+    if run.config.model.lora is None:
+        return dict(values)
+    names = {name for name, parameter in run.pipeline.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _names(run: RunParts) -> dict[Tensor, str]:

@@ -86,7 +86,7 @@ class StreamSteps:
         self._live, self._first, self._last = live, first, first + count - 1
         self._begun, self._known = time.perf_counter(), []
         self._stream.num_batches = self.done
-        updates = self._stream.run(batches, count)
+        updates = self._stream.run(((batch.inputs, batch.targets) for batch in batches), count)
         self.done += count
         ended = time.perf_counter()
         program = self._stream.program(count)

@@ -7,7 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._pytree import tree_map
 
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.quantities import counted
@@ -20,16 +23,21 @@ from pipeloom.train.checkpoint.directory import in_use
 from pipeloom.train.config.memory import chosen_words, under_cap
 from pipeloom.train.config.schedule import AUTO, samples_of_replica
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.text import load_tokenizer
+from pipeloom.train.data.corpus import Part
+from pipeloom.train.data.opening import run_tokenizer
+from pipeloom.train.data.text import MODEL_DIR
+from pipeloom.train.fine_tuning.packing import check_packing
+from pipeloom.train.fine_tuning.saving import save_pretrained
 from pipeloom.train.flush_steps import FlushSteps
 from pipeloom.train.generation import generate
 from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.output.directory import prepare_output, writing
-from pipeloom.train.output.display import Display, display, found_text
+from pipeloom.train.output.display import Display, display
 from pipeloom.train.output.reporters import Reporters
 from pipeloom.train.process_group import Group, join
-from pipeloom.train.run_parts import RunParts
+from pipeloom.train.run_parts import RunParts, TokenBatch
 from pipeloom.train.stream_steps import StreamSteps
+from pipeloom.transport.values import MicroBatches
 
 
 def train(config: TrainConfig, member: Membership | None) -> None:
@@ -55,10 +63,14 @@ def _train(config: TrainConfig, member: Membership | None) -> None:
             from pipeloom.train.measured_slices import choose_slices  # here: imports the planner
 
             config, note = choose_slices(config, group, checkpoint)
-        vocabulary_size = load_tokenizer(config.data.tokenizer).vocabulary_size
-        config, choice = under_cap(config, vocabulary_size, device=group.device.type)
+        choice = None
+        if config.memory.cap is not None:
+            vocabulary_size = run_tokenizer(config).vocabulary_size
+            config, choice = under_cap(config, vocabulary_size, device=group.device.type)
         trainer = stack.enter_context(Trainer(config, group, member))
         done = trainer.resume(checkpoint)
+        if config.data.packing:
+            check_packing(trainer.run)
         try:
             with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
                 trainer.open_output(shown)
@@ -82,6 +94,8 @@ def _train(config: TrainConfig, member: Membership | None) -> None:
                         shown.say(f"step {last}  saved {run_checkpoints.save(trainer.run, last)}")
                     first = last + 1
             trainer.report(shown)
+            if config.model.pretrained is not None:
+                shown.say(f"model: {trainer.save_model()}")
             if config.sample_tokens:
                 shown.say(f"sample:\n{trainer.sample()}")
         except InputError as error:  # options are valid: now it is a failure, such as a full disk
@@ -129,7 +143,7 @@ class Trainer:
 
     def open_output(self, shown: Display) -> None:
         """Prepare the output directory and show the settings of the run."""
-        output_dir, corpus, schedule = self.run.output_dir, self.run.corpus, self.run.schedule
+        output_dir, schedule = self.run.output_dir, self.run.schedule
         if self.group.rank == 0:
             if not self._launched:  # else the launcher holds it
                 self._held.enter_context(in_use(output_dir))
@@ -154,10 +168,9 @@ class Trainer:
         if config.precision.dtype != "fp32":
             ranks += f" in {config.precision.dtype}"
         start = f", from {self._resumed}" if self._resumed else ""
-        sizes = config.gpt(corpus.tokenizer.vocabulary_size)
         shown.say(
-            f"{sizes.num_parameters:,} parameters in {schedule.num_stages} stages, schedule {schedule.name}, {ranks}, "
-            f"{counted(config.num_microbatches, 'micro-batch')} per step; {found_text(corpus)}{start}"
+            f"{self.run.num_parameters} in {schedule.num_stages} stages, schedule {schedule.name}, {ranks}, "
+            f"{counted(config.num_microbatches, 'micro-batch')} per step; {self.run.samples.found}{start}"
         )
         for line in self.run.notices:
             shown.say(line)
@@ -165,20 +178,17 @@ class Trainer:
     def steps(self, first: int, last: int, shown: Display) -> Iterator[dict[str, Any]]:
         """Updates `first` to `last`, after which nothing is in flight; the metrics of each as they become final."""
         count, size, start = last - first + 1, self.config.batch.size, self.run.samples_seen
-        windows = (self.run.sampler.batch(start + k * size, size) for k in range(count))
-        length = self.config.model.sequence_length
-        batches = (self._placed(*self.run.corpus.windows(each, length)) for each in windows)
+        batches = (self._batch(self.run.sampler.batch(start + k * size, size)) for k in range(count))
         yield from self._steps.run(batches, count, shown.live)
         self.run.samples_seen = start + count * size
 
     def evaluate(self, step: int) -> float:
-        """The mean loss over the validation batches; gradients, modes and random states stay as they are."""
+        """The mean loss over the labels of the validation batches; gradients, modes and random states stay."""
         self.run.journal.enter(f"evaluation after step {step}")
-        batches = self.run.corpus.validation_batches(
-            self.config.model.sequence_length, self.config.batch.size, self.config.eval_batches
-        )
-        losses = [float(self.run.pipeline.evaluate(*self._placed(inputs, targets))) for inputs, targets in batches]
-        mean = statistics.fmean(losses)
+        samples, config = self.run.samples, self.config
+        batches = list(samples.validation_batches(config.batch.size, config.eval_batches))
+        losses = [float(self.run.pipeline.evaluate(*self._batch(each, "validation")[:2])) for each in batches]
+        mean = statistics.fmean(losses, [samples.num_labels(each, "validation") for each in batches])
         self.run.journal.write({"step": step, "eval_loss": mean})
         return mean
 
@@ -211,15 +221,35 @@ class Trainer:
             self.run.stages,
             self.run.schedule.placement,
             self.group,
-            self.run.corpus.tokenizer,
+            self.run.samples.tokenizer,
             through=pipeline if sharded else None,
         )
 
-    def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def save_model(self) -> Path:
+        """Write the fine-tuned model, or its adapters, as a Hugging Face directory; every process calls it."""
+        self.run.journal.enter("model")
+        out = self.run.output_dir / MODEL_DIR
+        with writing(out):
+            save_pretrained(self.run, out)
+        return out
+
+    def _batch(self, indices: NDArray[np.int64], part: Part = "train") -> TokenBatch:
         """This process's part of a global batch, on its device."""
-        device, pipeline = self.group.device, self.run.pipeline
-        own = samples_of_replica(len(inputs), self.group.replica, self.group.data_degree)
-        return (
-            inputs[own.start : own.stop].to(device) if pipeline.needs_inputs else None,
-            targets[own.start : own.stop].to(device) if pipeline.needs_targets else None,
+        pipeline, samples = self.run.pipeline, self.run.samples
+        num_tokens = samples.num_tokens(indices, part)
+        if not (pipeline.needs_inputs or pipeline.needs_targets):
+            return TokenBatch(None, None, num_tokens)
+        own = samples_of_replica(len(indices), self.group.replica, self.group.data_degree)
+        inputs, targets = samples.batch(indices[own.start : own.stop], self.config.num_microbatches, part)
+        return TokenBatch(
+            _on(self.group.device, inputs) if pipeline.needs_inputs else None,
+            _on(self.group.device, targets) if pipeline.needs_targets else None,
+            num_tokens,
         )
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """The value with its tensors on a device."""
+    if isinstance(value, MicroBatches):
+        return MicroBatches(_on(device, each) for each in value)
+    return tree_map(lambda tensor: tensor.to(device), value)

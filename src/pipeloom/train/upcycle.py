@@ -24,7 +24,7 @@ from pipeloom.models import GPTConfig, init_parameters
 from pipeloom.models.experts import Experts
 from pipeloom.train import checkpoint
 from pipeloom.train.checkpoint.state import OptimizerState
-from pipeloom.train.config.sections import ModelConfig
+from pipeloom.train.config.sections import ModelSizes
 
 _UNEQUAL = {
     "switch": "multiplies the expert's result by its probability, about 1 / experts",
@@ -98,7 +98,7 @@ def upcycle(
             largest = max(largest, _difference(layer, saved, index))
             found = layer.state_dict(prefix=f"blocks.{index}.experts.")
             tensors |= {key: value.contiguous() for key, value in found.items()}
-    options = {field.name: getattr(mixture, field.name) for field in fields(ModelConfig)}
+    options = {field.name: getattr(mixture, field.name) for field in fields(ModelSizes)}
     state = {**saved.state, "model": asdict(mixture), "config": {**saved.state["config"], "model": options}}
     path = checkpoint.save(
         out,
@@ -118,6 +118,10 @@ def _sizes(saved: checkpoint.Checkpoint, experts: int, settings: Mapping[str, An
     sizes = saved.state.get("model")
     if not isinstance(sizes, dict) or "sampler" not in saved.state:
         raise CheckpointError(f"{saved.path}: was not written by `pipeloom train`. Name one that was.")
+    if sizes.get("pretrained") is not None:
+        raise CheckpointError(
+            f"{saved.path} is of {sizes['pretrained']}: a GPT alone becomes a mixture. Name a checkpoint of a GPT."
+        )
     known = {field.name for field in fields(GPTConfig)}
     dense = GPTConfig(**{name: value for name, value in sizes.items() if name in known})
     if dense.experts:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pipeloom.autograd.loss_metrics import Mean, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError, folded
+from pipeloom.transport.values import MicroBatches
 
 _NUM_ITEMS = "num_items_in_batch"
 _IGNORED = -100
@@ -45,6 +46,8 @@ class OwnLoss:
         Returns:
             The arguments without labels, and the labels with `num_items_in_batch` if it is there; None: no labels.
         """
+        if isinstance(batch, MicroBatches) or isinstance(targets, MicroBatches):
+            return self._separate_each(batch, targets)
         given = {} if targets is None else dict(targets) if isinstance(targets, Mapping) else {"labels": targets}
         if isinstance(batch, Mapping):
             inputs = {}
@@ -65,6 +68,14 @@ class OwnLoss:
                 "return_tensors='pt'."
             )
         return batch, given if any(isinstance(value, Tensor) for value in given.values()) else None
+
+    def _separate_each(self, batch: Any, targets: Any) -> tuple[Any, Any]:
+        """Separate micro-batches; one of the two may be missing, on a process that does not read it."""
+        number = len(batch if targets is None else targets)
+        pairs = zip(batch or [None] * number, targets or [None] * number, strict=True)
+        inputs, labels = zip(*(self.separate(*pair) for pair in pairs), strict=True)
+        found = None if any(each is None for each in labels) else MicroBatches(labels)
+        return None if batch is None else MicroBatches(inputs), found
 
     def missing(self) -> str:
         """The error about a batch without labels."""

@@ -1,7 +1,6 @@
 """What planning commands share: options of the model that they measure, and the command line that trains a plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from jsonargparse import Namespace
@@ -12,9 +11,11 @@ from pipeloom.errors import InputError
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
+from pipeloom.train.config.option_list import options
 from pipeloom.train.config.rules import DRAINS, check_stream, steps_between_drains
 from pipeloom.train.config.schedule import check_replicas, parse_cut
-from pipeloom.train.config.train_config import TrainConfig, options
+from pipeloom.train.config.sections import ModelSizes
+from pipeloom.train.config.train_config import TrainConfig
 
 _USUAL = {
     **dict.fromkeys((f"parallel.{name}" for name in ("chunks", "data", "tensor", "context", "expert")), 1),
@@ -31,8 +32,8 @@ _USUAL = {
 def add_model_options(parser: Parser, *, but: Sequence[str] = ()) -> None:
     """Add ``--model.*`` of `pipeloom train`, without the names in `but`; options that are not given are None."""
     group = parser.add_argument_group("model")
-    for option in options():
-        if option.group == "model" and option.key.removeprefix("model.") not in but:
+    for option in options(ModelSizes, "model"):
+        if option.key.removeprefix("model.") not in but:
             add_option(group, option._replace(kind=option.kind | None, default=None))
 
 
@@ -44,7 +45,7 @@ def given_model(given: Mapping[str, Any]) -> dict[str, Any]:
 def measured_model(given: Mapping[str, Any], **sizes: Any) -> GPTConfig:
     """The GPT to measure: `sizes`, those on the command line, and the defaults of `pipeloom train`."""
     named = {name.removeprefix("model."): value for name, value in given_model(given).items()}
-    return GPTConfig(**asdict(TrainConfig().model) | named | sizes)
+    return GPTConfig(**TrainConfig().gpt_sizes | named | sizes)
 
 
 def check_file_alone(

@@ -15,7 +15,8 @@ from jsonargparse import Namespace
 
 from pipeloom.cli.common.parser import Parser, did_you_mean, metavar_of
 from pipeloom.errors import InputError, unwrapped
-from pipeloom.train.config.train_config import Option, TrainConfig, as_utf8, flat, options
+from pipeloom.train.config.option_list import Option, options
+from pipeloom.train.config.train_config import TrainConfig, as_utf8, flat
 
 ENV_PREFIX = "PIPELOOM_"
 ENV_RULE = """\

@@ -1,6 +1,5 @@
 """``pipeloom checkpoint convert --upcycle``: its options and its output."""
 
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from pipeloom.cli.common.train_options import difference
 from pipeloom.common.quantities import counted, number_text
 from pipeloom.errors import InputError
 from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
-from pipeloom.train.config.sections import ModelConfig
+from pipeloom.train.config.train_config import TrainConfig
 
 _SETTINGS = ("experts_every", "router", "top_k", "capacity_factor")
 
@@ -57,8 +56,8 @@ def print_upcycled(options: Any) -> int:
     print(f"experts equal the MLP: outputs differ by at most {found.largest_difference:.1e} of the largest, in float64")
     if ExpertSettings.of(**mixture.expert_settings).capacity_factor is not None:
         print("tokens over capacity are dropped, so the first loss of a run differs where there are any")
-    sizes = {field.name: getattr(mixture, field.name) for field in fields(ModelConfig)}
-    changed = difference(sizes, asdict(ModelConfig()))
+    usual = TrainConfig().gpt_sizes
+    changed = difference({name: getattr(mixture, name) for name in usual}, usual)
     chosen = {"output_dir": options.out, "resume_from_checkpoint": "latest"}
     chosen |= {f"model.{name}": value for name, value in changed.items()}
     print(f"train it: {train_command(chosen)}")

@@ -29,6 +29,7 @@ from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, Origins, t
 from pipeloom.split.planned.stand_ins import (
     OwnPart,
     PassedOver,
+    format_of,
     shallow_copy,
     shaped_like_result,
     without_memory,
@@ -80,6 +81,7 @@ class PlannedStage(StageModule):
         self._arguments_known = frozenset(arguments)
         self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values())
         self._model_name = type(model).__name__
+        self._format_of_model = format_of(self)
 
     @property
     def whole_model(self) -> nn.Module:
@@ -347,10 +349,11 @@ class PlannedStage(StageModule):
 
     def _zeros(self, twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any], origin: int) -> Any:
         origins = None if self._current is None else self._current.origins
+        formats = self._format_of_model, format_of(self)  # another one since a `Precision` cast the parameters
         if origins is None:
-            return shaped_like_result(twin, args, settings)
+            return shaped_like_result(twin, args, settings, formats)
         origins.quiet = True
-        result = shaped_like_result(twin, args, settings)
+        result = shaped_like_result(twin, args, settings, formats)
         origins.quiet = False
         origins.mark(result, origin)
         return result

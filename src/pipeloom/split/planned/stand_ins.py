@@ -96,8 +96,32 @@ class PassedOver(nn.Module):
         return getattr(vars(self)["_link"][3], name)
 
 
-def shaped_like_result(twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-    """Zeros in the shapes that a module would return, without computing anything."""
+Format = torch.dtype | None
+
+
+def format_of(module: nn.Module) -> Format:
+    """The dtype of a module's floating-point parameters: of the first one. None: there are none."""
+    return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
+
+
+def shaped_like_result(
+    twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any], formats: tuple[Format, Format] = (None, None)
+) -> Any:
+    """Zeros in the shapes that a module would return, without computing anything.
+
+    Args:
+        twin: the module, without memory.
+        args, settings: of the call.
+        formats: results of the first dtype get the second.
+    """
+    result = _shaped_like_result(twin, args, settings)
+    before, now = formats
+    if now in (None, before):
+        return result
+    return tree_map_only(Tensor, lambda t: t.to(now) if t.dtype == before else t, result)
+
+
+def _shaped_like_result(twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
     given = [leaf for leaf in tree_leaves((args, settings)) if isinstance(leaf, Tensor)]
     device = given[0].device if given else torch.device("cpu")
     table = getattr(twin, "weight", None)

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from pipeloom.train.checkpoint.manifest import (
     verify_file,
 )
 from pipeloom.train.checkpoint.pieces import Piece, cover, stored_model
+from pipeloom.train.fine_tuning.adapter_files import write_adapters
 
 
 class ModelTensor(NamedTuple):
@@ -99,7 +100,7 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
     """Write the model of a checkpoint as `num_files` safetensors files with an index, to a new directory `out`.
 
     A single file is named `model.safetensors`. Several files hold consecutive layers, with about the same number of
-    bytes per file. `out` is created atomically.
+    bytes per file. `out` is created atomically. Adapters are written as peft does.
 
     Returns:
         The paths of the written files.
@@ -109,6 +110,9 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
         CheckpointError: the checkpoint is damaged.
     """
     tensors = {name: tensor.source for name, tensor in model_tensors(checkpoint).items()}
+    adapters = _model_state(checkpoint).get("adapters")
+    if adapters is not None and num_files > 1:
+        raise InputError(f"--ranks={num_files}: adapters are one file, as peft reads it. Remove it.")
     if not 1 <= num_files <= max(1, len(tensors)):
         raise InputError(f"--ranks={num_files}: must be from 1 to {len(tensors)}, the number of tensors.")
     check_new(out)
@@ -116,13 +120,10 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
     partial = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(groups, start=1):
-            file = "model.safetensors" if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
-            write_tensors(partial / file, {name: tensors[name] for name in names})
-            weight_map |= dict.fromkeys(names, file)
-        total = sum(source.size_bytes for source in tensors.values())
-        write_bytes(partial / INDEX_NAME, json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map}))
+        if adapters is None:
+            _write_weights(partial, tensors, groups)
+        else:
+            write_adapters(partial, adapters, tensors)
         fsync_directory(partial)
         os.rename(partial, out)
         fsync_directory(out.parent)
@@ -137,6 +138,16 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
     return sorted(out.iterdir())
 
 
+def _write_weights(directory: Path, tensors: dict[str, TensorSource], groups: list[list[str]]) -> None:
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(groups, start=1):
+        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_tensors(directory / file, {name: tensors[name] for name in names})
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(source.size_bytes for source in tensors.values())
+    write_bytes(directory / INDEX_NAME, json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
 def check_new(out: Path) -> None:
     """Raises InputError if a directory to write has files already."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -144,8 +155,20 @@ def check_new(out: Path) -> None:
 
 
 def has_configuration(checkpoint: Path) -> Path | None:
-    """A checkpoint that was saved with the config.json of its model, else None."""
-    return checkpoint if "config.json" in read_manifest(checkpoint).files else None
+    """Where the config.json of a checkpoint's model is: in the checkpoint, or in the directory that was fine-tuned."""
+    if "config.json" in read_manifest(checkpoint).files:
+        return checkpoint
+    model = _model_state(checkpoint)
+    home = model.get("pretrained")
+    if home is None or model.get("adapters") is not None or not (Path(home) / "config.json").is_file():
+        return None
+    return Path(home)
+
+
+def _model_state(checkpoint: Path) -> dict[str, Any]:
+    """What `pipeloom train` says about the model of a checkpoint."""
+    state = read_manifest(checkpoint).state.get("model")
+    return state if isinstance(state, dict) else {}
 
 
 def balanced(sizes_bytes: dict[str, int], num_groups: int) -> list[list[str]]:

@@ -16,6 +16,10 @@ def check_experts(config: TrainConfig, schedule: Schedule) -> None:
     """
     parallel, model = config.parallel, config.model
     if not model.experts:
+        if parallel.expert > 1 and model.pretrained is not None:
+            raise InputError(
+                f"parallel.expert={parallel.expert}: does not work with model.pretrained. Remove parallel.expert."
+            )
         if parallel.expert > 1:
             raise InputError(
                 f"parallel.expert={parallel.expert}: model.experts=0: the model has no experts. Add --model.experts, "

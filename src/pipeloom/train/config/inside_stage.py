@@ -68,12 +68,15 @@ def _check_tensor(config: TrainConfig) -> None:
     if layout != "1d":
         _check_grid(config, GridShape.of(degree, layout, parallel.tensor_depth))
         return
-    _check_multiple("model.heads", model.heads, degree, f"parallel.tensor={degree}")
-    keys = model.kv_heads or model.heads
+    heads, keys = (model.heads, model.kv_heads) if config.facts is None else (config.facts.heads, config.facts.kv_heads)
+    if heads is None:  # then `parallelize` says what does not fit
+        return
+    _check_multiple("model.heads", heads, degree, f"parallel.tensor={degree}")
+    keys = keys or heads
     if keys % degree and degree % keys:
         raise InputError(
             f"model.kv_heads={keys}: must divide parallel.tensor={degree}, or be a multiple of it. Use "
-            f"{degree if model.heads % degree == 0 else model.heads}."
+            f"{degree if heads % degree == 0 else heads}."
         )
     if parallel.sequence:
         lengths = slice_lengths(config) or (model.sequence_length,)

@@ -8,6 +8,7 @@ from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.options import CPU, DataParallel, OffloadActivations, OffloadTarget, axis_of
 from pipeloom.passes import lower
 from pipeloom.plan.memory import (
+    KINDS,
     Choice,
     LayerMemory,
     MemoryModel,
@@ -121,6 +122,17 @@ def memory_rows(config: TrainConfig, vocabulary_size: int, device: str) -> list[
                     MemoryRow(process=process, replica=replica, rank=memory.rank, predicted=predicted, measured={})
                 )
     return sorted(rows, key=lambda row: row.process)
+
+
+def unpredicted_rows(config: TrainConfig) -> list[MemoryRow]:
+    """A row for every process of a run whose memory cannot be predicted."""
+    shape = config.mesh_shape(config.num_processes)
+    places = [shape.coordinates(process) for process in range(config.num_processes)]
+    unknown: dict[str, float | None] = dict.fromkeys((*KINDS, "peak"))
+    return [
+        MemoryRow(process=process, replica=place["dp"], rank=place["pp"], predicted=unknown, measured={})
+        for process, place in enumerate(places)
+    ]
 
 
 # Cap

@@ -16,6 +16,7 @@ from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.options import OffloadTarget, check_synchronous
 from pipeloom.passes import lower
 from pipeloom.train.config.experts import check_experts
+from pipeloom.train.config.fine_tuning import check_fine_tuning
 from pipeloom.train.config.inside_stage import check_inside_stage
 from pipeloom.train.config.memory import activation_offload
 from pipeloom.train.config.schedule import make_schedule, parse_cut, unused_data_options
@@ -28,7 +29,7 @@ _AT_LEAST_1 = (
     *("batch.microbatches", "batch.size", "parallel.pipeline", "parallel.data", "model.layers", "model.width"),
     *("parallel.tensor", "parallel.tensor_depth", "parallel.context", "parallel.expert"),
     *("model.heads", "model.kv_heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
-    "precision.loss_scale_steps",
+    *("precision.loss_scale_steps", "model.lora"),
 )
 _AT_LEAST_0 = ("steps", "seed", "save_steps", "eval_steps", "sample_tokens", "optimizer.warmup_steps")
 _RATES = (
@@ -82,6 +83,8 @@ def validate_settings(config: TrainConfig) -> None:
             "random generator. Remove model.dropout, or --local."
         )
     _check_reporters(config)
+    if config.facts is not None:
+        check_fine_tuning(config, config.facts)
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
     _check_stream_options(config, schedule)
@@ -106,6 +109,8 @@ def check_sizes(config: TrainConfig) -> None:
             f"batch.size={config.batch.size}: {needs_samples(config)}. Raise batch.size to {needed}, or lower "
             "batch.microbatches."
         )
+    if config.model.pretrained is not None:
+        return
     if config.parallel.pipeline > config.model.layers:
         raise InputError(
             f"parallel.pipeline={config.parallel.pipeline}: each stage needs a block, and model.layers="
@@ -280,6 +285,12 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if config.parallel.expert == 1:
         for name in ("expert_axes", "expert_exchange"):
             yield f"parallel.{name}", "with one expert-parallel rank", "raise --parallel.expert"
+    if config.model.pretrained is None:
+        fix = "add --model.pretrained"
+        yield from ((key, "with a new GPT", fix) for key in ("data.packing", "model.lora"))
+    if config.model.lora is None:
+        for name in ("lora_alpha", "lora_targets"):
+            yield f"model.{name}", "without model.lora", "add --model.lora"
     for name in unused_data_options(config):
         fix = "raise --parallel.data"
         if DataStrategy(config.parallel.data_strategy).shards_parameters and name != "order":

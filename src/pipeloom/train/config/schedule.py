@@ -67,7 +67,13 @@ def make_schedule(config: TrainConfig) -> Schedule:
             f"parallel.slices={config.parallel.slices}: schedule {name!r} has {schedule.num_slices} slices. Remove "
             f"parallel.slices, or use {schedule.num_slices}."
         )
-    if schedule.num_stages > config.model.layers:
+    blocks = config.blocks
+    if blocks is not None and schedule.num_stages > blocks:
+        if config.model.pretrained is not None:
+            raise InputError(
+                f"model.pretrained={config.model.pretrained}: has {counted(blocks, 'block')}, schedule {name!r} has "
+                f"{schedule.num_stages} stages, and each needs a block. Lower parallel.pipeline or parallel.chunks."
+            )
         raise InputError(
             f"model.layers={config.model.layers}: schedule {name!r} has {schedule.num_stages} stages, and each needs a "
             f"block. Use --model.layers {schedule.num_stages} or more{_fewer_stages(config, schedule.num_stages)}."
@@ -86,13 +92,14 @@ def _fewer_stages(config: TrainConfig, num_stages: int) -> str:
 
 def parse_cut(config: TrainConfig, num_stages: int) -> str | list[int]:
     """``parallel.cut`` as `pipeloom.split.split` takes it: a word, or the blocks per stage."""
-    cut, layers = config.parallel.cut, config.model.layers
+    cut, layers = config.parallel.cut, config.blocks
     if cut in CUTS:
         return cut
     counts = [int(part) for part in cut.split(",") if part.strip().isdecimal()]
     if len(counts) != cut.count(",") + 1:
         raise InputError(f"parallel.cut={cut}: must be {', '.join(CUTS)}, or blocks per stage such as 5,3.")
-    if len(counts) != num_stages or sum(counts) != layers:
+    if len(counts) != num_stages or layers not in (None, sum(counts)):
+        layers = sum(counts) if layers is None else layers
         raise InputError(
             f"parallel.cut={cut}: has {len(counts)} stages with {sum(counts)} blocks; the run has {num_stages} stages "
             f"and {layers} blocks. Give {counted(num_stages, 'number')} with the sum {layers}."

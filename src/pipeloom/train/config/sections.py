@@ -26,17 +26,23 @@ def option(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     path: str | None = option(None, "text file, directory or glob", value="PATH", unset="Python's standard library")
-    tokenizer: str | None = option(None, "tokenizer.json of the tokenizers library", value="FILE", unset="bytes")
+    tokenizer: str | None = option(
+        None, "tokenizer.json, or directory of one", value="FILE", unset="the model's own, else bytes"
+    )
+    packing: bool = option(False, "pack JSONL documents; false: pad each")
     validation_fraction: float = option(0.05, "fraction of the files held out for evaluation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelSizes:
+    """The sizes of a GPT."""
+
     layers: int = option(6, "number of transformer blocks")
     width: int = option(192, "size of the residual stream")
     heads: int = option(6, "number of attention heads; divides the width")
     kv_heads: int | None = option(None, "key and value heads; divides heads", unset="heads")
-    sequence_length: int = option(128, "sequence length in tokens")
+    # A number in every `TrainConfig`, which fills it in.
+    sequence_length: int = option(None, "sequence length in tokens", unset="128; pretrained: at most 1024")
     tie_embeddings: bool = option(False, "shared weight for the embedding and the output head")
     positions: Literal["rotary", "learned"] = option("rotary", "position encoding")
     dropout: float = option(0.0, "dropout probability")
@@ -50,6 +56,14 @@ class ModelConfig:
     expert_width: int | None = option(None, "width inside an expert", unset="that of the MLP")
     balance_weight: float | None = option(None, "weight of the load-balancing loss", unset="the router's")
     z_loss_weight: float = option(0.0, "weight of the router z-loss; 0: none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(ModelSizes):
+    pretrained: str | None = option(None, "Hugging Face directory to fine-tune", value="DIR", unset="a new GPT")
+    lora: int | None = option(None, "rank of LoRA adapters, trained in place of the model", unset="none")
+    lora_alpha: float | None = option(None, "scale of LoRA adapters, times their rank", unset="2 * rank")
+    lora_targets: str | None = option(None, "modules with adapters", value="NAME,NAME,..", unset="peft's own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,17 +8,19 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 from pipeloom.common.quantities import Bytes
 from pipeloom.errors import InputError
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel import DataParallel, MeshShape, Precision
+from pipeloom.train.config.model_directory import DEFAULT_LENGTH, ModelFacts, default_length, model_facts
 from pipeloom.train.config.sections import (
     BatchConfig,
     DataConfig,
     MemoryConfig,
     ModelConfig,
+    ModelSizes,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -66,6 +68,22 @@ class TrainConfig:
         "run all ranks in this process, in turn or in threads",
         group="parallel",
     )
+
+    def __post_init__(self) -> None:
+        if self.model.sequence_length is None:
+            home = self.model.pretrained
+            length = DEFAULT_LENGTH if home is None else default_length(home)
+            object.__setattr__(self, "model", dataclasses.replace(self.model, sequence_length=length))
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What the configuration of ``model.pretrained`` says; None: the model is a GPT. Raises as `model_facts`."""
+        return None if self.model.pretrained is None else model_facts(self.model.pretrained)
+
+    @property
+    def blocks(self) -> int | None:
+        """The blocks of the model; None: its configuration does not say."""
+        return self.model.layers if self.facts is None else self.facts.layers
 
     @property
     def num_microbatches(self) -> int:
@@ -137,9 +155,19 @@ class TrainConfig:
         """`data_parallel` where it has an effect; None for one replica whose parameters are the model's own."""
         return self.data_parallel if self.parameter_replicas > 1 or self.memory.offload_parameters else None
 
+    @property
+    def gpt_sizes(self) -> dict[str, Any]:
+        """The sizes of a GPT by name."""
+        return {entry.name: getattr(self.model, entry.name) for entry in dataclasses.fields(ModelSizes)}
+
     def gpt(self, vocabulary_size: int) -> GPTConfig:
-        """The sizes of the model. Raises InputError where they do not fit each other."""
-        return GPTConfig(vocabulary_size=vocabulary_size, **dataclasses.asdict(self.model))
+        """The sizes of the model. Raises InputError where they do not fit each other, or the model is another one."""
+        if self.model.pretrained is not None:
+            raise InputError(
+                f"model.pretrained={self.model.pretrained}: memory and times are predicted for pipeloom's GPT alone. "
+                "Remove memory.cap, or give the sizes of a GPT in place of model.pretrained."
+            )
+        return GPTConfig(vocabulary_size=vocabulary_size, **self.gpt_sizes)
 
     @property
     def number_format(self) -> Precision:
@@ -255,43 +283,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return value.written if isinstance(value, Bytes) else as_utf8(value) if isinstance(value, str) else value
-
-
-class Option(NamedTuple):
-    """One option: its dotted key, type, default and help, and the group of the help that shows it.
-
-    `default_text` is the default as the help says it, `value` how it names the value where its type does not.
-    """
-
-    key: str
-    kind: Any
-    default: Any
-    help: str
-    group: str
-    default_text: str
-    value: str | None
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The words that the option takes; empty where it takes others too."""
-        kinds = (self.kind, *get_args(self.kind))
-        return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
-
-    @property
-    def help_with_choices(self) -> str:
-        return f"{self.help}: {', '.join(self.choices)}" if self.choices else self.help
-
-
-def options(kind: Any = TrainConfig, section: str = "") -> Iterator[Option]:
-    """Every option of a dataclass, which is `section`, and of the sections in it, in order of declaration."""
-    hints = get_type_hints(kind)
-    for entry in dataclasses.fields(kind):
-        hint = hints[entry.name]
-        if dataclasses.is_dataclass(hint):
-            yield from options(hint, entry.name)
-            continue
-        key = f"{section}.{entry.name}" if section else entry.name
-        text, unset = entry.metadata["help"], entry.metadata["unset"]
-        shown = json.dumps(entry.default).strip('"') if isinstance(entry.default, bool | str) else str(entry.default)
-        group, value = section or entry.metadata["group"], entry.metadata["value"]
-        yield Option(key, hint, entry.default, text, group, unset or shown, value)

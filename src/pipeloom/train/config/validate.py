@@ -16,13 +16,14 @@ from pipeloom.parallel.options import CPU
 from pipeloom.plan.memory.state_bytes import OPTIMIZERS, NumberBytes
 from pipeloom.train.checkpoint.directory import in_use, resume_path
 from pipeloom.train.checkpoint.manifest import Manifest, verify
+from pipeloom.train.config.fine_tuning import check_same_model
 from pipeloom.train.config.inside_stage import samples_multiple
 from pipeloom.train.config.memory import under_cap
 from pipeloom.train.config.rules import check_sizes, needs_samples, validate_settings
 from pipeloom.train.config.schedule import AUTO, is_stream, make_schedule, schedule_name
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.corpus import Corpus, open_corpus
-from pipeloom.train.data.text import load_tokenizer
+from pipeloom.train.data.opening import open_samples, run_tokenizer
+from pipeloom.train.data.samples import Samples
 
 _GPU = Path("/dev/nvidiactl")  # with a GPU, the model lies in its memory, and torch says what is missing
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -46,7 +47,8 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
     validate_settings(config)
     if config.parallel.slices != AUTO:  # with slices that are not measured yet, less memory may do
         device = "cuda" if _GPU.exists() else "cpu"
-        under_cap(config, load_tokenizer(config.data.tokenizer).vocabulary_size, device=device)
+        if config.memory.cap is not None:
+            under_cap(config, run_tokenizer(config).vocabulary_size, device=device)
     _check_processes(config, world_size)
     output_dir = Path(config.output_dir)
     checkpoint = resume_path(config.resume_from_checkpoint, output_dir)
@@ -62,7 +64,7 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
             raise InputError(
                 f"output_dir={output_dir}: cannot be written ({error.strerror}). Use another directory."
             ) from error
-        _check_data(config, open_corpus(config))
+        _check_data(config, open_samples(config))
     except InputError:
         if made and world_size is None:  # no other process uses it
             shutil.rmtree(output_dir / "data", ignore_errors=True)
@@ -108,13 +110,13 @@ def _replicas(config: TrainConfig, world_size: int | None) -> str:
     return "" if rest or not degree or is_stream(schedule_name(config)) else f", or use --parallel.data {degree}"
 
 
-def _check_data(config: TrainConfig, corpus: Corpus) -> None:
+def _check_data(config: TrainConfig, samples: Samples) -> None:
     """Validate that there is text to train on, and enough for an evaluation."""
     length = config.model.sequence_length
-    corpus.num_windows(length)
+    samples.num_samples()
     if not config.eval_steps:
         return
-    found = corpus.num_windows(length, "validation")
+    found = samples.num_samples("validation")
     if found < config.batch.size and samples_multiple(config) > 1:
         raise DataError(
             f"the validation data has {found} samples of {length} tokens: parallel.tensor_layout="
@@ -134,9 +136,12 @@ def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest)
     saved = manifest.state.get("model")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{checkpoint}: was not written by `pipeloom train`. Name one that was.")
-    vocabulary_size = load_tokenizer(config.data.tokenizer).vocabulary_size
-    asked = {**config.to_mapping()["model"], "vocabulary_size": vocabulary_size}
-    defaults = TrainConfig().to_mapping()["model"]
+    if config.facts is not None or saved.get("pretrained") is not None:
+        check_same_model(config, checkpoint, saved)
+        return
+    vocabulary_size = run_tokenizer(config).vocabulary_size
+    asked = {**config.gpt_sizes, "vocabulary_size": vocabulary_size}
+    defaults = TrainConfig().gpt_sizes
     meant, meant_then = (
         _with_defaults(asked),
         _with_defaults({**defaults, **saved}),
@@ -176,7 +181,7 @@ def _check_machine(config: TrainConfig) -> None:
     Raises:
         InputError: the sizes, the bytes they need, and the bytes there are.
     """
-    if _GPU.exists():
+    if _GPU.exists() or config.model.pretrained is not None:
         return
     model, batch = _least_bytes(config)
     processes = config.num_processes

@@ -1,14 +1,10 @@
-"""Tokenizes text files into one memory-mapped stream of tokens, and selects the windows of each batch from it.
-
-Several ranks may prepare the same corpus at once. Each writes a temporary file and renames it, so the last one replaces
-the others with the same content, and a stream that is already mapped does not change.
-"""
+"""Tokenizes text files into one memory-mapped stream of tokens, and selects the windows of each batch from it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -18,10 +14,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipeloom.common.atomic_file import whole_file, write_whole
 from pipeloom.errors import DataError
-from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.text import Tokenizer, find_files, load_tokenizer
+from pipeloom.train.data.token_cache import cached_tokens, facts_of, fits_fraction, unreadable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,18 +75,6 @@ class Corpus:
         targets = tokens[1 : count * sequence_length + 1].reshape(count, sequence_length)[chosen]
         return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
 
-    def validation_batches(
-        self, sequence_length: int, batch_size: int, num_batches: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The first `num_batches` batches of the validation data, or fewer if it is shorter.
-
-        All batches are full, except for a single smaller one if the data is shorter than a batch.
-        """
-        count = self.num_windows(sequence_length, "validation")
-        for batch in range(min(num_batches, max(1, count // batch_size))):
-            chosen = range(batch * batch_size, min((batch + 1) * batch_size, count))
-            yield self.windows(chosen, sequence_length, "validation")
-
 
 class Sampler:
     """Endless shuffled epochs of `num_windows` windows.
@@ -126,17 +109,9 @@ class Sampler:
         return generator.permutation(self.num_windows).astype(np.int64, copy=False)
 
 
-def open_corpus(config: TrainConfig) -> Corpus:
-    """The tokens of a run; made at the first call, mapped from the output directory afterwards."""
-    data, output_dir = config.data, Path(config.output_dir)
-    return prepare_corpus(
-        data.path, data.tokenizer, output_dir / "data", data.validation_fraction, output_dir=output_dir
-    )
-
-
 def prepare_corpus(
     path: str | None,
-    tokenizer: str | None,
+    tokenizer: str | Tokenizer | None,
     directory: Path,
     validation_fraction: float = 0.05,
     *,
@@ -147,7 +122,7 @@ def prepare_corpus(
     Args:
         path: a directory (all UTF-8 text files below it, without hidden ones), a glob pattern, or a file. None: the
             ``.py`` files of this interpreter's standard library, without its tests and installed packages.
-        tokenizer: a JSON file of the `tokenizers` library. None: bytes.
+        tokenizer: a tokenizer, or a JSON file of the `tokenizers` library. None: bytes.
         directory: the cache of tokens; reused as long as files, sizes, modification times and tokenizer are the same.
         validation_fraction: the fraction of the text for validation: whole files, chosen by a hash of their relative
             path. If that misses the fraction by more than a factor of four, the end of the stream instead.
@@ -158,24 +133,16 @@ def prepare_corpus(
     """
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation_fraction={validation_fraction}: must be >= 0 and < 1.")
-    encoder = load_tokenizer(tokenizer)
+    encoder = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
     root, files, passed_over, left_out = find_files(path, directory, output_dir)
     key = blake2b(encoder.fingerprint, digest_size=12)
-    key.update(json.dumps([_FORMAT, str(root), validation_fraction, [_facts(file) for file in files]]).encode())
-    stream, about = (directory / f"corpus-{key.hexdigest()}{ending}" for ending in (".bin", ".json"))
-    try:
-        facts = _read_about(stream, about, encoder)
-        if facts is None:
-            directory.mkdir(parents=True, exist_ok=True)
-            with whole_file(stream) as out:
-                facts = _write_stream(out, root, files, encoder, validation_fraction)
-            write_whole(about, json.dumps(facts))
-        tokens = np.asarray(np.memmap(stream, encoder.dtype, "r", shape=(facts["num_tokens"],)))
-    except OSError as error:
-        raise DataError(
-            f"the token cache {error.filename or directory} cannot be read or written ({error.strerror}). "
-            "Free disk space, or set output_dir to a writable directory."
-        ) from None
+    key.update(json.dumps([_FORMAT, str(root), validation_fraction, [facts_of(file) for file in files]]).encode())
+    tokens, facts = cached_tokens(
+        directory,
+        key.hexdigest(),
+        encoder.dtype,
+        lambda out: _write_stream(out, root, files, encoder, validation_fraction),
+    )
     return Corpus(
         train=tokens[: facts["num_train_tokens"]],
         validation=tokens[facts["num_train_tokens"] :],
@@ -187,19 +154,6 @@ def prepare_corpus(
     )
 
 
-def _facts(file: Path) -> list[Any]:
-    """Path, size and modification time of `file`, which identify its content."""
-    try:
-        stat = file.stat()
-    except OSError as error:
-        raise _unreadable(file, error) from None
-    return [str(file), stat.st_size, stat.st_mtime_ns]
-
-
-def _unreadable(file: Path, error: OSError) -> DataError:
-    return DataError(f"data file {file}: {error.strerror}. Make it readable, or leave it out.")
-
-
 def _read_text(file: Path) -> str | None:
     """The content of `file`, or None if it is not UTF-8 text."""
     try:
@@ -207,7 +161,7 @@ def _read_text(file: Path) -> str | None:
     except UnicodeDecodeError:
         return None
     except OSError as error:
-        raise _unreadable(file, error) from None
+        raise unreadable(file, error) from None
     return None if "\0" in text else text
 
 
@@ -244,7 +198,7 @@ def _write_stream(
         content = f"{binary} of them not UTF-8 text, the others empty" if binary else "all empty"
         raise DataError(f"data in {root}: {len(files)} files, {content}. Training needs text: choose other files.")
     num_train, kept = counts[0], num_tokens - counts[0]
-    by_file = fraction * num_tokens / 4 <= kept <= min(4 * fraction, (1 + fraction) / 2) * num_tokens
+    by_file = fits_fraction(kept, fraction, num_tokens)
     return {
         "num_tokens": num_tokens,
         "num_train_tokens": num_train if by_file else round(num_tokens * (1 - fraction)),
@@ -252,13 +206,3 @@ def _write_stream(
         "skipped": skipped,
         "divided_by": "file" if by_file else "position",
     }
-
-
-def _read_about(stream: Path, about: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The JSON that describes a cached stream, or None if it is missing or incomplete."""
-    try:
-        facts: dict[str, Any] = json.loads(about.read_bytes())
-        whole = stream.stat().st_size == facts["num_tokens"] * tokenizer.dtype.itemsize
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return facts if whole else None

@@ -22,10 +22,13 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eos|>", "[
 
 CONFIG_HEAD = "# pipeloom "  # the first characters of config.yaml in an output directory
 
+MODEL_DIR = "model"  # of a fine-tuned model, in an output directory
+
 # What a run writes. An output directory may also have text files of the user.
 RUN_FILES = (
     *("metrics.jsonl", "config.yaml", "environment.json", "memory.json", "report.html"),
     *("timelines.json", "timeline.json.gz", "tracking.json", "tensorboard"),
+    MODEL_DIR,
 )
 _WRITTEN = re.compile(f"{'|'.join(map(re.escape, RUN_FILES))}|data|checkpoint-\\d+|previous-\\d+")
 _TOKENS = re.compile(r"corpus-[0-9a-f]{24}\.(bin|json)")
@@ -155,6 +158,12 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`."""
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids of a text that goes on: without a separator behind it; of no text, a separator."""
+        separator: list[int] = self.encode([""]).tolist()
+        tokens: list[int] = self.encode([text]).tolist()
+        return tokens[: -len(separator)] or separator
 
 
 class ByteTokenizer(Tokenizer):

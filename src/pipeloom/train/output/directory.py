@@ -156,7 +156,9 @@ def repeatable(config: TrainConfig) -> TrainConfig:
     if offload_dir:
         config = config.changed("memory", offload=f"{kind}:{absolute(offload_dir)}")
     return replace(
-        config.changed("data", path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer)),
+        config.changed("data", path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer)).changed(
+            "model", pretrained=absolute(config.model.pretrained)
+        ),
         plan=None,  # the other options have its values; its orders are `schedule`
         schedule=own_schedule.absolute(config.schedule),
         output_dir=str(Path(config.output_dir).absolute()),

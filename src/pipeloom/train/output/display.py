@@ -17,7 +17,7 @@ _MATTERS_IN_STREAMS = (  # of asynchronous schedules also: staleness of gradient
     *(f"parallel.{name}" for name in ("pipeline", "replicas", "cut", "in_flight")),
 )
 _MOST_NAMED = 3  # directories in one line
-_PATHS = ("data.path", "data.tokenizer")
+_PATHS = ("data.path", "data.tokenizer", "model.pretrained")
 
 
 class Display:

@@ -1,0 +1,123 @@
+"""Documents of JSON lines, as ids and which of them are scored.
+
+{"text": "..."}                                   all of it is scored
+{"prompt": "...", "completion": "..."}            the completion is scored
+{"messages": [{"role": ..., "content": ...}]}     the turns of the assistant are scored
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeloom.errors import DataError
+from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
+from pipeloom.train.data.token_cache import unreadable
+
+SUFFIX = ".jsonl"
+_KINDS = {"text": ("text",), "prompt and completion": ("prompt", "completion"), "messages": ("messages",)}
+_TOGETHER = 1024  # lines that are tokenized at once
+
+
+class Document(NamedTuple):
+    """The tokens of a document, and which of them count in the loss."""
+
+    ids: list[int]
+    scored: list[bool]
+
+
+class Line(NamedTuple):
+    """A line of a file that is not empty: where it is, its bytes, and its object."""
+
+    place: str
+    content: bytes
+    record: Mapping[str, Any]
+
+
+def read_lines(file: Path) -> Iterator[Line]:
+    """The objects of a file.
+
+    Raises:
+        DataError: the file cannot be read, or a line has no object.
+    """
+    try:
+        with file.open("rb") as lines:
+            for number, content in enumerate(lines, start=1):
+                if content.strip():
+                    yield _line(f"{file} line {number}", content)
+    except OSError as error:
+        raise unreadable(file, error) from None
+
+
+def _line(place: str, content: bytes) -> Line:
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        raise DataError(f"{place} is not JSON: must be one object per line. Change it.") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{place} is not a JSON object: must have {_kinds()}. Change it.")
+    return Line(place, content, record)
+
+
+def documents(lines: Iterator[Line], tokenizer: PretrainedTokenizer) -> Iterator[tuple[Line, Document]]:
+    """The document of each line.
+
+    Raises:
+        DataError: a line without text, or with a conversation that the chat template refuses.
+    """
+    waiting: list[Line] = []
+    for line in lines:
+        waiting.append(line)
+        if len(waiting) == _TOGETHER:
+            yield from zip(waiting, _tokenized(waiting, tokenizer), strict=True)
+            waiting = []
+    yield from zip(waiting, _tokenized(waiting, tokenizer), strict=True)
+
+
+def _tokenized(lines: Sequence[Line], tokenizer: PretrainedTokenizer) -> Iterator[Document]:
+    kinds = [_kind(line) for line in lines]
+    texts = [
+        _text(line, key) for line, kind in zip(lines, kinds, strict=True) if kind != "messages" for key in _KINDS[kind]
+    ]
+    found = iter(tokenizer.plain(texts) if texts else ())
+    start, end = tokenizer.start, tokenizer.end
+    for line, kind in zip(lines, kinds, strict=True):
+        if kind == "messages":
+            yield _conversation(line, tokenizer)
+            continue
+        before = start if kind == "text" else [*start, *next(found)]
+        rest = [*next(found), *end]
+        scored = kind == "text" or not before
+        yield Document([*before, *rest], [scored] * len(before) + [True] * len(rest))
+
+
+def _kind(line: Line) -> str:
+    found = [kind for kind, keys in _KINDS.items() if any(key in line.record for key in keys)]
+    if len(found) != 1 or not all(key in line.record for key in _KINDS[found[0]]):
+        keys = ", ".join(map(str, line.record)) or "no keys"
+        raise DataError(f"{line.place} has {keys}: must have {_kinds()}. Change it.")
+    return found[0]
+
+
+def _kinds() -> str:
+    return "either text, or prompt and completion, or messages"
+
+
+def _text(line: Line, key: str) -> str:
+    value = line.record[key]
+    if not isinstance(value, str):
+        raise DataError(f"{line.place}: {key} is a {type(value).__name__}, and must be a string. Change it.")
+    return value
+
+
+def _conversation(line: Line, tokenizer: PretrainedTokenizer) -> Document:
+    messages = line.record["messages"]
+    is_list = isinstance(messages, list) and messages
+    if not is_list or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
+        raise DataError(f"{line.place}: messages must be a list of objects with role and content. Change it.")
+    if not any(each["role"] == "assistant" for each in messages):
+        raise DataError(f"{line.place}: messages have no turn of the role assistant, which is scored. Add one.")
+    try:
+        return Document(*tokenizer.conversation(messages, line.record.get("tools")))
+    except DataError as error:
+        raise DataError(f"{line.place}: {error}") from None
