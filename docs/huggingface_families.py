@@ -1,7 +1,8 @@
 """Generates the page of transformers' families from what a walk over all of them measured.
 
-python docs/huggingface_families.py              writes the page from the committed JSON file
-python docs/huggingface_families.py --measure    walks over all families first (an hour on one core)
+python docs/huggingface_families.py                      writes the page from the committed JSON file
+python docs/huggingface_families.py --measure tp ep      measures columns first: pp (an hour on one core), tp, ep, kinds
+python docs/huggingface_families.py --measure pp --only llama,qwen3
 """
 
 from __future__ import annotations
@@ -16,80 +17,133 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "reference" / "huggingface-families.json"
 PAGE = DATA.with_suffix(".md")
 BOUND = 1e-12  # relative, in float64
+COLUMNS = ("pp", "tp", "ep", "kinds")
 
 HEAD = """\
 # Hugging Face families
 
 Every family of transformers {version} whose configuration has a pipeline plan (`base_model_pp_plan`), as a tiny random
-model in float64: its causal language model, or its base model where there is none. Each runs as a pipeline of 2 and 3
-ranks under `1f1b`, `interleaved`, `zb-h1` and `zb-v`, with padding and uneven micro-batches. Loss and gradients are
-compared with the model's own accumulation over the same micro-batches in one process. The difference is relative to the
-largest value of each gradient.
+model in float64: its causal language model, or its base model where there is none. Loss and gradients are compared with
+the model's own accumulation over the same micro-batches in one process. The table has the largest difference, relative
+to the largest value of each gradient. A column works up to {bound:.0e}, or up to 4 times what the last digit of the
+weights changes in the gradients of the model itself, where that is more.
 
-{works} of {families} families work; the bound is {bound:.0e}. Where fewer runs were measured, the table names them.
+* **pp**: a pipeline of 2 and 3 ranks under `1f1b`, `interleaved`, `zb-h1` and `zb-v`, with padding and uneven
+  micro-batches. Stages run the model's own forward, so heads, masks, rotary tables, soft-capping and losses of routers
+  are the model's. {pp} work. Where fewer runs were measured, the table names them.
+* **tp2**: `pl.parallelize(model, mesh)` on 2 processes by the family's `base_model_tp_plan`, and stages of `zb-v`.
+  {tp} work.
+* **ep2**: the same by `base_model_ep_plan`: 2 replicas share the experts. {ep} work.
 
-Every stage runs the model's own forward, so heads (sequence and token classification, question answering), masks,
-rotary tables, soft-capping and losses of routers are the model's. For a family without a plan, declare the order of its
-modules: [Models of Hugging Face](../how-to/huggingface.md). Tensor and expert parallelism depend on the plans for these
-axes; see [Tensor parallelism](../how-to/tensor-parallel.md).
+A dash: the family has no such plan.
 
-| family | model | pipeline | largest difference |
-|---|---|---|---|
+| family | model | pp | tp2 | ep2 |
+|---|---|---|---|---|
+"""
+KINDS = """\
+
+## Families without a plan
+
+Models of transformers without a pipeline plan are cut as found in their source: lists of blocks, and the modules around
+them in the order in which the forward names them. Stages run the model's own forward; one that runs modules otherwise
+is refused in the first step. Pipelines of 2 ranks (`1f1b`, `zb-h1`) and of 3 (`zb-h1`), compared as above. CLIP returns
+what its image tower computes, so it takes 2 ranks alone.
+
+| kind | model | pp |
+|---|---|---|
 """
 
 
 def page(data: dict[str, Any]) -> str:
     """The text of the page."""
     rows = data["families"]
-    works = sum(_works(row) for row in rows)
-    head = HEAD.format(version=data["transformers"], works=works, families=len(rows), bound=BOUND)
-    return head + "".join(map(_row, rows))
+    counts = {
+        axis: f"{sum(_works(row, axis) for row in rows)} of {sum(axis in row for row in rows)}" for axis in COLUMNS
+    }
+    head = HEAD.format(version=data["transformers"], bound=BOUND, **counts)
+    return head + "".join(map(_row, rows)) + KINDS + "".join(map(_kind, data.get("kinds", ())))
 
 
-def _works(row: dict[str, Any]) -> bool:
-    return isinstance(row["pp"], float) and row["pp"] <= BOUND
+def _works(row: dict[str, Any], axis: str) -> bool:
+    found = row.get(axis)
+    return isinstance(found, float) and found <= max(BOUND, 4 * row.get("rounding", 0.0))
+
+
+def _cell(row: dict[str, Any], axis: str) -> str:
+    found = row.get(axis)
+    if not isinstance(found, float):
+        return "-" if found is None else f"no: {found}"
+    return f"{'' if _works(row, axis) else 'differs: '}{f'{found:.0e}' if found else '0'}"
 
 
 def _row(row: dict[str, Any]) -> str:
-    if not isinstance(row["pp"], float):
-        return f"| `{row['family']}` | {row.get('model', '')} | no: {row['pp']} | |\n"
-    runs = (
-        "" if len(row["runs"]) == 8 else " (" + ", ".join(f"{ranks} ranks {name}" for ranks, name in row["runs"]) + ")"
-    )
-    difference = "0" if row["pp"] == 0 else f"{row['pp']:.0e}"
-    return f"| `{row['family']}` | {row['model']} | {'works' if _works(row) else 'differs'}{runs} | {difference} |\n"
+    runs = row.get("runs", ())
+    few = "" if len(runs) in (0, 8) else " (" + ", ".join(f"{ranks} ranks {name}" for ranks, name in runs) + ")"
+    cells = f"{_cell(row, 'pp')}{few} | {_cell(row, 'tp')} | {_cell(row, 'ep')}"
+    return f"| `{row['family']}` | {row.get('model', '')} | {cells} |\n"
 
 
-def measure() -> dict[str, Any]:
-    """Walk over all families; a family that cannot be measured has the reason in place of the difference."""
+def _kind(row: dict[str, Any]) -> str:
+    return f"| {row['kind']} | `{row['model']}` | {_cell(row, 'pp')} |\n"
+
+
+def measure(data: dict[str, Any], columns: list[str], only: list[str]) -> None:
+    """Fill columns of the table; a family that cannot be measured has the reason in place of the difference."""
     import torch
     import transformers
+    from tests.cpu import huggingface_axes, huggingface_kinds
     from tests.cpu import huggingface_families as walk
 
     torch.set_num_threads(1)
-    rows = []
-    for kind in walk.families():
-        row: dict[str, Any] = {"family": kind}
-        rows.append(row)
-        if kind in walk.reason_without():
-            row["pp"] = walk.reason_without()[kind]
-            continue
-        model, inputs = walk.small_model(kind), walk.batch(7)
+    data["transformers"] = transformers.__version__
+    known = {row["family"]: row for row in data["families"]}
+    data["families"] = rows = [known.get(kind, {"family": kind}) for kind in walk.families()]
+    for row in rows:
+        kind = row["family"]
+        for axis in columns:
+            if axis == "kinds" or (only and kind not in only):
+                continue
+            if axis != "pp" and kind not in huggingface_axes.families_with(axis):
+                continue
+            row[axis] = _measured(walk, huggingface_axes, row, axis)
+            print(kind, axis, row[axis], flush=True)
+            DATA.write_text(json.dumps(data, indent=1) + "\n")
+    if "kinds" in columns:
+        data["kinds"] = []
+        for kind, found in huggingface_kinds.KINDS.items():
+            data["kinds"].append({"kind": kind, "model": found.model, "pp": huggingface_kinds.difference(kind)})
+            print(data["kinds"][-1], flush=True)
+
+
+def _measured(walk: Any, axes: Any, row: dict[str, Any], axis: str) -> float | str:
+    kind = row["family"]
+    if kind in walk.reason_without():
+        reason: str = walk.reason_without()[kind]
+        return reason
+    model = walk.small_model(kind)
+    row["model"] = type(model).__name__
+    if axis == "pp":
+        inputs = walk.batch(7)
         expected = walk.reference(model, inputs)
-        row["model"] = type(model).__name__
         row["runs"] = [(ranks, name) for ranks in (2, 3) for name in walk.SCHEDULES]
-        row["pp"] = max(walk.difference(model, inputs, expected, *run) for run in row["runs"])
-        print(kind, row["pp"], flush=True)
-    return {"transformers": transformers.__version__, "families": rows}
+        return float(max(walk.difference(model, inputs, expected, *run) for run in row["runs"]))
+    found = float(axes.axis_difference(model, axis))
+    if found > BOUND:
+        row["rounding"] = axes.rounding(model)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="walk over all families first")
-    if parser.parse_args().measure:
+    parser.add_argument("--measure", nargs="+", choices=COLUMNS, default=[], help="columns to measure first")
+    parser.add_argument("--only", default="", help="families, with commas between them")
+    arguments = parser.parse_args()
+    data = json.loads(DATA.read_text())
+    if arguments.measure:
         sys.path.insert(0, str(ROOT))
-        DATA.write_text(json.dumps(measure(), indent=1) + "\n")
-    PAGE.write_text(page(json.loads(DATA.read_text())))
+        measure(data, arguments.measure, arguments.only.split(",") if arguments.only else [])
+        DATA.write_text(json.dumps(data, indent=1) + "\n")
+    PAGE.write_text(page(data))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,8 @@ def small_config(config_class: Any) -> Any:
     for name, value in fields.items():
         if name in SMALL and (value is not None or name in ("pad_token_id", "bos_token_id", "eos_token_id")):
             changes[name] = SMALL[name]
+        elif name == "output_router_logits":  # the routers' own loss counts
+            changes[name] = True
         elif "drop" in name and isinstance(value, float):
             changes[name] = 0.0
         elif isinstance(value, list) and len(value) == layers:
@@ -142,6 +144,7 @@ EXTRA: dict[str, dict[str, Any]] = {
             kind: {**_ROPE, "mrope_section": [2, 1, 1]} for kind in ("full_attention", "sliding_attention")
         }
     },
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "t5_gemma_module": {"dropout_rate": 0.0},
     "t5gemma2_text": {"dropout_rate": 0.0},
@@ -212,9 +215,11 @@ def batch(samples: int) -> dict[str, Tensor]:
 
 
 def loss_of(output: Any, targets: Tensor) -> Tensor:
-    """A loss of a model's main output, the mean over samples."""
+    """A loss of a model's main output, the mean over samples, with the loss of its routers."""
     logits = output.get("logits") if "logits" in output else output["last_hidden_state"]
     value = (logits.double() * torch.linspace(0.5, 1.5, logits.shape[-1], dtype=torch.float64)).sin().mean()
+    aux = output.get("aux_loss")
+    value = value if aux is None else value + aux.double() / 10
     return value + logits.double().square().mean() + 0 * targets.sum()
 
 

@@ -17,7 +17,7 @@ from tests.cpu.tensor_cases import batch, build, config, drawn, on_mesh
     [
         ({"blocks.*.qkw": "column"}, r"'blocks\.\*\.qkw': no module has this name\. Did you mean 'blocks\.\*\.qkv'"),
         ({"blocks.*.qkv": "colum"}, r"'colum': a kind is one of column, column_gather, row"),
-        ({"blocks.*.qkv": "moe_tp_experts"}, r"'moe_tp_experts': a kind is one of"),
+        ({"blocks.*.qkv": "moe_other_experts"}, r"'moe_other_experts': a kind is one of"),
         ({"blocks.*.attention_norm": "column"}, r"LayerNorm is no layer that can be cut this way"),
         ({"embedding": "row"}, r"'embedding': 'row': Embedding is no layer"),
         ({"blocks.*.qkv": ("column", ((16, 4), (16, 4)))}, r"have 32 elements, the layer 48"),

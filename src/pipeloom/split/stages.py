@@ -182,23 +182,25 @@ def _way_in(
         if decoder is not None:
             _check_unchanged(model)
         return decoder
-    if layers is None and runs_in_order(model):
+    patterns = getattr(model, "pipeline_layers", None) if layers is None else layers
+    if patterns is None and type(model).forward is not nn.Sequential.forward:
+        patterns = [name for name, _ in model.named_children()]
+    names = [layer.name for layer in find_layers(model, patterns)]
+    declared = layers is not None and hasattr(model, "pipeline_layers")
+    in_order = runs_in_order(model, names)
+    if in_order and (not declared or names == [layer.name for layer in find_layers(model, None)]):
         return None
     if parts_of_sequences:
         _check_unchanged(model)
         return None
-    patterns = getattr(model, "pipeline_layers", None) if layers is None else layers
-    if patterns is None:
-        patterns = [name for name, _ in model.named_children()]
-    if isinstance(patterns, str):
-        patterns = [patterns]
-    listed = isinstance(patterns, Sequence) and all(isinstance(name, str) for name in patterns)
-    if not listed or not patterns or type(model).forward is nn.Module.forward or runs_in_order(model):
+    if type(model).forward is nn.Module.forward:
         return None
     if any(hasattr(part, "stashes") for part in model.modules()):  # skips between layers belong to chains
         _check_unchanged(model)
         return None
-    return Layout("", tuple(patterns), "layers")
+    return Layout(
+        "", tuple(names if patterns is None else [patterns] if isinstance(patterns, str) else patterns), "layers"
+    )
 
 
 def _check_unchanged(model: nn.Module) -> None:

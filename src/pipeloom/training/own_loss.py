@@ -33,6 +33,7 @@ class OwnLoss:
         self._names = frozenset(name for name in parameters if _is_label(name))
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         function: Any = getattr(model, "loss_function", None)
+        self._decodes = "decoder_input_ids" in parameters
         self._takes_number = _NUM_ITEMS in parameters or (takes_any and function is not None)
         self._shifts = getattr(function, "__name__", "") == "ForCausalLMLoss"
 
@@ -44,7 +45,8 @@ class OwnLoss:
             targets: labels, or a dict of several kinds of labels; None: they are in the batch.
 
         Returns:
-            The arguments without labels, and the labels with `num_items_in_batch` if it is there; None: no labels.
+            The arguments without labels, and the labels with `num_items_in_batch` if it is there; None: no labels. A
+            decoder that makes its input from labels has them among its arguments, too.
         """
         if isinstance(batch, MicroBatches) or isinstance(targets, MicroBatches):
             return self._separate_each(batch, targets)
@@ -56,6 +58,12 @@ class OwnLoss:
                     given.setdefault(name, value)
                 else:
                     inputs[name] = value
+            if (
+                self._decodes
+                and "labels" in given
+                and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
+            ):
+                inputs["labels"] = given["labels"]  # every stage makes the decoder's input from them
             batch = inputs
         number = given.get(_NUM_ITEMS)
         if isinstance(number, Tensor):

@@ -4,7 +4,7 @@ F runs the stage, and passes its output to the next stage or to the loss. B is i
 two halves of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from pipeloom.engine.binders.sequence_parts import module_of_tokens
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
 from pipeloom.engine.binders.skips import bind_skip_gradients, bind_skip_values
 from pipeloom.engine.rank_state import RankState, Step
-from pipeloom.errors import RunError
+from pipeloom.errors import RunError, one_line
 from pipeloom.ir import Action, Op, Program
 from pipeloom.transport.values import Layout, Value, flatten, unflatten
 
@@ -103,7 +103,13 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
         if sliced:
             extent = Extent(*value[1].tolist())
             target, weight = cut_slice(target, extent), weight * ((extent.end - extent.start) / extent.length)
-        loss, metrics = separate(loss_fn(output, target), weight)
+        try:
+            result = loss_fn(output, target)
+        except (TypeError, AttributeError) as error:
+            if not isinstance(output, Mapping):
+                raise
+            raise RunError(f"loss_fn: {one_line(error)}. {_fields(output)}") from error
+        loss, metrics = separate(result, weight)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise RunError(f"loss_fn returned {shape}: it must return a scalar, the mean over the micro-batch.")
@@ -117,6 +123,16 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
         return [root_of(loss)] if loss.requires_grad else []
 
     return finish
+
+
+def _fields(output: Mapping[str, Value]) -> str:
+    """How a loss reads what a model returns."""
+    kind, names = type(output), [name for name, value in output.items() if isinstance(value, Tensor)]
+    name = "logits" if "logits" in names or not names else names[0]
+    read = f"output[{name!r}]" if kind is dict else f"output.{name}"
+    return (
+        f"The model returns a {kind.__name__} with {', '.join(map(str, output)) or 'nothing'}: use {read} in loss_fn."
+    )
 
 
 def _bind_output(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:

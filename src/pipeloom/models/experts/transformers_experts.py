@@ -9,9 +9,11 @@ gates and chosen experts, and a module of fused experts:
     gate_up_proj_bias, down_proj_bias    [E, 2 F] and [E, W], if `has_bias`
 
 `take_over` changes the classes of these modules and leaves their parameters, names and settings as they are. Then each
-expert is one product of all its tokens, weight gradients wait for W, and `dispatch` can be replaced.
+expert is one product of all its tokens, weight gradients wait for W, and `dispatch` can be replaced. Experts of another
+form, with the same forward, keep their own computation (`OwnExperts`).
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +31,10 @@ from pipeloom.models.experts.sigmoid import moved_bias
 _BIAS = "e_score_correction_bias"  # DeepSeek-V3's, which takes part in choosing alone
 
 
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
 class FusedExperts(nn.Module):
     """Base of the classes that `take_over` gives to modules of fused experts. Not to be made by itself.
 
@@ -40,6 +46,7 @@ class FusedExperts(nn.Module):
     sliceable = True
     has_capacity = False
     dispatch: Callable[[Tensor, Routing, Compute], Tensor] = staticmethod(dispatch_here)
+    leave: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
     num_experts: int
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
@@ -48,8 +55,16 @@ class FusedExperts(nn.Module):
         """Tokens [N, W], chosen experts [N, K] and their gates [N, K] -> [N, W]."""
         routing = assign(top_k_index, top_k_weights, self.num_experts)
         dispatch: Any = self.dispatch
-        result: Tensor = dispatch(hidden_states, routing, self.compute)
-        return result
+        return self.leave(dispatch(hidden_states, routing, self.compute))
+
+    @property
+    def tensor_cuts(self) -> dict[str, tuple[int, int]]:
+        """How experts are cut along tp: parameter -> dimension, and number of sections. Empty: they cannot be."""
+        if getattr(self, "has_bias", False) or getattr(self, "has_post_expert_norm", False):
+            return {}
+        inner, outer = (2, 1) if getattr(self, "is_transposed", False) else (1, 2)
+        halves = 2 if getattr(self, "is_concatenated", True) else 1
+        return {"gate_up_proj": (inner, halves), "up_proj": (inner, 1), "down_proj": (outer, 1)}
 
     def compute(self, rows_AW: Tensor, counts_E: Tensor) -> Tensor:
         """The experts of this process: rows [A, W] sorted by expert, and rows per expert, -> [A, W]."""
@@ -64,6 +79,21 @@ class FusedExperts(nn.Module):
             return result
         bias_EM: Tensor = getattr(self, f"{name}_bias")
         return result + bias_EM.repeat_interleave(counts_E, 0, output_size=result.shape[0]).to(result.dtype)
+
+
+class OwnExperts(FusedExperts):
+    """The same for experts of another form: each runs as in the class in transformers, with gates of 1."""
+
+    def compute(self, rows_AW: Tensor, counts_E: Tensor) -> Tensor:
+        """The experts of this process: rows [A, W] sorted by expert, and rows per expert, -> [A, W]."""
+        rows = rows_AW.shape[0]
+        if not rows:
+            return rows_AW * 1.0  # with a graph, so that the backward of an exchange runs here too
+        expert_A = torch.arange(counts_E.shape[0], device=rows_AW.device)
+        expert_A = expert_A.repeat_interleave(counts_E, output_size=rows)
+        own: Any = super(FusedExperts, self).forward
+        result: Tensor = own(rows_AW, expert_A[:, None], rows_AW.new_ones(rows, 1))
+        return result
 
 
 class DeclaringRouter(nn.Module):
@@ -118,22 +148,16 @@ def take_over(model: nn.Module, *, balance_weight: float = 0.0, z_loss_weight: f
         The names of the modules of experts.
 
     Raises:
-        InputError: the model has no fused experts, or experts that this function does not support.
+        InputError: the model has no fused experts.
     """
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, FusedExperts):
-            found.append(name)
-        elif _is_fused(module):
-            _check(name, module)
-            module.__class__ = _joined(FusedExperts, type(module))
-            found.append(name)
+    found = fused_experts(model)
     if not found:
         raise InputError(
             f"{type(model).__name__} has no experts with fused weights gate_up_proj and down_proj [experts, ..., ...]. "
             "Name a mixture of experts of transformers 5."
         )
     for name in found:
+        make_dispatching(model.get_submodule(name))
         for router in model.get_submodule(name.rpartition(".")[0]).children():
             if hasattr(router, "top_k") and isinstance(getattr(router, "weight", None), nn.Parameter):
                 if not isinstance(router, DeclaringRouter):
@@ -144,19 +168,29 @@ def take_over(model: nn.Module, *, balance_weight: float = 0.0, z_loss_weight: f
     return found
 
 
+def fused_experts(model: nn.Module) -> list[str]:
+    """The names of the modules of fused experts of transformers in a model, taken over or not."""
+    return [name for name, module in model.named_modules() if isinstance(module, FusedExperts) or _is_fused(module)]
+
+
+def make_dispatching(module: nn.Module) -> None:
+    """Let a module of fused experts, unless it does already, run its experts through `dispatch`. Its routers stay."""
+    if not isinstance(module, FusedExperts):
+        usual = hasattr(module, "_apply_gate") and "gate_up_proj" in module._parameters
+        usual = usual and not getattr(module, "has_post_expert_norm", False)
+        module.__class__ = _joined(FusedExperts if usual else OwnExperts, type(module))
+
+
 def _is_fused(module: nn.Module) -> bool:
-    return all(
-        isinstance(parameter := module._parameters.get(name), nn.Parameter) and parameter.dim() == 3
-        for name in ("gate_up_proj", "down_proj")
-    )
-
-
-def _check(name: str, module: nn.Module) -> None:
-    if not hasattr(module, "_apply_gate") or getattr(module, "has_post_expert_norm", False):
-        raise InputError(
-            f"{name!r} ({type(module).__name__}): experts without `_apply_gate`, or with a norm behind each expert, "
-            "are not supported. Leave them as they are."
-        )
+    """Whether a module has stacks of experts, and takes tokens, chosen experts and gates."""
+    experts = getattr(module, "num_experts", None)
+    stacks = list(module._parameters.items())
+    if not isinstance(experts, int) or not {"gate_up_proj", "up_proj"} & module._parameters.keys():
+        return False
+    if "down_proj" not in module._parameters or any(p is None or p.shape[0] != experts for _, p in stacks):
+        return False
+    names = list(inspect.signature(type(module).forward, follow_wrapped=True).parameters)
+    return len(names) == 4 and all(p is not None and p.dim() == 3 for name, p in stacks if not name.endswith("_bias"))
 
 
 _made: dict[tuple[Any, Any], Any] = {}

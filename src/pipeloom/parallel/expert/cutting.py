@@ -8,7 +8,7 @@ tp.
     shared_up        linear       -         column
     shared_down      linear       -         row
     router.*         any          -         whole: every tensor-parallel rank routes all tokens
-    others           [E, ...]     dim 0     -; such as those of `pipeloom.models.experts.take_over`
+    others           [E, ...]     dim 0     as the layer's `tensor_cuts` says: experts of transformers
 """
 
 from collections.abc import Mapping
@@ -28,6 +28,12 @@ from pipeloom.parallel.tensor.one_d.tokens import gather_tokens, scatter_sum
 
 _EP, _TP = ("ep",), ("tp",)
 _CUT_BY_TP = {"up": (1, 1), "gate_up": (1, 2), "down": (2, 1)}  # dimension, and number of sections
+
+
+def _tensor_cuts(layer: Any) -> dict[str, tuple[int, int]]:
+    """How the parameters of a layer of experts are cut along tp."""
+    found: dict[str, tuple[int, int]] = getattr(layer, "tensor_cuts", _CUT_BY_TP)
+    return found
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -81,20 +87,30 @@ class ExpertCutter:
                     f"{layer.num_experts}. Put others into a submodule."
                 )
             if self._tp.degree > 1:
-                self._check_tensor(name, key, tuple(parameter.shape))
+                self._check_tensor(name, layer, key, tuple(parameter.shape))
         if self._exchange == "capacity" and self._ep.degree > 1 and not layer.has_capacity:
             raise InputError(
                 f"exchange='capacity': the experts of {name!r} have no capacity. Set capacity_factor, or use "
                 "exchange='counts'."
             )
 
-    def _check_tensor(self, name: str, key: str, shape: tuple[int, ...]) -> None:
-        if key not in _CUT_BY_TP:
+    def _check_tensor(self, name: str, layer: Any, key: str, shape: tuple[int, ...]) -> None:
+        cuts = _tensor_cuts(layer)
+        if key not in cuts:
             raise InputError(
-                f"{f'{name}.{key}'!r}: experts are cut along tp by {', '.join(_CUT_BY_TP)} alone. Use tp=1 and ep, or "
-                "a pipeloom.models.experts.Experts."
+                f"{f'{name}.{key}'!r}: experts with biases, or with a norm behind each, cannot be cut along tp. Use "
+                "tp=1 and ep, or leave them out of the plan."
+                if not cuts
+                else f"{f'{name}.{key}'!r}: experts are cut along tp by {', '.join(cuts)} alone. Use tp=1 and ep, or a "
+                "pipeloom.models.experts.Experts."
             )
-        width = shape[2] if key == "down" else shape[1] // _CUT_BY_TP[key][1]
+        if self._sequence and not hasattr(layer, "router"):
+            raise InputError(
+                f"{name!r} ({type(layer).__name__}): experts of transformers take all tokens of a sample. Use "
+                "sequence=False."
+            )
+        dim, sections = cuts[key]
+        width = shape[dim] // sections
         if width % self._tp.degree:
             raise InputError(
                 f"{name!r} has experts of width {width}, which {self._tp.degree} tensor-parallel ranks cannot share "
@@ -105,21 +121,22 @@ class ExpertCutter:
         """Cut the layer in place. Shared experts are cut by the caller, as linear layers."""
         layer: Any = module
         for key, parameter in list(module.named_parameters(recurse=False)):
-            how = self._placed(key, tuple(parameter.shape))
+            how = self._placed(layer, key, tuple(parameter.shape))
             setattr(layer, key, self._cutter.block_of(parameter, how, f"{name}.{key}", self._place))
         layer.dispatch = ExpertDispatch(self._ep, self._tp, sums_input=not self._sequence, exchange=self._exchange)
         if self._tp.degree > 1:
-            layer.enter = _Enter(self._tp) if self._sequence else layer.enter
+            if self._sequence:
+                layer.enter = _Enter(self._tp)
             layer.leave = _Leave(self._tp, sequence=self._sequence)
         if self._sequence:
             layer.router.register_forward_pre_hook(_EqualParts(self._tp))
 
-    def _placed(self, key: str, shape: tuple[int, ...]) -> Placed:
+    def _placed(self, layer: Any, key: str, shape: tuple[int, ...]) -> Placed:
         cuts: dict[int, Cut] = {}
         if self._ep.degree > 1:
             cuts[0] = even(shape[0], self._ep.degree, _EP)
         if self._tp.degree > 1:
-            dim, sections = _CUT_BY_TP[key]
+            dim, sections = _tensor_cuts(layer)[key]
             cuts[dim] = Cut(_TP, (Section(shape[dim] // sections, self._tp.degree),) * sections)
         return Placed(shape, cuts)
 

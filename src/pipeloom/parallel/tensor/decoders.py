@@ -4,7 +4,7 @@ Their attention and MLP modules read their input several times (q, k, v; gate an
 stands once in front of such a module: a hook on its forward.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.placed import placed_block
+from pipeloom.parallel.tensor.mixing import mixes_features
 from pipeloom.parallel.tensor.one_d.linear import enter
 from pipeloom.parallel.tensor.plan import Entry, entries_of
 
 _ENTRANCES = ("self_attn", "attn", "mlp")  # modules of a block whose layers all read the module's input
 _HIDDEN = "hidden_states"
+# Kinds beside which all column layers of a module read its input.
+_BESIDE = ("column", "column_gather", "row", "row_split", "sum_gradients", "whole", "tokens")
 
 
 def plan_of(model: nn.Module) -> Mapping[str, Any]:
@@ -40,6 +44,13 @@ def _own_plan(model: nn.Module) -> Mapping[str, Any] | None:
         if found:
             return dict(found)
     return _gpt2_plan(model) if getattr(getattr(model, "config", None), "model_type", "") == "gpt2" else None
+
+
+def own_patterns(model: nn.Module) -> set[str]:
+    """The patterns of the plans that a model and its configuration bring; some match nothing in a given size."""
+    config = getattr(model, "config", None)
+    plans = [_own_plan(model), *(getattr(config, f"base_model_{axis}_plan", None) for axis in ("tp", "ep"))]
+    return {pattern for plan in plans for pattern in plan or ()}
 
 
 def with_own_sections(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -71,9 +82,9 @@ def _gpt2_plan(model: nn.Module) -> dict[str, Any]:
 
 
 def is_decoder(model: nn.Module) -> bool:
-    """Whether it is a model of transformers with attention heads."""
+    """Whether it is a model of transformers."""
     own = any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
-    return own and hasattr(getattr(model, "config", None), "num_attention_heads")
+    return own and getattr(model, "config", None) is not None
 
 
 def adapted(model: nn.Module, entries: Mapping[str, Entry], *, sequence: bool) -> Mapping[str, Entry]:
@@ -82,7 +93,8 @@ def adapted(model: nn.Module, entries: Mapping[str, Entry], *, sequence: bool) -
     Raises:
         InputError: with `sequence`, the plan cuts some linear layers of a module and not all.
     """
-    found = dict(entries)
+    entries = _gathered_where_mixed(model, entries)
+    found = {name: _with_rotary(model, name, entry) for name, entry in entries.items()}
     for name, module, inside in _entrances(model, entries):
         if "head_dim" in vars(module):
             _check_attention(module, name, inside)
@@ -100,12 +112,68 @@ def adapted(model: nn.Module, entries: Mapping[str, Entry], *, sequence: bool) -
 
 def install(model: nn.Module, entries: Mapping[str, Entry], mesh: Mesh, *, sequence: bool) -> None:
     """Give attention and MLP modules, whose layers are cut by `entries`, their f and their own numbers of heads."""
-    config: Any = model.config
     for _, module, inside in _entrances(model, entries):
         if any(entry.entered for entry in inside.values()):
             module.register_forward_pre_hook(_Entrance(mesh.axis("tp"), sequence=sequence), with_kwargs=True)
         if "head_dim" in vars(module) and any(entry.kind == "column" for entry in inside.values()):
-            _divide_heads(module, config, mesh.degree("tp"))
+            _divide_heads(module, mesh.degree("tp"))
+
+
+def _gathered_where_mixed(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """`entries`, where layers around something that reads all their features at once gather them and share them again.
+
+    transformers' plans name such layers themselves ("colwise_gather_output"), but not all.
+    """
+    found = dict(entries)
+    modules = dict(model.named_modules())
+    homes: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        if entry.kind in ("column", "row") and entry.sections is None and name in modules:
+            homes.setdefault(name.rpartition(".")[0], []).append(name)
+    for home, names in homes.items():
+        module = modules[home]
+        layers = {name.rpartition(".")[2]: found[name].kind for name in names if _is_linear(modules[name])}
+        columns = [name for name, kind in layers.items() if kind == "column"]
+        rows = [name for name, kind in layers.items() if kind == "row"]
+        if _reads_all_heads(module, home, columns, entries) or mixes_features(module, columns, rows):
+            for each, kind in layers.items():
+                name = f"{home}.{each}" if home else each
+                found[name] = Entry("column_gather" if kind == "column" else "row_split")
+            for each, _ in module.named_children():  # norms see all features now
+                if found.get(f"{home}.{each}", Entry("")).kind == "sum_gradients":
+                    found[f"{home}.{each}"] = Entry("whole")
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module).__name__ in ("Linear", "Conv1D")
+
+
+def _reads_all_heads(module: nn.Module, name: str, columns: list[str], entries: Mapping[str, Entry]) -> bool:
+    """Whether attention has a norm of all features of a column layer, or values per head that the plan leaves whole."""
+    if "head_dim" not in vars(module):
+        return False
+    width = int(module.head_dim)  # type: ignore[arg-type]
+    widths = {int(module.get_submodule(each).weight.shape[0]) for each in columns}  # type: ignore[index]
+    norms = [child for child in module.children() if not child._modules and not _is_linear(child)]
+    weights = [child._parameters.get("weight") for child in norms]
+    own = [p for key, p in module._parameters.items() if f"{name}.{key}" not in entries]
+    return _has_size(weights, widths - {width}) or _has_size(own, {each // width for each in widths})
+
+
+def _has_size(parameters: Iterable[nn.Parameter | None], sizes: set[int]) -> bool:
+    return any(p is not None and p.dim() == 1 and p.shape[0] in sizes for p in parameters)
+
+
+def _with_rotary(model: nn.Module, name: str, entry: Entry) -> Entry:
+    """An entry of the kind "latent" with its last outputs, the rotary keys of latent attention."""
+    if entry.kind != "latent" or entry.sections is not None:
+        return entry
+    around: Any = model.get_submodule(name.rpartition(".")[0])
+    config: Any = model.config
+    size = vars(around).get("qk_rope_head_dim")  # layers may differ
+    size = config.get_text_config().qk_rope_head_dim if size is None else size
+    return entry._replace(sections=((int(size), 1),))
 
 
 def _entrances(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[tuple[str, nn.Module, dict[str, Entry]]]:
@@ -113,13 +181,15 @@ def _entrances(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[tuple
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in _ENTRANCES:
             inside = {each: entry for each, entry in entries.items() if each.startswith(f"{name}.")}
-            if any(entry.kind.startswith("column") for entry in inside.values()):
+            alone = all(entry.kind in _BESIDE for entry in inside.values())
+            if alone and any(entry.kind.startswith("column") for entry in inside.values()):
                 yield name, module, inside
 
 
 def _check_attention(module: nn.Module, name: str, inside: Mapping[str, Entry]) -> None:
-    """Raises InputError where some linear layers of an attention module have a part of the heads, and not all."""
+    """Raises InputError where some of q, k and v have a part of the heads, and not all."""
     missing = [each for each in _linears(module) if f"{name}.{each}" not in inside]
+    missing = [each for each in missing if each in ("q_proj", "k_proj", "v_proj", "o_proj")]
     cut = [each for each, entry in inside.items() if entry.kind == "column"]
     if missing and cut:
         raise InputError(
@@ -142,15 +212,22 @@ def _by_heads(module: nn.Module, name: str, inside: Mapping[str, Entry]) -> dict
         if entry.kind != "column" or entry.sections is not None or not (keys or child == "q_proj"):
             continue
         rows = module.get_parameter(f"{child}.weight").shape[0]
-        found[each] = entry._replace(sections=((rows, rows // width),), shares=keys)
+        of_heads = (
+            "k_proj" if child == "v_proj" and "k_proj" in module._modules else child
+        )  # values may have other widths
+        heads = module.get_parameter(f"{of_heads}.weight").shape[0] // width
+        found[each] = entry._replace(sections=((rows, heads),), shares=keys)
     return found
 
 
-def _divide_heads(module: Any, config: Any, degree: int) -> None:
+def _divide_heads(module: Any, degree: int) -> None:
     """The numbers of heads that attention modules keep, as those of this process."""
-    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if keys and hasattr(module, "num_key_value_groups") and keys < degree and degree % keys == 0:
-        module.num_key_value_groups = heads // degree
+    block = placed_block(getattr(module._modules.get("k_proj"), "weight", None))
+    groups = vars(module).get("num_key_value_groups")
+    if block is not None and groups:
+        keys = block.full_shape[0] // int(module.head_dim)
+        if keys < degree and degree % keys == 0:
+            module.num_key_value_groups = groups * keys // degree
     for name in ("split_size", "num_heads", "num_key_value_heads"):
         if name in vars(module):
             setattr(module, name, max(1, getattr(module, name) // degree))

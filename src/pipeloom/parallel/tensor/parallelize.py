@@ -6,11 +6,19 @@ from typing import Any, cast, get_args
 from torch import nn
 
 from pipeloom.errors import InputError
-from pipeloom.parallel.expert.cutting import expert_layers
+from pipeloom.models.experts.transformers_experts import fused_experts, make_dispatching
+from pipeloom.parallel.expert.cutting import expert_layers, is_experts
 from pipeloom.parallel.expert.traffic import Exchange
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.placed import placed
-from pipeloom.parallel.tensor.decoders import adapted, install, is_decoder, plan_of, with_own_sections
+from pipeloom.parallel.tensor.decoders import (
+    adapted,
+    install,
+    is_decoder,
+    own_patterns,
+    plan_of,
+    with_own_sections,
+)
 from pipeloom.parallel.tensor.equal_models import EqualModels
 from pipeloom.parallel.tensor.grids.layout import OnGrid
 from pipeloom.parallel.tensor.grids.shape import GridLayout, GridShape
@@ -81,6 +89,8 @@ def parallelize(
     _check_experts(entries, mesh, layout)
     weights = EqualModels(model)
     with unchanged_on_error(model):
+        for name in set(fused_experts(model)) & entries.keys():
+            make_dispatching(model.get_submodule(name))
         if layout == "1d":
             cut = decoder and mesh.degree("tp") > 1
             found = adapted(model, entries, sequence=sequence) if cut else entries
@@ -95,15 +105,23 @@ def parallelize(
 
 def _entries(model: nn.Module, mesh: Mesh, plan: Mapping[str, Any] | None) -> dict[str, Entry]:
     """How modules are cut. Along ep all experts are cut, whether the plan names them or not."""
-    experts = dict.fromkeys(expert_layers(model), Entry("experts")) if mesh.degree("ep") > 1 else {}
+    fused = set(fused_experts(model))
+    layers = [*expert_layers(model), *(name for name in fused if not is_experts(model.get_submodule(name)))]
+    experts = dict.fromkeys(layers, Entry("experts")) if mesh.degree("ep") > 1 else {}
     if mesh.degree("tp") == 1 and plan is None:
         return experts
     if plan is None:
         plan = plan_of(model)
-    entries = {**experts, **with_own_sections(model, entries_of(model, plan))}
+    found = with_own_sections(model, entries_of(model, plan, optional=own_patterns(model)))
+    for name, entry in list(found.items()):
+        if entry.kind in ("sum", "experts") and name in fused:  # its parameters are cut as it says itself
+            found[name] = Entry("experts")
+            for inside in [other for other in found if other.startswith(f"{name}.")]:
+                del found[inside]
+    found = {**experts, **found}
     if mesh.degree("tp") > 1:
-        return entries
-    return {name: entry for name, entry in entries.items() if entry.kind == "experts"}
+        return found
+    return {name: entry for name, entry in found.items() if entry.kind == "experts"}
 
 
 def _check_experts(entries: Mapping[str, Entry], mesh: Mesh, layout: str) -> None:

@@ -12,6 +12,12 @@ A plan maps patterns of module names to kinds. A ``*`` in a pattern stands for o
     whole           any                         all of it, on the same values everywhere
     tokens          any                         all of it; with sequence parallelism on a part of the tokens
     experts         layer of experts            a part of the inner features of each expert, see `parallel.expert`
+    sum             any                         parts of its parameters, as the plan says; results are summed
+    share           any, inside of "sum"        all of it; it reads 1 / t of its input
+    latent          linear                      all of it; its last outputs (rotary keys) enter the heads of all
+
+A pattern may name a parameter that is in no linear layer, such as one value per head. Of the kind "column" it is cut
+along its next-to-last dimension or its only one, of the kind "row" along its last.
 
 Layers that no pattern matches are of the kind "tokens".
 
@@ -22,7 +28,7 @@ the GPT, need none. The plans of transformers, such as ``config.base_model_tp_pl
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -30,7 +36,10 @@ from torch import nn
 
 from pipeloom.errors import InputError
 
-KINDS = ("column", "column_gather", "row", "row_split", "vocabulary", "sum_gradients", "whole", "tokens", "experts")
+KINDS = (
+    *("column", "column_gather", "row", "row_split", "vocabulary", "sum_gradients", "whole", "tokens", "experts"),
+    *("sum", "share", "latent"),
+)
 _OF_TRANSFORMERS = {
     "colwise": "column",
     "local_colwise": "column",
@@ -39,6 +48,7 @@ _OF_TRANSFORMERS = {
     "packed_colwise": "column",
     "local_packed_colwise": "column",
     "rowwise": "row",
+    "packed_rowwise": "row",
     "local_rowwise": "row",
     "rowwise_rep": "row_split",
     "rowwise_split_input": "row_split",
@@ -47,8 +57,15 @@ _OF_TRANSFORMERS = {
     "sequence_parallel": "tokens",
     "replicate": "whole",
     "local": "whole",
+    "local_params": "whole",
+    "moe_tp_experts": "sum",
+    "all_reduce": "sum",
+    "moe_identity_expert": "share",
+    "mla_kv_a_proj": "latent",
+    "ep_dispatch_experts": "experts",
+    "grouped_gemm": "experts",
 }
-_PACKED = ("packed_colwise", "local_packed_colwise")  # two halves of the outputs: gates and values
+_PACKED = ("packed_colwise", "local_packed_colwise", "packed_rowwise")  # two halves of the outputs: gates and values
 
 Sections = tuple[tuple[int, int], ...]
 
@@ -71,17 +88,23 @@ class Entry(NamedTuple):
     entered: bool = False
 
 
-def entries_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Entry]:
-    """The modules of a model that a plan names, by name in the model's order.
+def entries_of(model: nn.Module, plan: Mapping[str, Any], *, optional: Container[str] = ()) -> dict[str, Entry]:
+    """The modules and parameters of a model that a plan names, by name in the model's order.
 
     Patterns are full names, or relative to the base model of a model of transformers. Later patterns win.
 
+    Args:
+        model: the model.
+        plan: patterns -> kinds.
+        optional: patterns that need not match: a plan for all sizes of a family names modules that some lack.
+
     Raises:
-        InputError: an unknown kind, malformed sections, or a pattern that matches no module.
+        InputError: an unknown kind, malformed sections, or a pattern that matches nothing.
     """
     if not isinstance(plan, Mapping) or not plan:
         raise InputError(f"plan={plan!r}: must map module names to kinds, such as {{'blocks.*.qkv': 'column'}}.")
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     prefix = str(getattr(model, "base_model_prefix", ""))
     found: dict[str, Entry] = {}
     for pattern, value in plan.items():
@@ -91,9 +114,11 @@ def entries_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Entry]:
             entry = _entry(pattern, value)
         matched = _matched(pattern, names) or (_matched(f"{prefix}.{pattern}", names) if prefix else [])
         if not matched:
+            matched = _matched(pattern, parameters) or (_matched(f"{prefix}.{pattern}", parameters) if prefix else [])
+        if not matched and pattern not in optional:
             raise InputError(f"plan has {pattern!r}: no module has this name. {_nearest(pattern, names)}")
         found.update(dict.fromkeys(matched, entry))
-    order = {name: index for index, name in enumerate(names)}
+    order = {name: index for index, name in enumerate((*names, *parameters))}
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
 

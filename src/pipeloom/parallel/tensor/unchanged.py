@@ -10,17 +10,18 @@ from pipeloom.parallel.placed import forget_block
 
 @contextmanager
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """If the block raises, put back the modules, parameters, hooks and attributes of `model`: all of its modules.
+    """If the block raises, put back the classes, modules, parameters, hooks and attributes of all modules of `model`.
 
     Values are not copied: the block replaces parameters, and does not write into them.
     """
     modules, parameters = list(model.modules()), list(model.parameters())
-    attributes = [dict(vars(module)) for module in modules]
+    kinds, attributes = [type(module) for module in modules], [dict(vars(module)) for module in modules]
     contents = [_contents(found) for found in attributes]
     try:
         yield
     except BaseException:
-        for module, found, held in zip(modules, attributes, contents, strict=True):
+        for module, kind, found, held in zip(modules, kinds, attributes, contents, strict=True):
+            module.__class__ = kind
             vars(module).clear()
             vars(module).update(found)
             for name, values in held.items():

@@ -1,7 +1,8 @@
 """Layouts: which modules of a model run one after another, from its configuration or registered for its class.
 
 transformers' configurations name the modules of a base model in order, in `base_model_pp_plan`; heads name theirs in
-`_pp_plan`. For other models, `register_layout` does.
+`_pp_plan`. For other models, `register_layout` does; without it, models of transformers are cut as found in their
+source (`detection`).
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipeloom.errors import InputError
+from pipeloom.split.planned.detection import detected_parts
 
 # Model class -> patterns, relative to an instance of it.
 _REGISTERED: dict[type[nn.Module], tuple[str, ...]] = {}
@@ -24,11 +26,14 @@ class Layout(NamedTuple):
         base: name of the module whose plan or layout it is; empty: the model itself.
         patterns: fully qualified names of the parts in execution order, as `layers` of `split`.
         declared: where it comes from, for messages.
+        everywhere: names of modules with parameters that every stage has; others that are no parts are on the first
+            and the last stage.
     """
 
     base: str
     patterns: tuple[str, ...]
     declared: str
+    everywhere: frozenset[str] = frozenset()
 
 
 def register_layout(model_class: type[nn.Module], layers: Sequence[str]) -> None:
@@ -72,7 +77,8 @@ def find_layout(model: nn.Module) -> Layout | None:
             prefix = f"{base}." if base else ""
             heads = _heads(model, base)
             return Layout(base, (*(prefix + pattern for pattern in patterns), *heads), declared)
-    return None
+    parts = detected_parts(model)
+    return Layout("", parts.patterns, "the order found in its source", parts.everywhere) if parts else None
 
 
 def _is_none(module: nn.Module, pattern: str) -> bool:
@@ -111,15 +117,23 @@ def _heads(model: nn.Module, base: str) -> list[str]:
     return found
 
 
-def runs_in_order(model: nn.Module) -> bool:
-    """Whether a model's forward is known to run its layers one after another, and nothing else.
+def runs_in_order(model: nn.Module, names: Sequence[str]) -> bool:
+    """Whether a model's forward is known to run these layers one after another, and nothing else.
 
-    It does for an nn.Sequential, and for a class that declares `pipeline_layers` with its forward. A subclass with
-    another forward, forward hooks and a forward set on the instance may do something else.
+    It does for the modules of an nn.Sequential, also of those inside it, in their order; and for the layers that a
+    class declares as `pipeline_layers` with its forward. A subclass with another forward, forward hooks and a forward
+    set on the instance may do something else, also of a module around layers.
     """
-    if "forward" in vars(model) or model._forward_hooks or model._forward_pre_hooks:
-        return False
-    if type(model).forward is nn.Sequential.forward or "pipeline_layers" in vars(model):
+    around = {".".join(name.split(".")[:end]) for name in names for end in range(name.count(".") + 1)}
+    containers = {name: model.get_submodule(name) for name in around}
+    for container in containers.values():
+        if "forward" in vars(container) or container._forward_hooks or container._forward_pre_hooks:
+            return False
+    if all(type(container).forward is nn.Sequential.forward for container in containers.values()):
+        order = {name: place for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+        places = [order[name] for name in names]
+        return places == sorted(places)
+    if "pipeline_layers" in vars(model):
         return True
     for kind in type(model).__mro__:
         if "pipeline_layers" in vars(kind):

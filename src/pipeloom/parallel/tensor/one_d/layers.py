@@ -10,7 +10,7 @@ tokens between layers (arXiv:2205.05198).
 
 from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipeloom.errors import InputError
 from pipeloom.parallel.expert.cutting import ExpertCutter, router_parameters
@@ -21,7 +21,8 @@ from pipeloom.parallel.tensor.layout import Layout, linear_parts, replace_module
 from pipeloom.parallel.tensor.one_d.cutting import Cutter, section_cut, sum_over_of
 from pipeloom.parallel.tensor.one_d.linear import ColumnLinear, RowLinear
 from pipeloom.parallel.tensor.one_d.logits import VocabularyHead
-from pipeloom.parallel.tensor.one_d.vocabulary import LookUp, Vocabulary, VocabularyEmbedding
+from pipeloom.parallel.tensor.one_d.parts import enter_last, share_input, sum_module
+from pipeloom.parallel.tensor.one_d.vocabulary import LookUp, Vocabulary, VocabularyEmbedding, look_up_own_rows
 from pipeloom.parallel.tensor.plan import Entry
 from pipeloom.slicing.dropout_parts import DropoutParts
 from pipeloom.transport.thread_members import ThreadMembers
@@ -45,9 +46,14 @@ class OneD(Layout):
         self._experts = ExpertCutter(mesh, self._cutter, sequence=sequence, exchange=exchange)
 
     def apply(self, model: nn.Module, entries: Mapping[str, Entry]) -> None:
-        for name, entry in entries.items():  # before anything changes
+        bare = dict(model.named_parameters(remove_duplicate=False))
+        bare = {name: bare[name] for name in entries if name in bare}
+        modules = {name: entry for name, entry in entries.items() if name not in bare}
+        for name, entry in modules.items():  # before anything changes
             self._check(name, model.get_submodule(name), entry)
-        for name, entry in entries.items():
+        for name, parameter in bare.items():
+            self._parameter(model, name, parameter, entries[name])
+        for name, entry in modules.items():
             module = model.get_submodule(name)
             match entry.kind:
                 case "column":
@@ -62,6 +68,13 @@ class OneD(Layout):
                     self._sum_gradients(module)
                 case "experts":
                     self._mixture(model, name, module)
+                case "sum":
+                    sum_module(module, self.axis)
+                case "share":
+                    share_input(module, self.axis)
+                case "latent":
+                    assert entry.sections is not None
+                    enter_last(module, self.axis, entry.sections[-1][0])
         self._tie(model)
         if self.sequence:
             self._share_tokens(model, entries)
@@ -73,7 +86,13 @@ class OneD(Layout):
         if entry.kind == "experts":
             self._experts.check(name, module)
             return
-        if entry.kind in ("sum_gradients", "whole", "tokens") or (entry.kind == "vocabulary" and _looks_up(module)):
+        if self.sequence and entry.kind in ("sum", "latent"):
+            raise InputError(
+                f"plan has {name!r}: {entry.kind!r}, which reads all tokens of a sample. Use sequence=False."
+            )
+        if entry.kind not in ("column", "column_gather", "row", "row_split", "vocabulary"):
+            return
+        if entry.kind == "vocabulary" and _looks_up(module):
             return
         weight, _, transposed = linear_parts(name, module, entry.kind)
         if entry.kind in ("column", "row", "row_split"):
@@ -81,6 +100,16 @@ class OneD(Layout):
             section_cut(name, weight.shape[dim], entry, _TP, self.axis.degree)
 
     # Layers
+
+    def _parameter(self, model: nn.Module, name: str, parameter: nn.Parameter, entry: Entry) -> None:
+        """A parameter that its module uses itself, such as one value per head."""
+        if entry.kind not in ("column", "row"):
+            raise InputError(f"plan has {name!r}: {entry.kind!r}: a parameter can be of kind 'column' or 'row' alone.")
+        dim = parameter.dim() - 1 if entry.kind == "row" else max(0, parameter.dim() - 2)
+        cut = section_cut(name, parameter.shape[dim], entry, _TP, self.axis.degree)
+        owner, _, key = name.rpartition(".")
+        block = self._cutter.block_of(parameter, Placed(tuple(parameter.shape), {dim: cut}), name)
+        setattr(model.get_submodule(owner), key, block)
 
     def _column(self, name: str, module: nn.Module, entry: Entry) -> nn.Module:
         weight, bias, transposed = linear_parts(name, module, entry.kind)
@@ -141,19 +170,19 @@ class OneD(Layout):
             if self.sequence:
                 module.tokens_part = (self.axis.index, self.axis.degree)  # type: ignore[assignment]
             return
-        scale = _scale(module)
-        if type(module).forward is not nn.Embedding.forward and scale is None:
-            raise InputError(
-                f"plan for {name!r}: {type(module).__name__} has a forward of its own, which 'vocabulary' would "
-                "replace. Leave it out of the plan, or use nn.Embedding."
-            )
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise InputError(
                 f"plan for {name!r}: an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut. Turn "
                 "these off."
             )
         look_up = LookUp(vocabulary, sequence=self.sequence, padding=module.padding_idx)
-        replace_module(model, name, VocabularyEmbedding(block, look_up, scale))
+        if type(module).forward is nn.Embedding.forward:
+            replace_module(model, name, VocabularyEmbedding(block, look_up))
+        else:
+            look_up_own_rows(module, block, look_up)
+            for key, parameter in module.named_parameters():  # those of a norm behind it read the own rows alone
+                if parameter is not block:
+                    self._cutter.block_of(parameter, Placed(tuple(parameter.shape), sum_over=_TP), f"{name}.{key}")
 
     def _by_vocabulary(
         self, name: str, weight: nn.Parameter, bias: nn.Parameter | None, vocabulary: Vocabulary, dim: int
@@ -220,10 +249,3 @@ class OneD(Layout):
 def _looks_up(module: nn.Module) -> bool:
     """Whether a module is an embedding: torch's, or one whose attribute `look_up` is called for its rows."""
     return isinstance(module, nn.Embedding) or hasattr(module, "look_up")
-
-
-def _scale(module: nn.Module) -> Tensor | None:
-    """By what an embedding of transformers, such as Gemma's, multiplies rows: its forward does nothing else."""
-    found = getattr(module, "embed_scale", None)
-    scales = type(module).__module__.startswith("transformers.") and isinstance(found, Tensor)
-    return found if scales else None

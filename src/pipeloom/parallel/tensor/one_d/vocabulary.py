@@ -4,6 +4,7 @@ process r has rows [r n, (r + 1) n) of the table, n = ceil(V / t); rows from V o
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,20 +90,39 @@ class VocabularyEmbedding(nn.Module):
     Args:
         weight: the block of the table.
         look_up: finds rows, see `LookUp`.
-        scale: by what rows are multiplied, a scalar; None: they are not.
     """
 
     sliceable = True
-    embed_scale: Tensor | None
 
-    def __init__(
-        self, weight: nn.Parameter, look_up: Callable[[Tensor, Tensor], Tensor], scale: Tensor | None = None
-    ) -> None:
+    def __init__(self, weight: nn.Parameter, look_up: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.weight = weight
         self.look_up = look_up
-        self.register_buffer("embed_scale", scale, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = self.look_up(tokens, self.weight)
-        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+        return self.look_up(tokens, self.weight)
+
+
+class OwnRows(nn.Module):
+    """Base of the classes that embeddings with a forward of their own get: it runs on the rows of this process.
+
+    Their forward treats every token by itself, such as a factor or a norm behind the look-up.
+    """
+
+    look_up: LookUp
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows, outside = self.look_up.vocabulary.local(tokens)
+        x: Tensor = super().forward(rows).masked_fill(outside.unsqueeze(-1), 0.0)
+        return scatter_sum(x, self.look_up.vocabulary.axis, sequence=self.look_up.sequence)
+
+
+def look_up_own_rows(module: nn.Embedding, block: nn.Parameter, look_up: LookUp) -> None:
+    """Let an embedding with a forward of its own hold a block of its table."""
+    own = look_up.vocabulary
+    padding = None if module.padding_idx is None else module.padding_idx - own.start
+    module.padding_idx = padding if padding is not None and 0 <= padding < own.valid else None
+    module.weight = block
+    kind: Any = type(module)
+    module.__class__ = type(kind.__name__, (OwnRows, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    module.look_up = look_up  # type: ignore[assignment]

@@ -1,0 +1,62 @@
+"""`StagePlace`: which parts of a model a stage has, and where they stand among all parts."""
+
+from collections.abc import Sequence
+
+from pipeloom.errors import SplitError
+from pipeloom.split.planned.layouts import Layout
+
+
+class StagePlace:
+    """The place of a stage in its model.
+
+    Args:
+        names: of the stage's parts.
+        chain: names of all parts of the model, in order, and whether each is a repeated block.
+        layout: where these come from.
+        model_name: for messages.
+
+    Attributes:
+        names: of the stage's parts.
+        places: name of a part -> its place in the model.
+        blocks: names of the repeated parts.
+        first, last: places of the stage's first and last part.
+        end: the place of the model's last part.
+        last_block: the place of the last repeated part.
+        keeps_others: whether modules with parameters that are no parts run here: in front of the blocks or behind them.
+        everywhere: names of modules that every stage has.
+    """
+
+    def __init__(
+        self, names: Sequence[str], chain: Sequence[tuple[str, bool]], layout: Layout, model_name: str
+    ) -> None:
+        self.names = list(names)
+        self.places = {name: place for place, (name, _) in enumerate(chain)}
+        blocks = [name for name, is_block in chain if is_block]
+        self.blocks = frozenset(blocks)
+        self.first, self.last = (self.places[self.names[index]] for index in (0, -1))
+        self.end = len(chain) - 1
+        self.last_block = self.places[blocks[-1]]
+        self.keeps_others = blocks[0] in self.names or self.last == self.end
+        self.everywhere = layout.everywhere
+        self._declared, self._model = layout.declared, model_name
+
+    def in_another_order(self, name: str) -> SplitError:
+        """The error for a part that runs twice, or in another order."""
+        return SplitError(
+            f"the forward of {self._model} runs {name!r} twice or in another order than {self._declared}: stages run "
+            "their parts once. Use one stage."
+        )
+
+    def not_called(self, name: str) -> SplitError:
+        """The error for a part that the forward did not call."""
+        return SplitError(
+            f"the forward of {self._model} ended without calling {name!r}, which {self._declared} names, as a part of "
+            "the model. Pass layers=, or a model whose forward calls its modules."
+        )
+
+    def reads_earlier(self) -> SplitError:
+        """The error for a result that follows from zeros."""
+        return SplitError(
+            f"the result of {self._model} reads what earlier stages computed, beside the result of {self.names[0]!r} "
+            "and later parts: it would be wrong. Use one stage."
+        )
