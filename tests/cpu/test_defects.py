@@ -134,9 +134,10 @@ def _held(rank: int, num_microbatches: int) -> int:
 
 def test_what_a_rank_holds_does_not_grow_with_the_micro_batches() -> None:
     few, many = run_ranks(_held, 2, 6), run_ranks(_held, 2, 24)
-    # The first rank holds its slice of the batch besides: one view for each micro-batch.
-    assert many[0] - few[0] <= 24 - 6
-    assert many[1] - few[1] <= 24 - 6
+    # Each rank holds its slice of the batch besides: one view for each micro-batch. Some more or fewer messages are on
+    # their way. One activation kept for each micro-batch would double what is added.
+    assert many[0] - few[0] <= 24 - 6 + 4
+    assert many[1] - few[1] <= 24 - 6 + 4
 
 
 @pytest.mark.parametrize("name", NAMES)
