@@ -191,10 +191,10 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path) -> None:
     config = TrainConfig(output_dir=str(tmp_path))
-    assert prepare_output(config, None, 0) is None
+    assert prepare_output(config, None, 0)[0] is None
     Journal(None, tmp_path).write({"step": 1})
     for number in (1, 2):
-        assert prepare_output(config, None, 0) == f"an earlier run was moved to {tmp_path / f'previous-{number}'}"
+        assert prepare_output(config, None, 0)[0] == f"an earlier run was moved to {tmp_path / f'previous-{number}'}"
         Journal(None, tmp_path).write({"step": number + 1})
     assert json.loads((tmp_path / "previous-2" / "metrics.jsonl").read_text()) == {"step": 2}
     assert (tmp_path / "previous-1" / "config.yaml").exists()
@@ -218,7 +218,7 @@ def test_a_resumed_run_keeps_its_metrics_up_to_the_checkpoint(tmp_path: Path) ->
         Journal(None, tmp_path).write(row)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "eval')
-    assert prepare_output(config, tmp_path / "checkpoint-2", 2) is None
+    assert prepare_output(config, tmp_path / "checkpoint-2", 2)[0] is None
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == rows[:3]
 
 
