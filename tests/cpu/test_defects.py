@@ -365,7 +365,7 @@ class _Watches(nn.Module):
 
     def forward(self, x):
         gc.collect()
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors() if not t.is_sparse}
         self.held.append(sum(storages.values()))
         return self.down(torch.nn.functional.gelu(self.up(x)))
 

@@ -121,7 +121,7 @@ def test_evaluation_and_full_logits(schedule):
         whole = pl.parallelize(build(sizes), mesh, sequence=True)
         made = pl.schedules.build(schedule, num_ranks=2, num_microbatches=4)
         with pl.Pipeline(whole, made, loss_fn=loss_fn, mesh=mesh) as pipe:
-            for part in pipe._evaluate(inputs, None, with_loss=False).outputs.values():  # not of another rank
+            for part in pipe._evaluate(lambda: (inputs, None), with_loss=False).outputs.values():  # not of another rank
                 assert not isinstance(part, VocabularyLogits) or part.vocabulary.axis is mesh.axis("tp")
             return pipe.evaluate(inputs, targets), pipe.forward(inputs)
 

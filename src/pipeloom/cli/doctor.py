@@ -34,6 +34,11 @@ _DISTRIBUTION = {"yaml": "pyyaml"}  # import name -> package name, where they di
 _EXTRAS = {
     "tokenizers": ("byte-pair tokenizers (--data.tokenizer)", "'pipeloom[tokenizers]'"),
     "transformers": ("Hugging Face models", "'pipeloom[huggingface]'"),
+    "peft": ("adapters (--model.lora)", "'pipeloom[lora]'"),
+    "accelerate": ("transformers' Trainer on a pipeline", "'pipeloom[trainer]'"),
+    "tensorboard": ("metrics (--report_to)", "'pipeloom[tensorboard]'"),
+    "wandb": ("metrics (--report_to)", "'pipeloom[wandb]'"),
+    "trackio": ("metrics (--report_to)", "'pipeloom[trackio]'"),
     "ortools": ("bounds of searched schedules (--prove)", "'pipeloom[search]'"),
 }
 
