@@ -28,9 +28,10 @@ def add_adapters(model: nn.Module, config: TrainConfig, device: torch.device) ->
     given = config.model
     targets = None if given.lora_targets is None else [name.strip() for name in given.lora_targets.split(",")]
     rank = given.lora or 0
+    alpha: Any = 2 * rank if given.lora_alpha is None else given.lora_alpha  # peft says int, and takes any number
     settings = peft.LoraConfig(
         r=rank,
-        lora_alpha=2 * rank if given.lora_alpha is None else given.lora_alpha,
+        lora_alpha=alpha,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(model_directory(given.pretrained or "")),
