@@ -46,11 +46,6 @@ HEADLINES = [
         "4x256 M=8: pipeloom 1f1b / torch 1f1b",
     ),
     Headline(
-        "Step time, 1F1B, 1 x 16 tokens per micro-batch: pipeloom / torch.distributed.pipelining",
-        "step_time",
-        "1x16 w128 M=16: pipeloom 1f1b / torch 1f1b",
-    ),
-    Headline(
         "Step time, 1F1B, 4 x 256 tokens per micro-batch: pipeloom / DeepSpeed",
         "step_time",
         "4x256 M=8: pipeloom 1f1b / deepspeed 1f1b",
@@ -60,11 +55,6 @@ HEADLINES = [
         "Step with update, 2 ranks x 2 replicas, 4 x 64 tokens: pipeloom `ddp` / torch with DDP",
         "data_parallel",
         "4x64 M=8: pipeloom 1f1b ddp / torch 1f1b ddp",
-    ),
-    Headline(
-        "Step with update, 2 ranks x 2 replicas, 4 x 64 tokens: pipeloom `zero1` / DeepSpeed ZeRO-1",
-        "data_parallel",
-        "4x64 M=8: pipeloom 1f1b zero1 / deepspeed 1f1b zero1",
     ),
     Headline("Measured / simulated step time, 1F1B, 8 ranks", "emulated", "8 ranks: 1f1b, measured / simulated"),
     Headline(
@@ -81,11 +71,6 @@ HEADLINES = [
         "CPU time per micro-batch of 8 x 256 tokens: GPT with 8 experts, 2 per token / dense GPT of equal arithmetic",
         "experts",
         "gpt, width 256, 8 x 256 tokens: topk / dense",
-    ),
-    Headline(
-        "CPU time per micro-batch of 8 x 256 tokens: pipeloom's experts / transformers' with `grouped_mm`",
-        "experts",
-        "layers, width 256, 8 x 256 tokens: pipeloom / transformers grouped_mm",
     ),
     Headline(
         "CPU time per micro-batch, experts on 2 processes, 4 x 256 tokens each: pipeloom / DeepSpeed's MoE",
