@@ -189,7 +189,7 @@ def _entrances(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[tuple
 def _check_attention(module: nn.Module, name: str, inside: Mapping[str, Entry]) -> None:
     """Raises InputError where some of q, k and v have a part of the heads, and not all."""
     missing = [each for each in _linears(module) if f"{name}.{each}" not in inside]
-    missing = [each for each in missing if each in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    missing = [each for each in missing if each in ("q_proj", "k_proj", "v_proj", "o_proj", "c_proj")]
     cut = [each for each, entry in inside.items() if entry.kind == "column"]
     if missing and cut:
         raise InputError(
