@@ -1,7 +1,7 @@
 """`Software`: the kernels that a library runs and what it overlaps, for times and memory. No torch here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,53 +37,32 @@ class Software:
 
 _EXCHANGE = 2.5e-4  # arXiv:2401.10241, table 6: messages of 10 to 28 MB take this and their bytes at 80 GB/s
 
+PIPELOOM = Software(
+    name="pipeloom",
+    fused_attention=True,
+    dropout=0.0,
+    fused_gradients=False,
+    hides_collectives=False,
+    recomputes_all=False,
+    scatters=False,
+    waits=False,
+)
+_MEGATRON_2021 = Software(  # arXiv:2104.04473
+    name="megatron-2021",
+    fused_attention=False,
+    dropout=0.1,
+    fused_gradients=False,
+    hides_collectives=False,
+    recomputes_all=True,
+    scatters=True,
+    waits=True,
+    message_seconds=_EXCHANGE,
+)
+# github.com/bigscience-workshop/bigscience, train/tr11-200B-ml: with CUDA_LAUNCH_BLOCKING=1
+_MEGATRON_BLOCKING = replace(_MEGATRON_2021, name="megatron-blocking", synchronous=True)
+# arXiv:2205.05198
+_MEGATRON_2022 = replace(_MEGATRON_2021, name="megatron-2022", fused_gradients=True, hides_collectives=True)
+
 SOFTWARE: Mapping[str, Software] = {
-    each.name: each
-    for each in (
-        Software(
-            name="pipeloom",
-            fused_attention=True,
-            dropout=0.0,
-            fused_gradients=False,
-            hides_collectives=False,
-            recomputes_all=False,
-            scatters=False,
-            waits=False,
-        ),
-        Software(  # arXiv:2104.04473
-            name="megatron-2021",
-            fused_attention=False,
-            dropout=0.1,
-            fused_gradients=False,
-            hides_collectives=False,
-            recomputes_all=True,
-            scatters=True,
-            waits=True,
-            message_seconds=_EXCHANGE,
-        ),
-        Software(  # github.com/bigscience-workshop/bigscience, train/tr11-200B-ml: with CUDA_LAUNCH_BLOCKING=1
-            name="megatron-blocking",
-            fused_attention=False,
-            dropout=0.1,
-            fused_gradients=False,
-            hides_collectives=False,
-            recomputes_all=True,
-            scatters=True,
-            waits=True,
-            message_seconds=_EXCHANGE,
-            synchronous=True,
-        ),
-        Software(  # arXiv:2205.05198
-            name="megatron-2022",
-            fused_attention=False,
-            dropout=0.1,
-            fused_gradients=True,
-            hides_collectives=True,
-            recomputes_all=True,
-            scatters=True,
-            waits=True,
-            message_seconds=_EXCHANGE,
-        ),
-    )
+    each.name: each for each in (PIPELOOM, _MEGATRON_2021, _MEGATRON_BLOCKING, _MEGATRON_2022)
 }
-PIPELOOM = SOFTWARE["pipeloom"]
