@@ -76,7 +76,8 @@ def seconds_of(profile: Profile, stages: Stages, levels, form: str, hierarchical
             sync = 2 * (count - 1) * weights / bandwidth
         worst = max(worst, (work + sync if form == "summed" else max(work, sync)) / count)
         if number < len(stages) - 1:
-            worst = max(worst, 2 * layers[last].activation_bytes / bandwidth)
+            fewer = min(count, stages[number + 1][2]) if form == "summed" else 1
+            worst = max(worst, 2 * layers[last].activation_bytes / bandwidth / fewer)
     return worst
 
 
@@ -287,9 +288,9 @@ def test_vgg_16_gets_a_data_parallel_front_and_a_single_tail_and_resnet_50_data_
     assert (front.replicas, tail.replicas) == (15, 1)
     assert vgg.layers[tail.last - 2].name == "fc6"
     assert tail.first <= tail.last - 2
-    for form in ("published", "summed"):
-        [only] = partition_layers(resnet, [(16, bandwidth)], form=form).stages
-        assert only.replicas == 16
-        assert partition_layers(resnet, [(16, bandwidth)], form=form) == data_parallel(
-            resnet, [(16, bandwidth)], form=form
-        )
+    flat = [(16, bandwidth)]
+    [only] = partition_layers(resnet, flat, form="published").stages
+    assert only.replicas == 16
+    found, together = partition_layers(resnet, flat), data_parallel(resnet, flat)
+    assert sum(stage.replicas for stage in found.stages[1:]) > 1  # several replicas receive the first stage's output
+    assert 0.95 < found.period_seconds / together.period_seconds < 0.96

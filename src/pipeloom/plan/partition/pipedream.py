@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Literal
 
 import numpy as np
@@ -26,7 +26,8 @@ class Stage:
         replicas_by_level: replicas per level of the cluster, innermost first; `replicas` is their product.
         compute_seconds: forward and backward.
         sync_seconds: gradient all-reduces over replicas on all levels (in the published form, the longest of them).
-        transfer_seconds: output to the next stage and gradient back; 0 for the last stage.
+        transfer_seconds: output to the next stage and gradient back, divided by the smaller number of replicas (in the
+            published form, by none); 0 for the last stage.
         period_seconds: compute and sync together, by the form.
         in_flight: in-flight minibatches, and weight versions, with PipeDream's NOAM.
         memory_bytes: memory per rank with `in_flight` minibatches; a memory cap limits it.
@@ -196,11 +197,14 @@ def _leaves(
     """
     together = sum if problem.form == "summed" else (lambda each: max(each, default=0.0))
     copies = math.prod(outer)
-    for node in nodes:
+    for node, following in zip_longest(nodes, nodes[1:]):
         weights = problem.weights[node.first, node.last]
         sync = float(problem.sync_seconds(weights, node.replicas, level)) / (node.replicas * copies)
         own, by_level = (*syncs, sync), (node.replicas, *outer)
-        transfer = 0.0 if node is nodes[-1] else float(problem.transfer_seconds(level)[node.last]) / copies
+        transfer = 0.0
+        if following is not None:
+            fewer = min(node.replicas, following.replicas)
+            transfer = float(problem.transfer_seconds(level, fewer)[node.last + 1]) / copies
         if level == 0:
             compute = float(problem.compute[node.first, node.last]) / (node.replicas * copies)
             yield _Leaf(node, by_level, compute, float(together(own)), transfer, float(together(syncs)))

@@ -20,9 +20,16 @@ exposed, and all of it where replicas start it after their backward. The partiti
 two as well. `summed` also uses the same formula on every level; the second paper's lacks 1 / r, so for 16 replicas its
 sync is 8 times as long.
 
-On several levels, `compute` is the time of the best pipeline inside one component (see `stage_search`). A transfer
-between neighbouring stages takes 2 a / B seconds per minibatch, for an output of `a` bytes and its gradient. Transfers
-overlap with everything else in both forms.
+On several levels, `compute` is the time of the best pipeline inside one component (see `stage_search`). Transfers
+overlap with everything else in both forms. Between stages with r and q replicas, an output of `a` bytes and its
+gradient take, per minibatch,
+
+    published  2 a / B
+    summed     2 a / (B min(r, q))
+
+Minibatch b goes from replica `b mod r` to replica `b mod q`, so each of r replicas sends one of r minibatches, and each
+of q receives one of q. The side with fewer replicas is the slower. The papers leave the division out; the partitioner
+that the authors released divides by the replicas of the stage at either end.
 
 **Memory per rank**, in bytes: `in_flight (weights + activations) + state_copies weights`. A stage has
 `in_flight = ceil(replicas of this and all later stages / its replicas)` minibatches in flight. It keeps the weights of
@@ -156,9 +163,15 @@ class Problem:
         sync = float(self.sync_seconds(np.float64(weights), replicas, level)) if self.form == "summed" else 0.0  # type: ignore[arg-type]
         return seconds * replicas - sync
 
-    def transfer_seconds(self, level: int) -> Array:
-        """Seconds of a transfer after each layer, shape (layers,)."""
-        return 2 * self.outputs / self.levels[level].bytes_per_second
+    def transfer_seconds(self, level: int, replicas: int) -> Array:
+        """Seconds per minibatch of a transfer in front of each layer and behind the last, shape (layers + 1,).
+
+        Args:
+            level: of the cluster.
+            replicas: of the stage at one end; with that of the other end, the longer of the two times counts.
+        """
+        ways = replicas if self.form == "summed" else 1
+        return np.concatenate(([0.0], 2 * self.outputs / (self.levels[level].bytes_per_second * ways)))
 
     def memory_bytes(self, first: int, replicas: int, behind: NDArray[np.int64]) -> Array:
         """Bytes per rank of stages from layer `first`, with `behind` ranks behind them: shape (behind, last layer)."""

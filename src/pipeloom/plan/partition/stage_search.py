@@ -3,7 +3,10 @@
 A pipeline of layers i..e over b components begins with a stage of layers i..s on r of them; the rest is a pipeline over
 b - r components:
 
-    best(i, e, b) = min( stage(i, e, b),  min over s, r of  max( stage(i, s, r), transfer(s), best(s + 1, e, b - r) ) )
+    best(i, e, b) = min( stage(i, e, b),  min over s, r of  max( stage(i, s, r), sent(s, r), rest(s + 1, e, b - r) ) )
+
+`rest` is `best` with the transfer into the first stage. A transfer between stages with r and q replicas is divided by
+the smaller number, so it is the larger of sent(s, r) and sent(s, q): each stage counts the two at its own ends.
 
 On each of its components, a stage takes the time of the best pipeline over all components one level below; on the
 lowest level, the time of its layers. PipeDream's recursion splits off the last stage. This one splits off the first,
@@ -21,7 +24,7 @@ value of `behind`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -30,9 +33,23 @@ from pipeloom.plan.partition.problem import Array, Problem
 # Relative difference below which two pipelines count as equal: sums of floats depend on their order.
 _EQUAL = 1e-12
 
-# (first layer, replicas) -> values of a final stage, shape (last layer), and of an earlier stage, shape (components
-# behind it or 1, last layer without the model's last).
-Step = Callable[[int, int], tuple[Array, Array]]
+
+class StageValues(NamedTuple):
+    """Values of the stages that begin with one layer and have the same number of replicas.
+
+    Attributes:
+        entry: of the transfer into the stage.
+        final: of a final stage, shape (last layer,).
+        earlier: of an earlier stage, with the transfer behind it: shape (components behind it or 1, last layer without
+            the model's last).
+    """
+
+    entry: float
+    final: Array
+    earlier: Array
+
+
+Step = Callable[[int, int], StageValues]  # by first layer and replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +64,32 @@ class StageNode:
 
 def best_suffixes(
     num_layers: int, components: int, step: Step, *, most_replicas: int, add: bool = False, every_end: bool = False
-) -> Array:
-    """Values of the best pipelines that begin with each layer, shape (components + 1, layers + 1, ends).
+) -> tuple[Array, Array]:
+    """Values of the best pipelines that begin with each layer, without and with the transfer into them.
 
-    The value of a pipeline is the largest value of its stages, or with `add` their sum. `ends` is the last layer, or
-    all layers with `every_end`.
+    The value of a pipeline is the largest value of its stages, or with `add` their sum.
+
+    Returns:
+        Two arrays of shape (components + 1, layers + 1, ends): ends at the last layer, or each one with `every_end`.
     """
     best = np.full((components + 1, num_layers + 1, num_layers if every_end else 1), np.inf)
+    rest = best.copy()
     combine = np.add if add else np.maximum
     for first in reversed(range(num_layers)):
         for replicas in range(1, min(components, most_replicas) + 1):
-            alone, before = step(first, replicas)
+            entry, final, earlier = step(first, replicas)
+            found = final if every_end else final[-1:]
             ends = slice(first, None) if every_end else slice(None)
-            row = best[replicas, first, ends]
-            np.minimum(row, alone if every_end else alone[-1:], out=row)
+            for table, value in ((best, found), (rest, combine(entry, found))):
+                np.minimum(table[replicas, first, ends], value, out=table[replicas, first, ends])
             if replicas < components and first + 1 < num_layers:
                 ends = slice(first + 1, None) if every_end else slice(None)
-                rest = best[1 : components - replicas + 1, first + 1 : num_layers, ends]
-                found = combine(before[:, :, None], rest).min(axis=1)
-                rows = best[replicas + 1 :, first, ends]
-                np.minimum(rows, found, out=rows)
-    return best
+                behind = rest[1 : components - replicas + 1, first + 1 : num_layers, ends]
+                found = combine(earlier[:, :, None], behind).min(axis=1)
+                for table, value in ((best, found), (rest, combine(entry, found))):
+                    rows = table[replicas + 1 :, first, ends]
+                    np.minimum(rows, value, out=rows)
+    return best, rest
 
 
 class Pipelines:
@@ -98,7 +120,7 @@ class Pipelines:
     def _suffixes(self, level: int, behind: int, *, every_end: bool) -> Array:
         components, step = self._problem.levels[level].components, self._step(level, behind)
         sizes = self._problem.num_layers, components
-        return best_suffixes(*sizes, step, most_replicas=self._most_replicas, every_end=every_end)
+        return best_suffixes(*sizes, step, most_replicas=self._most_replicas, every_end=every_end)[0]
 
     def _table(self, level: int, behind: int) -> Array:
         """Values for layers i..e on all components of a level, with `behind` ranks behind: shape (layers, layers)."""
@@ -113,9 +135,10 @@ class Pipelines:
     def _step(self, level: int, behind: int) -> Step:
         """Values of the stages of a level, with `behind` ranks behind its components."""
         problem, components = self._problem, self._problem.levels[level].components
-        transfer = np.zeros(problem.num_layers) if self._memory else problem.transfer_seconds(level)
+        none = np.zeros(problem.num_layers + 1)
 
-        def step(first: int, replicas: int) -> tuple[Array, Array]:
+        def step(first: int, replicas: int) -> StageValues:
+            transfer = none if self._memory else problem.transfer_seconds(level, replicas)
             weights = problem.weights[first, first:]
             others = np.arange(components - replicas + 1 if self._counts_behind else 1)  # behind the stage
             if level:
@@ -127,7 +150,8 @@ class Pipelines:
                 if self._counts_behind:
                     held = problem.memory_bytes(first, replicas, behind + others)
                     value = held if self._memory else np.where(held <= (problem.memory_cap or np.inf), value, np.inf)
-            return value[0], np.maximum(value[1:] if len(value) > 1 else value, transfer[first:])[:, :-1]
+            earlier = np.maximum(value[1:] if len(value) > 1 else value, transfer[first + 1 :])[:, :-1]
+            return StageValues(float(transfer[first]), value[0], earlier)
 
         return step
 
@@ -140,16 +164,18 @@ class Pipelines:
         allowed = budget * (1 + _EQUAL)
         timed = self._step(level, behind)
 
-        def stages(start: int, replicas: int) -> tuple[Array, Array]:
-            (alone, before), till = timed(start, replicas), last - start
-            counted = [np.where(each <= allowed, 1.0, np.inf) for each in (alone[: till + 1], before[:, :till])]
-            return counted[0], counted[1]
+        def stages(start: int, replicas: int) -> StageValues:
+            (entry, final, earlier), till = timed(start, replicas), last - start
+            counted = [np.where(each <= allowed, 1.0, np.inf) for each in (final[: till + 1], earlier[:, :till])]
+            return StageValues(0.0 if entry <= allowed else math.inf, counted[0], counted[1])
 
         left = problem.levels[level].components
-        counts = best_suffixes(last + 1, left, stages, most_replicas=self._most_replicas, add=True)[:, :, 0]
-        nodes = []
+        tables = best_suffixes(last + 1, left, stages, most_replicas=self._most_replicas, add=True)
+        begun, counts = (table[:, :, 0] for table in tables)
+        fewest = begun[left, first]
+        nodes: list[StageNode] = []
         while True:
-            end, replicas = self._first_stage(timed, counts, first, last, left, allowed)
+            end, replicas = self._first_stage(timed, counts, first, last, left, allowed, fewest, entered=bool(nodes))
             left -= replicas
             inside: tuple[StageNode, ...] = ()
             if level:
@@ -160,21 +186,32 @@ class Pipelines:
             nodes.append(StageNode(first, end, replicas, inside))
             if end == last:
                 return tuple(nodes)
-            first = end + 1
+            first, fewest = end + 1, fewest - 1
 
     def _first_stage(
-        self, timed: Step, counts: Array, first: int, last: int, left: int, allowed: float
+        self,
+        timed: Step,
+        counts: Array,
+        first: int,
+        last: int,
+        left: int,
+        allowed: float,
+        fewest: float,
+        *,
+        entered: bool,
     ) -> tuple[int, int]:
-        """Last layer and replicas of the first stage of a pipeline with the fewest stages."""
+        """Last layer and replicas of the first stage of a pipeline with `fewest` stages."""
         found = (math.inf, last, left)
         for replicas in range(1, min(left, self._most_replicas) + 1):
-            alone, before = timed(first, replicas)
-            if replicas == left:
-                if counts[left, first] == 1:
-                    found = min(found, (float(alone[last - first]), last, left))
+            entry, final, earlier = timed(first, replicas)
+            if entered and entry > allowed:
                 continue
-            seconds = before[min(left - replicas, len(before)) - 1, : last - first]
-            fits = (seconds <= allowed) & (counts[left - replicas, first + 1 : last + 1] == counts[left, first] - 1)
+            if replicas == left:
+                if fewest == 1 and final[last - first] <= allowed:
+                    found = min(found, (float(final[last - first]), last, left))
+                continue
+            seconds = earlier[min(left - replicas, len(earlier)) - 1, : last - first]
+            fits = (seconds <= allowed) & (counts[left - replicas, first + 1 : last + 1] == fewest - 1)
             if fits.any():
                 end = int(np.argmin(np.where(fits, seconds, np.inf)))
                 found = min(found, (float(seconds[end]), first + end, replicas))
