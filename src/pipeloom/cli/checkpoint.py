@@ -6,6 +6,7 @@ from textwrap import indent
 from typing import Any
 
 from pipeloom.cli.common.parser import Parser, did_you_mean
+from pipeloom.cli.common.resharding import print_resharded
 from pipeloom.cli.common.upcycling import add_upcycle_options, check_no_upcycling, print_upcycled
 from pipeloom.common.quantities import bytes_text, table_lines
 from pipeloom.errors import CheckpointError, InputError
@@ -20,6 +21,7 @@ pipeloom checkpoint ls runs/corpus/checkpoint-200        the tensors of one chec
 pipeloom checkpoint verify runs/corpus                   compare the hashes of all files of the latest checkpoint
 pipeloom checkpoint convert runs/corpus exported         write one model.safetensors, for Hugging Face and others
 pipeloom checkpoint convert runs/tuned tuned --config DIR   a directory that transformers reads; DIR has config.json
+pipeloom checkpoint convert runs/corpus runs/eight --plan plan.json     as the processes of a plan would have saved it
 pipeloom checkpoint convert runs/corpus runs/mixture --upcycle 8 --experts_every 2      a mixture of 8 experts
 """
 _DIR_HELP = "a checkpoint-N directory, or the output directory of a run"
@@ -31,7 +33,8 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(
             "usage: pipeloom checkpoint ls DIR [--json] | verify DIR\n"
-            "       pipeloom checkpoint convert DIR OUT [--ranks P | --single | --config DIR | --upcycle E]\n\n"
+            "       pipeloom checkpoint convert DIR OUT "
+            "[--ranks P | --single | --config DIR | --plan FILE | --upcycle E]\n\n"
             f"DIR is {_DIR_HELP} (its latest checkpoint).\n\nexamples:\n{indent(_EXAMPLES, '  ')}",
             end="",
         )
@@ -80,7 +83,7 @@ def _verify(argv: list[str]) -> int:
 
 
 def _convert(argv: list[str]) -> int:
-    parser = _parser("convert", "Rewrite the model of a checkpoint as Hugging Face safetensors, or as a mixture.")
+    parser = _parser("convert", "Rewrite a checkpoint: for Hugging Face, for another plan, or as a mixture.")
     parser.add_argument("out", metavar="OUT", help="new directory")
     parser.add_argument("--ranks", type=int, default=None, metavar="P", help="number of files (default: one)")
     parser.add_argument("--single", action="store_true", help="one file, model.safetensors (the default)")
@@ -88,8 +91,12 @@ def _convert(argv: list[str]) -> int:
         "the model's config.json, or its directory (default: the checkpoint's own): write what transformers reads"
     )
     parser.add_argument("--config", metavar="DIR", default=None, help=config_help)
+    plan_help = "plan file: the checkpoint as the processes of this plan would have saved it"
+    parser.add_argument("--plan", metavar="FILE", default=None, help=plan_help)
     add_upcycle_options(parser)
     options = parser.parse_args(argv)
+    if options.plan is not None:
+        return print_resharded(options)
     if options.upcycle is not None:
         return print_upcycled(options)
     check_no_upcycling(options)

@@ -37,6 +37,10 @@ _EXPERT = {"expert_axes": "data", "expert_exchange": "counts"}  # and what None 
 _OFFLOAD = ("offload", "offload_states", "offload_parameters", "offload_activations")
 
 
+PLANNED = (*_ALWAYS, *_IF_GIVEN, *(f"parallel.{name}" for name in (*_TENSOR, "context_kind", *_EXPERT)))
+PLANNED += (*(f"memory.{name}" for name in _OFFLOAD), "memory.cap")
+
+
 def options_of_plan(plan: Plan, path: str | None = None) -> dict[str, Any]:
     """What `plan` says of a training run, by the dotted names of the options of `pipeloom train`.
 

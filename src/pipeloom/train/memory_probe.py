@@ -11,7 +11,8 @@ from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.plan.memory import write_memory
 from pipeloom.train.config.memory import memory_rows, unpredicted_rows
 from pipeloom.train.output.directory import writing
-from pipeloom.train.run_parts import RunParts, blocks_of
+from pipeloom.train.run_model import blocks_of
+from pipeloom.train.run_parts import RunParts
 
 _LOOKED_AT = 2  # first steps whose memory is measured: the second has optimizer states and warm caches
 

@@ -90,17 +90,18 @@ def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
         if config.num_threads == 1:
             yield Group(0, 1, device)
         else:
-            with _mesh(config, config.num_threads) as mesh:
+            with make_mesh(config, config.num_threads) as mesh:
                 yield Group(mesh.rank, config.num_threads, device, mesh)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rendezvous.join(member, backend)
-    shared = _mesh(config, member.world_size) if member.world_size > config.num_ranks else None
+    shared = make_mesh(config, member.world_size) if member.world_size > config.num_ranks else None
     yield Group(member.rank, member.world_size, device, shared)
     dist.destroy_process_group()  # not after an error: others may be gone
 
 
-def _mesh(config: TrainConfig, num_processes: int) -> Mesh:
+def make_mesh(config: TrainConfig, num_processes: int) -> Mesh:
+    """The mesh of a run; each of its processes calls this."""
     shape = config.mesh_shape(num_processes)
     pp, dp, cp, tp = map(shape.degree, ("pp", "dp", "cp", "tp"))
     return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=shape.ep, expert_axes=shape.expert_axes, order=shape.axes)

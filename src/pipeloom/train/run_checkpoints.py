@@ -16,6 +16,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.output.display import resume_notices
 from pipeloom.train.process_group import Group
+from pipeloom.train.run_model import RunModel
 from pipeloom.train.run_parts import RunParts
 
 _V = TypeVar("_V")
@@ -53,26 +54,28 @@ def save(run: RunParts, step: int) -> Path:
         random=checkpoint.random_state(),
         state=state,
         total_limit=config.save_total_limit,
-        **_held(run),
+        exchange=run.group,
+        **held(run),
     )
 
 
 def save_model(run: RunParts, directory: Path) -> Path:
     """Write a checkpoint without optimizer and sampler, which no run can resume from, into a directory."""
-    return checkpoint.save(directory, run.config.steps, state={"model": run.model_state}, **_held(run))
+    return checkpoint.save(
+        directory, run.config.steps, state={"model": run.model_state}, exchange=run.group, **held(run)
+    )
 
 
-def _held(run: RunParts) -> dict[str, Any]:
+def held(run: RunModel) -> dict[str, Any]:
     """What this process holds of the model, as `checkpoint.save` takes it."""
-    config, held = run.config, run.pipeline.state
+    config, state = run.config, run.pipeline.state
     return {
-        "model": _trained(run, held.main_state()),
+        "model": _trained(run, state.main_state()),
         "layout": _layout(run),
-        "ranges": _trained(run, held.ranges),
+        "ranges": _trained(run, state.ranges),
         "blocks": _trained(run, _blocks(run)),
-        "ties": held.ties,
+        "ties": state.ties,
         "compute_type": config.precision.dtype if config.number_format.has_masters else None,
-        "exchange": run.group,
     }
 
 
@@ -99,9 +102,7 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     if same_text:  # its passes continue where they were
         run.sampler = Sampler(run.sampler.num_windows, sampler["seed"])
         run.samples_seen = sampler["samples_seen"]
-    any_strategy = {"data_strategy": None}  # it does not decide which process computes what
-    same_places = {**saved.layout, **any_strategy} == {**_layout(run), **any_strategy}
-    random = saved.random(group.rank, group.size) if same_places else None
+    random = saved.random(group.rank, group.size) if same_places(saved.layout, _layout(run)) else None
     if random is not None:
         checkpoint.restore_random_state(random)
     else:
@@ -123,7 +124,13 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(hashed(seed, step, rank))
 
 
-def _trained(run: RunParts, values: Mapping[str, _V]) -> dict[str, _V]:
+def same_places(layout: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether each process computes the same in two layouts, so that random states can be restored."""
+    any_strategy = {"data_strategy": None}  # it does not decide which process computes what
+    return {**layout, **any_strategy} == {**other, **any_strategy}
+
+
+def _trained(run: RunModel, values: Mapping[str, _V]) -> dict[str, _V]:
     """The values of what a checkpoint has: everything, or with adapters the parameters that are trained."""
     if run.config.model.lora is None:
         return dict(values)
@@ -135,12 +142,12 @@ def _names(run: RunParts) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in run.pipeline.named_parameters()}
 
 
-def _blocks(run: RunParts) -> dict[str, PlacedBlock]:
+def _blocks(run: RunModel) -> dict[str, PlacedBlock]:
     """The blocks of parameters that the processes of a stage share."""
     return cut_blocks(run.pipeline.named_parameters())
 
 
-def _layout(run: RunParts) -> dict[str, Any]:
+def _layout(run: RunModel) -> dict[str, Any]:
     """What each process holds, for readers, and to decide whether random states can be restored."""
     parallel, group = run.config.parallel, run.group
     replicas = {"copies": group.data_degree, "order": parallel.order, "data_strategy": parallel.data_strategy}

@@ -69,8 +69,24 @@ class Checkpoint:
         """The stored tensors of the model."""
         return list(self._model)
 
-    def optimizer_state(self) -> OptimizerState | None:
-        """The state of all full parameters, on the CPU; None if there is none."""
+    def optimizer_state(
+        self,
+        names: Collection[str] | None = None,
+        ranges: Mapping[str, Range] | None = None,
+        *,
+        blocks: Mapping[str, PlacedBlock] | None = None,
+        read: bool = True,
+    ) -> OptimizerState | None:
+        """The optimizer state on the CPU; None if there is none.
+
+        Args:
+            names: the parameters of a rank; None: all. Those without saved state are left out.
+            ranges, blocks: see `save`; other parameters are full.
+            read: whether to read values; else state with one number per element is on the meta device.
+
+        Raises:
+            CheckpointError: state of a full parameter, such as row and column sums, for a parameter that is sharded.
+        """
         classes = {part.optimizer_class for part in self.manifest.parts if part.optimizer_class}
         if not classes:
             return None
@@ -78,9 +94,13 @@ class Checkpoint:
         for group in (group for part in self.manifest.parts for group in part.param_groups):
             known = groups.setdefault(repr(group["options"]), {"parameters": [], "options": group["options"]})
             known["parameters"] = list(dict.fromkeys([*known["parameters"], *group["parameters"]]))
-        found = OptimizerState(min(classes), groups=list(groups.values()))
+        if names is not None:
+            for group in groups.values():
+                stored = set(group["parameters"])
+                group["parameters"] = [name for name in names if self._stored_name(name) in stored]
+        found, parts = OptimizerState(min(classes), groups=list(groups.values())), _parts(ranges, blocks)
         for name in (name for group in found.groups for name in group["parameters"]):
-            for key, value in self._optimizer_state_of(name, None, read=True).items():
+            for key, value in self._optimizer_state_of(name, parts.get(name), read=read).items():
                 (found.tensors if isinstance(value, Tensor) else found.values).setdefault(name, {})[key] = value
         return found
 

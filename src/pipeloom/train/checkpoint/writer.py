@@ -1,9 +1,9 @@
 """`save`: every rank writes its files to a hidden directory, rank 0 writes the manifest and renames the directory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from pipeloom.train.checkpoint.manifest import (
 )
 from pipeloom.train.checkpoint.rank_files import RankFiles
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState
-from pipeloom.train.checkpoint.written import HeldTensor, WrittenTensor, written_by
+from pipeloom.train.checkpoint.written import HeldTensor, WrittenTensor, written_by_ranks
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def save(
 
         held = _agree(group, begin)
         partial, all_ties = output_dir / held[0]["partial"], _merged_ties(held)
-        mine = _written(group.rank, held, all_ties)
+        mine = [written[group.rank] for written in _written(held, all_ties)]
         written = _agree(group, lambda: files.write(partial, (group.rank, group.size), random, *mine))
 
         def finish() -> None:
@@ -105,12 +105,74 @@ def save(
     return output_dir / f"checkpoint-{step}"
 
 
-def _written(rank: int, held: list[dict[str, Any]], ties: dict[str, str]) -> list[dict[str, WrittenTensor]]:
-    """What this rank writes of the model and of the optimizer. All ranks have the same input, so all raise or none."""
+class RankContent(NamedTuple):
+    """One rank of `save_in_turn`; tensors are on the meta device. The fields are arguments of `save`."""
+
+    model: Mapping[str, Tensor]
+    optimizer: OptimizerState | None
+    ranges: Mapping[str, Range]
+    blocks: Mapping[str, PlacedBlock]
+    ties: Mapping[str, str]
+
+
+def save_in_turn(
+    output_dir: Path,
+    step: int,
+    ranks: Sequence[RankContent],
+    read: Callable[[int], tuple[Mapping[str, Tensor], OptimizerState | None, RandomState | None]],
+    *,
+    state: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    compute_type: str | None,
+    others: Mapping[str, bytes],
+) -> Path:
+    """Write what all `ranks` write in `save`, from one process that has the tensors of one rank at a time.
+
+    Args:
+        output_dir, step, state, layout, compute_type, others: see `save`.
+        ranks: what each rank holds.
+        read: the values of a rank's model and optimizer, and its generators.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: see `save`.
+    """
+
+    def work() -> None:
+        contents = [RankFiles(rank.model, rank.optimizer, rank.ranges, rank.blocks) for rank in ranks]
+        held = [{**files.held(), "ties": rank.ties} for files, rank in zip(contents, ranks, strict=True)]
+        all_ties = _merged_ties(held)
+        models, optimizers = _written(held, all_ties)
+        with partial_directory(output_dir, step) as partial:
+            written = []
+            for number, rank in enumerate(ranks):
+                model, optimizer, random = read(number)
+                files = RankFiles(model, optimizer, rank.ranges, rank.blocks)
+                place = (number, len(ranks))
+                written.append(files.write(partial, place, random, models[number], optimizers[number]))
+            known = {"layout": dict(layout), "state": dict(state), "compute_type": compute_type}
+            more = {name: write_bytes(partial / name, data) for name, data in others.items()}
+            _write_manifest(partial, written, more, step=step, ties=all_ties, **known)
+            put_in_place(partial, output_dir, step)
+
+    try:
+        work()
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or output_dir} cannot be written ({error.strerror}). Free disk space, or choose another "
+            "directory."
+        ) from error
+    return output_dir / f"checkpoint-{step}"
+
+
+def _written(held: list[dict[str, Any]], ties: dict[str, str]) -> list[list[dict[str, WrittenTensor]]]:
+    """What each rank writes of the model, and of the optimizer. All ranks have the same input: all raise or none."""
     try:
         return [
-            written_by(
-                rank, [{name: HeldTensor.from_json(row) for name, row in each[kind].items()} for each in held], ties
+            written_by_ranks(
+                [{name: HeldTensor.from_json(row) for name, row in each[kind].items()} for each in held], ties
             )
             for kind in ("model", "optimizer")
         ]

@@ -36,18 +36,17 @@ class WrittenTensor(NamedTuple):
     boxes: tuple[Box, ...] = ()  # instead of a range, rectangles
 
 
-def written_by(rank: int, held: list[dict[str, HeldTensor]], ties: Mapping[str, str]) -> dict[str, WrittenTensor]:
-    """Stored name -> what `rank` writes. Each element is written once, by the lowest rank that holds its range.
+def written_by_ranks(held: list[dict[str, HeldTensor]], ties: Mapping[str, str]) -> list[dict[str, WrittenTensor]]:
+    """By rank: stored name -> what it writes. Each element is written once, by the lowest rank that holds its range.
 
     Args:
-        rank: the rank that writes.
         held: what each rank holds, by name.
         ties: alias of a tied tensor -> the name that it is stored under.
 
     Raises:
         CheckpointError: elements or states are missing, or ranges overlap partially; the same error on every rank.
     """
-    owned: dict[str, WrittenTensor] = {}
+    owned: list[dict[str, WrittenTensor]] = [{} for _ in held]
     for stored, writers in _writers(held, ties).items():
         states = [(each, set(held[each][name].states)) for each, name in writers.values()]
         for other, keys in states[1:]:
@@ -60,12 +59,12 @@ def written_by(rank: int, held: list[dict[str, HeldTensor]], ties: Mapping[str, 
                 )
         leader = min(each for each, _ in writers.values())
         for part, (writer, name) in writers.items():
-            if writer == rank and isinstance(part, Box):
-                before = owned.get(stored)
+            if isinstance(part, Box):
+                before = owned[writer].get(stored)
                 boxes = (part,) if before is None else (*before.boxes, part)
-                owned[stored] = WrittenTensor(name, None, leads=rank == leader, boxes=boxes)
-            elif writer == rank and not isinstance(part, Box):
-                owned[stored] = WrittenTensor(name, part, leads=rank == leader)
+                owned[writer][stored] = WrittenTensor(name, None, leads=writer == leader, boxes=boxes)
+            else:
+                owned[writer][stored] = WrittenTensor(name, part, leads=writer == leader)
     return owned
 
 
