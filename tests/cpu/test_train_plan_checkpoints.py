@@ -25,7 +25,7 @@ __all__ = ["text"]  # a fixture
 
 STEP = 3
 TINY = (
-    "--steps=5",
+    "--steps=4",
     "--save_steps=3",
     "--eval_steps=0",
     "--sample_tokens=0",
@@ -44,17 +44,17 @@ SAVED = {  # layouts to convert from
 }
 PLANS: dict[str, dict[str, Any]] = {  # and to
     "one process": {"pipeline": 1},
-    "pipeline": {"pipeline": 4, "cut": (2, 1, 1, 0), "schedule": "gpipe"},
-    "zero2, tensor, context": {"pipeline": 1, "data": 2, "data_strategy": "zero2", "tensor": 2, "context": 2},
-    "zero3 in a pipeline": {"pipeline": 2, "data": 2, "data_strategy": "zero3", "data_granularity": "layer"},
-    "zero1 and tensor": {"pipeline": 2, "data": 2, "data_strategy": "zero1", "tensor": 2, "tensor_layout": "1d"},
+    "pipeline": {"pipeline": 4, "schedule": "gpipe"},
+    "zero2 and context": {"pipeline": 1, "data": 2, "data_strategy": "zero2", "context": 2},
+    "zero3 in a pipeline": {"pipeline": 2, "data": 2, "data_strategy": "zero3", "data_granularity": "chunk"},
+    "zero1 and tensor": {"pipeline": 1, "data": 2, "data_strategy": "zero1", "tensor": 2, "tensor_layout": "1d"},
 }
 PAIRS = [
     ("pipeline", "zero1 and tensor"),
     ("zero3 and tensor", "pipeline"),
     ("zero3 and tensor", "zero3 in a pipeline"),
     ("half", "one process"),
-    ("half", "zero2, tensor, context"),
+    ("half", "zero2 and context"),
 ]
 
 
@@ -110,7 +110,7 @@ def test_a_converted_checkpoint_is_what_the_plan_saves_and_trains_on_alike(
         local(text, tmp_path / str(number), *TINY, *options, f"--resume_from_checkpoint={path}")
         ends.append([row["loss"] for row in metrics(tmp_path / str(number)) if row["step"] > STEP])
     assert ends[0] == ends[1]
-    assert len(ends[0]) == 2
+    assert len(ends[0]) == 1
     made = pl.Plan.load(plan)
     if made.data * made.tensor * made.context == 1:  # `--local` holds all ranks in one process
         return
@@ -129,7 +129,7 @@ def test_the_same_layout_keeps_random_states_and_ranks_have_files(
     saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "same.json"
-    pl.Plan(schedule="1f1b", pipeline=4, microbatches=2, cut=(2, 1, 1, 0)).save(plan)
+    pl.Plan(schedule="1f1b", pipeline=4, microbatches=2, cut=(1, 1, 1, 1)).save(plan)
     first, second = tmp_path / "first", tmp_path / "second"
     assert cli.main(["convert", str(saved["pipeline"]), str(first), "--plan", str(plan)]) == 0
     assert cli.main(["convert", str(first), str(second), "--plan", str(plan)]) == 0
@@ -139,7 +139,7 @@ def test_the_same_layout_keeps_random_states_and_ranks_have_files(
         f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)
     ]
     assert ends[0].random(0, 4) is None, "the processes computed something else before"
-    assert json.loads(json.dumps(ends[1].state["config"]))["parallel"]["cut"] == "2,1,1,0"
+    assert json.loads(json.dumps(ends[1].state["config"]))["parallel"]["cut"] == "1,1,1,1"
 
 
 @pytest.mark.parametrize(

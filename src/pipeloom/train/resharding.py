@@ -94,7 +94,7 @@ def _planned_config(saved: Mapping[str, Any], plan: Plan, plan_file: Path, out: 
     usual = dict(flat(TrainConfig().to_mapping()))
     values = dict(flat(kept)) | {key: usual[key] for key in PLANNED if key not in _OF_THE_RUN}
     values |= options_of_plan(plan, str(plan_file))
-    values |= {"plan": str(plan_file), "output_dir": str(out), "local": False, "resume_from_checkpoint": None}
+    values |= {"plan": None, "output_dir": str(out), "local": False, "resume_from_checkpoint": None}
     nested: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
