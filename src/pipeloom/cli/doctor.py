@@ -46,6 +46,7 @@ _EXTRAS = {
 _EXAMPLES = """\
 pipeloom doctor
 pipeloom doctor --json
+pipeloom doctor --measure
 pipeloom doctor --parallel.data 4 --parallel.tensor 8 --processes_per_node 8
 """
 _MESH = tuple(
@@ -72,12 +73,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--processes_per_node", type=int, default=None, metavar="N", help="for the rank order (default: all)"
     )
+    measure = "measure matrix products, memory, messages and collectives, and save them as cluster local"
+    parser.add_argument("--measure", action="store_true", help=measure)
+    parser.add_argument("--out", default=None, metavar="FILE", help="cluster file of --measure (default: that of local)")
     known = {option.key: option for option in train_options()}
     group = parser.add_argument_group("rank order of a run, as in pipeloom train")
     for key in _MESH:
         add_option(group, known[key])
     options = parser.parse_args(argv)
     order = _rank_order(options)
+    if options.measure:
+        from pipeloom.cli.measure import measure
+
+        return measure(options.out, as_json=options.json)
+    if options.out is not None:
+        raise InputError(f"--out={options.out}: has no effect without --measure. Add --measure.")
     checks = examine()
     can_train = all(check.ok for check in checks if check.required)
     if options.json:

@@ -14,13 +14,16 @@ number of network cards of a node.
 
 All rates are peak rates except `sum_bytes_per_second`, which is measured. `efficiency` is the fraction of the peaks
 that programs reach; data sheets do not list it. `memory_efficiency` and `link_efficiency` are those of device memory
-and of links, where they are others.
+and of links, where they are others. `measured` has tables of a machine (`pipeloom.plan.local`), which replace the figures
+of its device.
 """
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+import json
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any, Self
 
 from pipeloom.common.json_reader import Entry, read_json
+from pipeloom.plan.local.measured import Measured, Rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,8 @@ class Cluster:
         inside_node, between_nodes: the links.
         efficiency: fraction of the peak rates that programs reach.
         memory_efficiency, link_efficiency: the same of device memory, and of links; None: `efficiency`.
+        measured: tables of the machine that replace figures of the device; None: there are none.
+        processes: that compute side by side, for a machine with tables.
     """
 
     name: str
@@ -108,6 +113,26 @@ class Cluster:
     efficiency: float
     memory_efficiency: float | None = None
     link_efficiency: float | None = None
+    measured: Measured | None = field(default=None, hash=False)
+    processes: int = 1
+
+    @property
+    def rates(self) -> Rates | None:
+        """Tables for the processes that compute side by side; None without tables."""
+        return None if self.measured is None else self.measured.of(self.processes)
+
+    def beside(self, processes: int) -> Self:
+        """The cluster while so many processes compute; one without tables is the same for any number."""
+        return self if self.measured is None else replace(self, processes=processes)
+
+    def to_json(self) -> str:
+        """The text of a cluster file; `parse_cluster` reads it back."""
+        values = {name: value for name, value in asdict(self).items() if value is not None and name != "processes"}
+        for name in _SECTIONS:
+            values[name] = {key: value for key, value in values[name].items() if value is not None}
+        if self.measured is not None:
+            values["measured"] = self.measured.to_mapping()
+        return json.dumps(values)
 
     @property
     def memory_rate(self) -> float:
@@ -118,6 +143,9 @@ class Cluster:
     def link_part(self) -> float:
         """Fraction of the bandwidth of links that programs reach."""
         return self.link_efficiency or self.efficiency
+
+
+_SECTIONS = {"device": Device, "inside_node": NodeLinks, "between_nodes": NodeNetwork}
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -131,13 +159,14 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _read(kind: Any, entry: Entry) -> Any:
-    required = [field.name for field in fields(kind) if field.default is MISSING]
-    optional = [field.name for field in fields(kind) if field.default is not MISSING]
-    sections = {"device": Device, "inside_node": NodeLinks, "between_nodes": NodeNetwork}
+    required = [each.name for each in fields(kind) if each.default is MISSING]
+    optional = [each.name for each in fields(kind) if each.default is not MISSING and each.name != "processes"]
     values: dict[str, Any] = {}
     for name, value in entry.fields(required, optional).items():
-        if name in sections:
-            values[name] = _read(sections[name], value)
+        if name in _SECTIONS:
+            values[name] = _read(_SECTIONS[name], value)
+        elif name == "measured":
+            values[name] = Measured.read(value)
         elif name == "name":
             values[name] = value.text()
         elif name in ("devices_per_node", "multiprocessors", "cards"):

@@ -13,7 +13,8 @@ traffic. Each kernel takes `Device.launch_seconds` more.
     NVIDIA, Matrix Multiplication Background User's Guide (tile and wave quantization)
     Dao, arXiv:2307.08691, section 4.1 (rates of fused attention)
 
-A device whose number of multiprocessors is unknown computes everything at the same rate.
+A device whose number of multiprocessors is unknown computes everything at the same rate. The times of a measured machine
+(`pipeloom.plan.local`) come from its tables.
 """
 
 import math
@@ -54,6 +55,10 @@ class KernelTimes:
         return self.cluster.device.launch_seconds + self.launch_more
 
     @property
+    def _format(self) -> str:
+        return "bf16" if self.element == 2 else "fp32"
+
+    @property
     def rate(self) -> float:
         """Operations per second of large products."""
         return self.cluster.efficiency * self.cluster.device.peak(self.element)
@@ -63,6 +68,9 @@ class KernelTimes:
         units = self.cluster.device.multiprocessors
         if not rows or not count:
             return 0.0
+        rates = self.cluster.rates
+        if rates is not None:
+            return count * rates.product_seconds(self._format, rows, columns, inner)
         if units is None:
             return 2 * rows * columns * inner * count / self.rate + self.launch
         numbers = (rows * columns + rows * inner + inner * columns) * count
@@ -73,6 +81,10 @@ class KernelTimes:
 
     def elementwise(self, num_bytes: float, kernels: float) -> float:
         """Kernels that read and write `num_bytes` together."""
+        rates = self.cluster.rates
+        if rates is not None:
+            count = max(1.0, kernels)
+            return count * rates.curve("elementwise", num_bytes / count)
         return num_bytes / self.cluster.memory_rate + kernels * self.launch
 
     def fused_attention(self, operations: float, blocks: float, *, backward: bool = False) -> float:
@@ -83,7 +95,9 @@ class KernelTimes:
             blocks: heads x queries of a process.
             backward: whether it is the backward.
         """
-        units = self.cluster.device.multiprocessors
+        units, rates = self.cluster.device.multiprocessors, self.cluster.rates
+        if rates is not None:
+            return rates.curve(f"attention {'backward' if backward else 'forward'} {self._format}", operations)
         if units is None:
             return (2 if backward else 1) * operations / self.rate + self.launch
         tiles = math.ceil(blocks / _ATTENTION_ROWS)

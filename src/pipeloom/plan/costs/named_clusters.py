@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pipeloom.common.json_reader import parse_file
 from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster, Device, NodeLinks, NodeNetwork, parse_cluster
+from pipeloom.plan.local.saved import LOCAL, local_cluster
 
 _GIB = 2.0**30
 
@@ -94,7 +95,7 @@ DEVICES = {"v100": "p3.16xlarge", "a100": "dgx-a100-80", "h100": "dgx-h100", "h2
 
 
 def find_cluster(name: str, option: str) -> Cluster:
-    """The named cluster, or the one in the JSON file `name`.
+    """The named cluster, the measured one of this machine (``local``), or the one in the JSON file `name`.
 
     Args:
         option: that names it, for error messages.
@@ -104,6 +105,8 @@ def find_cluster(name: str, option: str) -> Cluster:
     """
     if name in CLUSTERS:
         return CLUSTERS[name]
+    if name == LOCAL:
+        return local_cluster(option)
     if not name.endswith(".json"):
-        raise InputError(f"{option}={name}: must be {', '.join(CLUSTERS)}, or a JSON file whose name ends in .json.")
+        raise InputError(f"{option}={name}: must be {', '.join((*CLUSTERS, LOCAL))}, or a JSON file whose name ends in .json.")
     return parse_file(option, name, parse_cluster)

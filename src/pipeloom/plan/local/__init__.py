@@ -1,0 +1,1 @@
+"""Measurements of this machine, which predictions for cluster ``local`` use. No torch here."""

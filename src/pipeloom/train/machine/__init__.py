@@ -1,0 +1,1 @@
+"""Measures this machine for `pipeloom.plan.local`, and the layers of a model."""

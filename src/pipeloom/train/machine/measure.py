@@ -1,0 +1,77 @@
+"""`measure_machine`: rates of this machine with different numbers of processes side by side, as a cluster. No torch."""
+
+import json
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeloom.common.json_reader import Entry
+from pipeloom.errors import RunError
+from pipeloom.plan.cluster import Cluster, Device, NodeLinks, NodeNetwork
+from pipeloom.plan.local.measured import Measured
+from pipeloom.plan.local.saved import LOCAL, torch_version, usable_cores
+from pipeloom.processes import launcher
+
+
+def measure_machine(*, tiny: bool = False) -> Cluster:
+    """Measure this machine with 1 process, with one per core, and with two per core.
+
+    Args:
+        tiny: whether a few small sizes are enough, for tests.
+
+    Raises:
+        RunError: a process failed; its error was printed.
+    """
+    cores = usable_cores()
+    rates: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="pipeloom-measure-") as folder:
+        path = Path(folder) / "rates.json"
+        for count in sorted({1, cores, 2 * cores}):
+            names = [f"process {rank} of {count}" for rank in range(count)]
+            words = ["-m", "pipeloom.train.machine", str(path), "tiny" if tiny else "full"]
+            if launcher.launch(names, words):
+                raise RunError("the measurement failed. Run `pipeloom doctor`, and see the error above.")
+            rates.append(json.loads(path.read_text(encoding="utf-8")))
+    probes = {each["processes"]: each.pop("probe") for each in rates}
+    for each in rates:
+        if each["processes"] > cores:
+            each["seconds"]["crowding"] = max(1.0, probes[each["processes"]] / probes[max(1, cores)])
+    found = {
+        "version": 1,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": platform.node(),
+        "cores": cores,
+        "torch": torch_version(),
+        "rates": rates,
+    }
+    return _cluster(Measured.read(Entry(found, "the measurement")))
+
+
+def _cluster(measured: Measured) -> Cluster:
+    """The figures of a data sheet that follow from the tables."""
+    single, beside = measured.rates[0], measured.of(max(2, measured.cores))
+    product = max(2 * a * b * c / seconds for a, b, c, seconds in beside.products.get("fp32", single.products["fp32"]))
+    size, seconds = max(beside.curves.get("elementwise", single.curves["elementwise"]))
+    several = next((each for each in measured.rates if "message" in each.curves), None)
+    latency, (length, transfer) = 0.0, (1.0, 1e-9)
+    if several is not None:
+        latency, (length, transfer) = several.curves["message"][0][1], several.curves["message"][-1]
+    rate = length / max(1e-9, transfer - latency)
+    return Cluster(
+        name=LOCAL,
+        devices_per_node=max(2 * measured.cores, 2),
+        device=Device(
+            name=f"{measured.machine}, {measured.cores} cores",
+            operations_per_second=product,
+            memory_bytes_per_second=size / seconds,
+            launch_seconds=single.seconds["kernel"],
+            memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        ),
+        inside_node=NodeLinks(bytes_per_second=rate, pair_bytes_per_second=rate, latency_seconds=latency),
+        between_nodes=NodeNetwork(bytes_per_second=rate, latency_seconds=latency),
+        efficiency=1.0,
+        measured=measured,
+    )
