@@ -44,7 +44,7 @@ class Background:
         self.spans: list[list[Span]] = [[] for _ in pipeline.orders]
         self._in_units = counts is not None
         self._counts = counts or (1,) * schedule.num_stages
-        self._seconds = _seconds(pipeline, schedule, costs, network, self._counts)  # of one unit
+        self._seconds = link_seconds(pipeline, schedule, costs, network, self._counts)  # of one unit
         self._slowdown = network.data_slowdown if data is not None else 0.0
         self.inside = self._in_units or self._slowdown > 0
         self._one_by_one = data is not None and gathers_inside(data)
@@ -129,7 +129,7 @@ class Background:
         return now + seconds
 
 
-def _seconds(
+def link_seconds(
     pipeline: Schedule | Program, schedule: Schedule, costs: Costs, network: Network, counts: tuple[int, ...]
 ) -> dict[Op, list[float]]:
     """For each op, the seconds per stage of one action, or of one unit. Raises InputError for missing bytes."""

@@ -15,13 +15,17 @@ from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.links import data_links, pipeline_network
+from pipeloom.plan.costs.measured_layers import scaled_layers
+from pipeloom.plan.costs.measured_links import measured_network, step_end_seconds
 from pipeloom.plan.costs.software import PIPELOOM, Software
+from pipeloom.plan.local.layer_times import LayerTimes
 from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
 from pipeloom.plan.memory.choose import stage_bytes
 from pipeloom.plan.stage_times import Seconds, StageTimes
 from pipeloom.schedules import Conditions
 from pipeloom.sim import Costs, Network, Timeline, simulate
 from pipeloom.sim.costs import MOST_UNITS
+from pipeloom.sim.shared_cores import simulate_shared
 from pipeloom.split.chain_partition import consecutive
 
 
@@ -48,11 +52,13 @@ class CostModel:
         model: the sizes.
         cluster: where it is trained.
         software: what computes.
+        measured: seconds of the model's layers on a measured machine; None: its tables alone.
     """
 
     model: Architecture
     cluster: Cluster
     software: Software = PIPELOOM
+    measured: LayerTimes | None = None
     _layers: dict[object, tuple[Seconds, Seconds, dict[bool, Seconds], float]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -66,7 +72,7 @@ class CostModel:
         return StageTimes(
             model=self.model,
             inside=of.inside,
-            cluster=self.cluster,
+            cluster=self.cluster.beside(of.devices),
             samples=of.microbatch_size,
             element=of.element,
             recompute=recompute,
@@ -83,12 +89,17 @@ class CostModel:
         """Embedding, head, blocks without and with experts, and bytes of a message."""
         far = of.strides["dp"] if of.inside.expert > 1 else 0
         key = (of.inside, of.microbatch_size, of.element, recompute, of.imbalance, of.slices, of.strides["tp"], far)
+        if self.cluster.measured is not None:
+            key = (*key, of.devices)
         found = self._layers.get(key)
         if found is None:
             times = self.times(of, recompute)
             kinds = {self.model.has_experts(index) for index in range(self.model.layers)}
             blocks = {experts: times.block(experts=experts) for experts in kinds}
-            found = self._layers[key] = times.embedding(), times.head(), blocks, times.message_bytes()
+            found = times.embedding(), times.head(), blocks, times.message_bytes()
+            if self.measured is not None and self.measured.element == of.element:
+                found = *scaled_layers(self.measured, times, kinds), found[3]
+            self._layers[key] = found
         return found
 
     @cached_property
@@ -161,7 +172,10 @@ class CostModel:
         stride = (
             at["cp"] if of.data == 1 else at["dp"] // (inside.context if at["dp"] == at["cp"] * inside.context else 1)
         )
-        data = data_links(self.cluster, stride=stride, replicas=of.replicas)
+        cluster = self.cluster.beside(of.devices)
+        data = data_links(cluster, stride=stride, replicas=of.replicas)
+        if cluster.measured is not None:
+            return measured_network(cluster, self.message_bytes(of) / of.slices, data)
         busy = self.software.message_seconds / 2
         return pipeline_network(
             self.cluster,
@@ -231,9 +245,16 @@ class CostModel:
                 f"chunks={of.chunks}: schedule {program.name!r} has {program.schedule.num_stages} stages on "
                 f"{of.pipeline} ranks. Use {program.placement.num_chunks}."
             )
-        timeline = simulate(program, self.costs(of), self.network(of))
+        timeline = self._timeline(of, program)
         update = self.update_seconds(of, program.placement.stages_of)
         return StepPrediction(step_seconds=timeline.makespan + update, update_seconds=update, timeline=timeline)
+
+    def _timeline(self, of: Configuration, program: Program) -> Timeline:
+        costs, network, measured = self.costs(of), self.network(of), self.cluster.measured
+        if measured is None or of.devices <= measured.cores:
+            return simulate(program, costs, network)
+        copies = of.devices // of.pipeline
+        return simulate_shared(program, costs, network, cores=measured.cores, copies=copies)
 
     def parameters(self, of: Configuration) -> list[float]:
         """Elements of the parameters of every stage on one process."""
@@ -276,7 +297,13 @@ class CostModel:
         sizes = self.parameters(of)
         held = max(sum(sizes[stage] for stage in stages) for stages in stages_of)
         shards = of.replicas if of.strategy.shards_optimizer else 1
-        return self.times(of, Recompute.NONE).update_seconds(held / shards, OPTIMIZERS[of.optimizer])
+        cluster = self.cluster.beside(of.devices)
+        if cluster.measured is None or cluster.rates is None:
+            return self.times(of, Recompute.NONE).update_seconds(held / shards, OPTIMIZERS[of.optimizer])
+        turns = max(1.0, of.devices / cluster.measured.cores)
+        known = self.measured or LayerTimes(element=of.element)
+        update = known.update * cluster.rates.curve("update", held / shards)
+        return turns * (update + known.step_seconds) + step_end_seconds(cluster)
 
     def peak_bytes(self, of: Configuration, program: Program | None = None) -> list[float]:
         """Peak memory of every rank."""

@@ -11,30 +11,16 @@ network:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.link_rate import LinkRate
+from pipeloom.plan.costs.measured_links import measured_ring
 from pipeloom.sim import Network
 from pipeloom.sim.network import Link
 
 ORDER = ("dp", "pp", "cp", "tp")  # mesh axes, outermost first, as a run orders them by default
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRate:
-    """One device's link to another one that it shares a stage with, in one direction.
-
-    Attributes:
-        bytes_per_second: bandwidth; None for no limit.
-        latency_seconds: latency per message.
-        flow_bytes_per_second: bandwidth where every device sends to every other one; None: `bytes_per_second`.
-    """
-
-    bytes_per_second: float | None = None
-    latency_seconds: float = 0.0
-    flow_bytes_per_second: float | None = None
 
 
 def strides(degrees: Mapping[str, int], order: Sequence[str] = ORDER) -> dict[str, int]:
@@ -57,6 +43,8 @@ def ring_link(cluster: Cluster, stride: int, degree: int, *, sums: bool = False)
     Args:
         sums: whether the ring reduces, for which a cluster may have a measured bandwidth.
     """
+    if cluster.measured is not None:
+        return measured_ring(cluster, sums=sums)
     inside, network, node = cluster.inside_node, cluster.between_nodes, cluster.devices_per_node
     here = max(1, min(degree, node // stride))  # of the ring, in a node
     near = min(inside.bytes_per_second, max(1, here - 1) * inside.pair_bytes_per_second)

@@ -1,0 +1,45 @@
+"""Seconds of layers where a machine has measured layers of the model (`pipeloom.plan.local`). No torch here."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.plan.local.layer_times import LayerTimes, Three
+from pipeloom.plan.stage_times import Seconds, StageTimes
+
+
+def scaled_layers(
+    found: LayerTimes, times: StageTimes, kinds: Iterable[bool]
+) -> tuple[Seconds, Seconds, dict[bool, Seconds]]:
+    """Embedding, head, and blocks without and with experts.
+
+    Predictions are scaled by what the measured layers take over their predictions. Measured are whole layers on whole
+    sequences, without recomputation; a recomputed forward is scaled as a forward.
+
+    Args:
+        found: the measured layers.
+        times: predicts them, and those that are wanted.
+        kinds: of blocks: False without experts, True with them.
+    """
+    samples, row = found.nearest(times.samples)
+    same = replace(times, samples=samples, inside=InsideStage(), slices=1, imbalance=1.0, recompute=Recompute.NONE)
+    wanted = replace(times, recompute=Recompute.NONE)
+    blocks = {}
+    for experts in kinds:
+        own, reference, plain = row.blocks[experts], same.block(experts=experts), wanted.block(experts=experts)
+        again = times.block(experts=experts).backward_input - plain.backward_input
+        whole = _scaled(plain, own, reference)
+        again *= own[0] / reference.forward
+        blocks[experts] = whole._replace(backward_input=whole.backward_input + again)
+    return (
+        _scaled(wanted.embedding(), row.embedding, same.embedding()),
+        _scaled(wanted.head(), row.head, same.head()),
+        blocks,
+    )
+
+
+def _scaled(predicted: Seconds, own: Three, reference: Seconds) -> Seconds:
+    return Seconds(
+        *(each * found / of if of else found for each, found, of in zip(predicted, own, reference, strict=True))
+    )

@@ -1,0 +1,61 @@
+"""Messages and collectives of a machine whose tables were measured (`pipeloom.plan.local`). No torch here.
+
+A sender copies its message into memory that its receiver reads, so it is busy for the bytes of the message too. Threads of
+collectives need cores that computations would use.
+"""
+
+from typing import Any
+
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.link_rate import LinkRate
+from pipeloom.plan.local.measured import Measured, Rates
+from pipeloom.sim import Network
+from pipeloom.sim.data_link import slowdown
+
+_SMALL = 1024.0  # bytes of the sums over processes that end a step
+
+
+def _together(measured: Measured, processes: int) -> Rates | None:
+    """The entry with collectives whose number of processes is nearest from above; None where there is none."""
+    several = [each for each in measured.rates if "all_reduce" in each.curves]
+    return next((each for each in several if each.processes >= processes), several[-1] if several else None)
+
+
+def measured_ring(cluster: Cluster, *, sums: bool) -> LinkRate:
+    """The link of a ring: the figures with which its formula gives the measured collectives."""
+    assert cluster.measured is not None
+    rates = _together(cluster.measured, cluster.processes)
+    if rates is None:
+        return LinkRate()
+    times, curve = (2, rates.curves["all_reduce"]) if sums else (1, rates.curves["all_gather"])
+    messages = times * (rates.processes - 1)
+    (_, least), (size, most) = curve[0], curve[-1]
+    latency = least / messages
+    left = max(most - least, most / 100)
+    return LinkRate(bytes_per_second=messages / rates.processes * size / left, latency_seconds=latency)
+
+
+def measured_network(cluster: Cluster, message_bytes: float, data: dict[str, Any]) -> Network:
+    """Links between stages whose messages have `message_bytes`, and `data` links between replicas."""
+    measured = cluster.measured
+    assert measured is not None
+    rates = _together(measured, cluster.processes)
+    if rates is None:
+        return Network(**data)
+    send, receive = rates.seconds["send"], rates.seconds["receive"]
+    least, seconds = rates.curve("message", 1.0), rates.curve("message", message_bytes)
+    busy = min(measured.cores, cluster.processes)
+    lost = slowdown(busy, cluster.processes * rates.seconds.get("collectives", 0.0), measured.cores)
+    return Network(
+        send_seconds=send + max(0.0, seconds - least),
+        receive_seconds=receive,
+        latency_seconds=max(0.0, least - send - receive),
+        data_slowdown=min(lost, 0.95),
+        **data,
+    )
+
+
+def step_end_seconds(cluster: Cluster) -> float:
+    """Seconds of the sums over all processes with which a step ends: of norms, and of losses."""
+    rates = None if cluster.measured is None else _together(cluster.measured, cluster.processes)
+    return 0.0 if rates is None or cluster.processes == 1 else 2 * rates.curve("all_reduce", _SMALL)

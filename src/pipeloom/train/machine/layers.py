@@ -1,0 +1,173 @@
+"""Measures the layers of pipeloom's GPT as the runtime runs them: in a pipeline of three stages in this process."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom import schedules
+from pipeloom.ir import Op
+from pipeloom.ir.text import parse_action
+from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
+from pipeloom.parallel import Precision
+from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, Three
+from pipeloom.plan.local.measured import Rates
+from pipeloom.train.machine.kernels import clock
+from pipeloom.training import BarrierStep, Pipeline
+
+_STAGES = 3  # a block and the embedding, a block, a block and the head
+_MICROBATCHES = 4
+
+
+def measure_layers(
+    config: GPTConfig, samples: Sequence[int], *, precision: Precision, rates: Rates, rounds: int = 3
+) -> LayerTimes:
+    """Measure each of the micro-batch sizes `samples`, ascending.
+
+    Args:
+        config: sizes of the model.
+        samples: per micro-batch.
+        precision: number formats.
+        rates: of this machine, to which updates are compared.
+        rounds: measured steps after one for warm-up.
+    """
+    rows: dict[int, LayerSeconds] = {}
+    updates, others = list[float](), list[float]()
+    with torch.random.fork_rng(devices=[]):
+        for size in samples:
+            row, update, other = _measured(config, size, precision, rates, rounds)
+            rows[size] = row
+            updates.append(update)
+            others.append(other)
+    element = 2 if precision.has_masters else 4
+    return LayerTimes(element=element, rows=rows, update=median(updates), step_seconds=median(others))
+
+
+def _measured(
+    config: GPTConfig, samples: int, precision: Precision, rates: Rates, rounds: int
+) -> tuple[LayerSeconds, float, float]:
+    kinds = [replace(config, layers=_STAGES, tie_embeddings=False, experts=0)] if config.experts == 0 else []
+    if config.experts:
+        kinds.append(replace(config, layers=_STAGES, tie_embeddings=False, experts_every=1))
+        if config.experts_every > 1:
+            kinds.append(_dense(kinds[0]))
+    blocks: dict[bool, Three] = {}
+    ends: tuple[Three, Three] | None = None
+    split, update, other = 1.0, 1.0, 0.0
+    for kind in kinds:
+        run = _Run(kind, samples, precision)
+        whole, update, other = run.whole(rounds, rates)
+        inputs, weights = run.split(rounds)
+        blocks[kind.experts > 0] = _shared_out(whole[1], inputs, weights)
+        split = (inputs + weights) / max(whole[1][1], 1e-12)
+        if ends is None:
+            first, last = (
+                _shared_out(tuple(max(0.0, a - b) for a, b in zip(whole[stage], whole[1], strict=True)), 1.0, 1.0)
+                for stage in (0, 2)
+            )
+            first = first[0], 0.0, first[1] + first[2]  # an embedding has no gradient of its input
+            ends = first, last
+    assert ends is not None
+    return LayerSeconds(*ends, blocks, split), update, other
+
+
+def _dense(config: GPTConfig) -> GPTConfig:
+    """The same sizes without experts."""
+    plain: dict[str, Any] = dict.fromkeys(("top_k", "capacity_factor", "expert_width", "balance_weight"))
+    return replace(config, experts=0, experts_every=1, shared_experts=0, z_loss_weight=0.0, router="topk", **plain)
+
+
+def _shared_out(times: Sequence[float], inputs: float, weights: float) -> Three:
+    """Seconds of F, and of a whole backward in the proportion of `inputs` and `weights`."""
+    forward, backward = times
+    part = inputs / max(inputs + weights, 1e-12)
+    return forward, part * backward, (1 - part) * backward
+
+
+class _ActionTimes:
+    """Seconds of every action of a step, from its start to that of the next one: it takes the place of a black box."""
+
+    def __init__(self) -> None:
+        self._now = clock()
+        self._marks: list[tuple[str, float]] = []
+
+    def __setitem__(self, where: slice, label: bytes) -> None:
+        self._marks.append((label.rstrip(b"\0 ").decode(), self._now()))
+
+    def take(self) -> dict[tuple[int, Op], float]:
+        """Median seconds by stage and op since the last call."""
+        found: dict[tuple[int, Op], list[float]] = defaultdict(list)
+        ends = [*(at for _, at in self._marks[1:]), self._now()]
+        for (label, start), end in zip(self._marks, ends, strict=True):
+            action = parse_action(label)
+            found[action.stage, action.op].append(end - start)
+        self.total = sum(map(sum, found.values()))
+        self._marks.clear()
+        return {key: median(times) for key, times in found.items()}
+
+
+class _Run:
+    """The pipelines of one model and micro-batch size."""
+
+    def __init__(self, config: GPTConfig, samples: int, precision: Precision) -> None:
+        self._config, self._precision = config, precision
+        shape = 2, samples * _MICROBATCHES, config.sequence_length
+        self._inputs, self._targets = torch.randint(config.vocabulary_size, shape).unbind(0)
+
+    def _pipeline(self, schedule: str) -> tuple[Pipeline, _ActionTimes]:
+        model, times = GPT(self._config), _ActionTimes()
+        init_parameters(model, seed=0)
+        pipeline = Pipeline(
+            model,
+            schedules.build(schedule, num_ranks=_STAGES, num_microbatches=_MICROBATCHES),
+            loss_fn=loss_fn,
+            cut=[1] * _STAGES,
+            transport="loopback",
+            precision=self._precision if self._precision.has_masters else None,
+            blackbox=times,
+        )
+        return pipeline, times
+
+    def whole(self, rounds: int, rates: Rates) -> tuple[list[tuple[float, float]], float, float]:
+        """For each stage, seconds of F and B; seconds of updates over the table's; seconds of a step beside all that."""
+        pipeline, times = self._pipeline("1f1b")
+        stepper = BarrierStep(pipeline, torch.optim.AdamW(pipeline.parameters(), lr=1e-4, fused=True), max_norm=1.0)
+        rows, updates, others, now = list[dict[tuple[int, Op], float]](), list[float](), list[float](), clock()
+        for _ in range(1 + rounds):
+            rows.append({})
+            begun = now()
+            ended = [begun]
+
+            def computed(row: dict[tuple[int, Op], float] = rows[-1], ended: list[float] = ended) -> Tensor:
+                row |= times.take()
+                ended.append(now())
+                return torch.empty(0)
+
+            stepper.step(self._inputs, self._targets, computed)
+            updates.append(now() - ended[-1])
+            others.append(ended[-1] - begun - times.total)
+        pipeline.close()
+        found = [
+            (min(row[stage, Op.F] for row in rows[1:]), min(row[stage, Op.B] for row in rows[1:]))
+            for stage in range(_STAGES)
+        ]
+        parameters = sum(parameter.numel() for parameter in pipeline.parameters())
+        table = rates.curve("update", parameters)
+        return found, min(updates[1:]) / table if table else 1.0, max(0.0, min(others[1:]))
+
+    def split(self, rounds: int) -> tuple[float, float]:
+        """Seconds of I and of W of a block."""
+        pipeline, times = self._pipeline("zb-h1")
+        rows = []
+        for _ in range(1 + rounds):
+            pipeline.step(self._inputs, self._targets)
+            rows.append(times.take())
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+        pipeline.close()
+        inputs, weights = (min(row.get((1, op), 0.0) for row in rows[1:]) for op in (Op.I, Op.W))
+        return (inputs, weights) if inputs and weights else (1.0, 1.0)
