@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipeloom as pl
 from pipeloom.parallel.axis import Axis, Combine
-from pipeloom.plan.costs.links import LinkRate
+from pipeloom.plan.costs.link_rate import LinkRate
 from pipeloom.plan.stage_times import messages_in_turn
 from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing, Transport
 from pipeloom.transport.values import Layout

@@ -14,7 +14,7 @@ from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.passes import lower, merge_backwards, separate_units
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster, Device, NodeLinks, NodeNetwork
-from pipeloom.plan.costs.links import LinkRate
+from pipeloom.plan.costs.link_rate import LinkRate
 from pipeloom.plan.stage_times import StageTimes
 
 LAYERS, SAMPLES, MICROBATCHES, LENGTH, WIDTH = 2, 4, 4, 64, 32

@@ -15,7 +15,7 @@ from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.traffic import Table, Traffic, together
 from pipeloom.passes import lower, merge_backwards
 from pipeloom.plan.architecture import Architecture
-from pipeloom.plan.costs.links import LinkRate
+from pipeloom.plan.costs.link_rate import LinkRate
 from pipeloom.plan.stage_times import messages_in_turn, table_seconds
 
 LAYERS, SAMPLES, MICROBATCHES = 2, 4, 4

@@ -21,7 +21,7 @@ from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.axis_forms import ChannelAxis
 from pipeloom.parallel.inside_stage import InsideStage
-from pipeloom.plan.costs.links import LinkRate
+from pipeloom.plan.costs.link_rate import LinkRate
 from pipeloom.processes.members import current_members
 from pipeloom.transport.shared_memory import SharedMemoryTransport
 

@@ -13,7 +13,8 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.traffic import sends
 from pipeloom.plan.architecture import Architecture
-from pipeloom.plan.costs.links import LinkRate, ring_link
+from pipeloom.plan.costs.link_rate import LinkRate
+from pipeloom.plan.costs.links import ring_link
 from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.memory import gpt_layers, num_parameters, transformer_layers
 from pipeloom.plan.named_architectures import NAMED, find_architecture, parse_architecture

@@ -75,7 +75,9 @@ def main(argv: list[str]) -> int:
     )
     measure = "measure matrix products, memory, messages and collectives, and save them as cluster local"
     parser.add_argument("--measure", action="store_true", help=measure)
-    parser.add_argument("--out", default=None, metavar="FILE", help="cluster file of --measure (default: that of local)")
+    parser.add_argument(
+        "--out", default=None, metavar="FILE", help="cluster file of --measure (default: that of local)"
+    )
     known = {option.key: option for option in train_options()}
     group = parser.add_argument_group("rank order of a run, as in pipeloom train")
     for key in _MESH:
@@ -83,9 +85,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     order = _rank_order(options)
     if options.measure:
-        from pipeloom.cli.measure import measure
+        from pipeloom.cli.common.measuring import measure_and_save
 
-        return measure(options.out, as_json=options.json)
+        return measure_and_save(options.out, as_json=options.json)
     if options.out is not None:
         raise InputError(f"--out={options.out}: has no effect without --measure. Add --measure.")
     checks = examine()

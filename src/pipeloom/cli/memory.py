@@ -14,6 +14,7 @@ from pipeloom.common.quantities import bytes_text, seconds_text, table_lines
 from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.named_clusters import find_cluster
+from pipeloom.plan.local.saved import notices
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import plan_of_options
@@ -153,6 +154,7 @@ def _print_prediction(
     most = f"largest: {names[ranks.index(largest)]} with {bytes_text(largest.peak)}"
     print(f"all ranks{of}: {bytes_text(total)}; {most}")
     if cluster is not None and step is not None:
+        print("".join(f"{line}\n" for line in notices(cluster)), end="")
         print(f"{cluster.name}: {seconds_text(step)} per step{_room(cluster, largest.peak)}")
     if choice is not None:
         print(f"under the cap with {chosen_words(config)}")

@@ -15,6 +15,7 @@ from pipeloom.common.quantities import Bytes, BytesPerSecond, percent_text, seco
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Granularity, Program, Schedule, check
 from pipeloom.ir.torch_csv import to_csv
+from pipeloom.plan.local.saved import notices
 from pipeloom.sim import Timeline, simulate
 from pipeloom.sim.background import LINKS
 
@@ -59,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
         print_comparison([each.timeline for each in made])
     else:
         print_timeline(made[0].timeline)
+    for line in [] if inputs.model is None else notices(inputs.model.cluster):
+        print(line)
     for answer in answers:
         _print_notes(answer)
         if "model" in answer:
@@ -103,7 +106,11 @@ def _names(options: Any) -> list[str]:
 def _simulate(name: str, inputs: Inputs) -> _Simulated:
     schedule, found = inputs.schedule(name)
     costs, checked, pipeline = inputs.costs_of(schedule), check(schedule), inputs.pipeline(schedule)
-    timeline = simulate(pipeline, costs, inputs.network)
+    timeline = (
+        simulate(pipeline, costs, inputs.network)
+        if inputs.model is None
+        else inputs.model.timeline(schedule, pipeline, costs, inputs.network)
+    )
     answer: dict[str, Any] = {
         "schedule": timeline.name,
         "ranks": timeline.num_ranks,

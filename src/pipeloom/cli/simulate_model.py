@@ -186,6 +186,10 @@ class SimulatedModel:
         """Seconds and bytes of every stage."""
         return self.costs_of.costs(self.configuration(schedule))
 
+    def timeline(self, schedule: Schedule, program: Program | Schedule, costs: Costs, network: Network) -> Timeline:
+        """A simulated step, without the update."""
+        return self.costs_of.timeline(self.configuration(schedule), program, costs, network)
+
     def answer(self, schedule: Schedule, program: Program | Schedule, timeline: Timeline) -> dict[str, Any]:
         """The numbers of ``--json`` that a model adds."""
         of, costs = self.configuration(schedule), self.costs_of

@@ -14,8 +14,8 @@ number of network cards of a node.
 
 All rates are peak rates except `sum_bytes_per_second`, which is measured. `efficiency` is the fraction of the peaks
 that programs reach; data sheets do not list it. `memory_efficiency` and `link_efficiency` are those of device memory
-and of links, where they are others. `measured` has tables of a machine (`pipeloom.plan.local`), which replace the figures
-of its device.
+and of links, where they are others. `measured` has tables of a machine (`pipeloom.plan.local`), which replace the
+figures of its device.
 """
 
 import json

@@ -28,7 +28,8 @@ from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.block_kernels import BlockKernels
 from pipeloom.plan.costs.kernel_times import KernelTimes
-from pipeloom.plan.costs.links import ORDER, LinkRate, ring_link, strides
+from pipeloom.plan.costs.link_rate import LinkRate
+from pipeloom.plan.costs.links import ORDER, ring_link, strides
 from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.hidden_collectives import RingSeconds, passes_hidden, products_hidden
 

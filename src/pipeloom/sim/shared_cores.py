@@ -1,8 +1,8 @@
 """Simulation of a program whose ranks take turns on the cores of one machine.
 
-Every computing rank has the same share of the cores: with n processes that compute on c cores, each advances at the rate
-min(1, c / n). Ranks that wait use no core. Work is therefore measured on one clock that slows down and speeds up with the
-number of computing ranks, and each computation ends when that clock has advanced by its seconds.
+Every computing rank has the same share of the cores: with n processes that compute on c cores, each advances at the
+rate min(1, c / n). Ranks that wait use no core. Work is therefore measured on one clock that slows down and speeds up
+with the number of computing ranks, and each computation ends when that clock has advanced by its seconds.
 
 All-gathers and reductions over replicas, whose threads need cores too, do not overlap with computations here.
 """
@@ -94,7 +94,7 @@ class _Run:
         heapq.heappush(self.computing, (self.work + seconds, rank))
 
     def _travel(self, need: Action, rank: int) -> float:
-        if need.op not in SENDS:
+        if need.op not in SENDS or need.microbatch is None:
             return 0.0
         source = self.schedule.placement.rank_of(need.stage, need.microbatch)
         seconds = self.latency[source][rank]
@@ -127,6 +127,4 @@ def simulate_shared(program: Program, costs: Costs, network: Network, *, cores: 
     """
     run = _Run(program, costs, network, cores, copies)
     schedule = program.schedule
-    return build_timeline(
-        schedule, run.run(), name=program.name, kind="simulated", keeps=costs.bytes_kept(schedule)
-    )
+    return build_timeline(schedule, run.run(), name=program.name, kind="simulated", keeps=costs.bytes_kept(schedule))

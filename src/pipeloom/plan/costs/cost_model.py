@@ -10,7 +10,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Program, Schedule
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
-from pipeloom.passes import insert_offload, lower
+from pipeloom.passes import insert_offload, lower, merge_backwards
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
@@ -88,9 +88,9 @@ class CostModel:
     ) -> tuple[Seconds, Seconds, dict[bool, Seconds], float]:
         """Embedding, head, blocks without and with experts, and bytes of a message."""
         far = of.strides["dp"] if of.inside.expert > 1 else 0
-        key = (of.inside, of.microbatch_size, of.element, recompute, of.imbalance, of.slices, of.strides["tp"], far)
-        if self.cluster.measured is not None:
-            key = (*key, of.devices)
+        beside = of.devices if self.cluster.measured else 1
+        sizes = of.microbatch_size, of.element, of.imbalance, of.slices, beside
+        key = (of.inside, recompute, sizes, of.strides["tp"], far)
         found = self._layers.get(key)
         if found is None:
             times = self.times(of, recompute)
@@ -155,10 +155,12 @@ class CostModel:
         """Seconds and bytes of every stage, for the simulator."""
         stages, memory = self.stage_seconds(of), self.memory_model(of)
         parameters, gradients = stage_bytes(memory, of.replicas)
+        split = 1.0 if self.measured is None else self.measured.split(of.microbatch_size)
         return Costs(
             forward=tuple(each.forward for each in stages),
-            backward_input=tuple(each.backward_input for each in stages),
-            backward_weight=tuple(each.backward_weight for each in stages),
+            backward_input=tuple(split * each.backward_input for each in stages),
+            backward_weight=tuple(split * each.backward_weight for each in stages),
+            backward=tuple(each.backward_input + each.backward_weight for each in stages),
             message_bytes=(self.message_bytes(of),) * of.stages,
             activation_bytes=tuple(memory.kept_bytes(stage) for stage in range(of.stages)),
             parameter_bytes=parameters,
@@ -229,7 +231,10 @@ class CostModel:
 
     def program(self, of: Configuration, schedule: Schedule | None = None) -> Program:
         """What every replica runs."""
-        program = lower(schedule or self.schedule(of), data=of.data_axis())
+        schedule = schedule or self.schedule(of)
+        if self.measured is not None:  # as it runs: a whole backward is faster than its two parts
+            schedule = merge_backwards(schedule)
+        program = lower(schedule, data=of.data_axis())
         return program if of.offload is None else insert_offload(program, of.offload)
 
     def predict(self, of: Configuration, program: Program | None = None) -> StepPrediction:
@@ -245,16 +250,29 @@ class CostModel:
                 f"chunks={of.chunks}: schedule {program.name!r} has {program.schedule.num_stages} stages on "
                 f"{of.pipeline} ranks. Use {program.placement.num_chunks}."
             )
-        timeline = self._timeline(of, program)
+        timeline = self.timeline(of, program)
         update = self.update_seconds(of, program.placement.stages_of)
         return StepPrediction(step_seconds=timeline.makespan + update, update_seconds=update, timeline=timeline)
 
-    def _timeline(self, of: Configuration, program: Program) -> Timeline:
-        costs, network, measured = self.costs(of), self.network(of), self.cluster.measured
+    def timeline(
+        self,
+        of: Configuration,
+        program: Program | Schedule,
+        costs: Costs | None = None,
+        network: Network | None = None,
+    ) -> Timeline:
+        """A simulated step, without the update. Processes beyond the cores of a measured machine take turns.
+
+        Args:
+            of: the configuration.
+            program: what every replica runs.
+            costs, network: in place of those of the configuration.
+        """
+        costs, network, measured = costs or self.costs(of), network or self.network(of), self.cluster.measured
         if measured is None or of.devices <= measured.cores:
             return simulate(program, costs, network)
-        copies = of.devices // of.pipeline
-        return simulate_shared(program, costs, network, cores=measured.cores, copies=copies)
+        program = program if isinstance(program, Program) else lower(program)
+        return simulate_shared(program, costs, network, cores=measured.cores, copies=of.devices // of.pipeline)
 
     def parameters(self, of: Configuration) -> list[float]:
         """Elements of the parameters of every stage on one process."""

@@ -13,8 +13,8 @@ traffic. Each kernel takes `Device.launch_seconds` more.
     NVIDIA, Matrix Multiplication Background User's Guide (tile and wave quantization)
     Dao, arXiv:2307.08691, section 4.1 (rates of fused attention)
 
-A device whose number of multiprocessors is unknown computes everything at the same rate. The times of a measured machine
-(`pipeloom.plan.local`) come from its tables.
+A device whose number of multiprocessors is unknown computes everything at the same rate. The times of a measured
+machine (`pipeloom.plan.local`) come from its tables.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Messages and collectives of a machine whose tables were measured (`pipeloom.plan.local`). No torch here.
 
-A sender copies its message into memory that its receiver reads, so it is busy for the bytes of the message too. Threads of
-collectives need cores that computations would use.
+A sender copies its message into memory that its receiver reads, so it is busy for the bytes of the message too. Threads
+of collectives need cores that computations would use.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _SMALL = 1024.0  # bytes of the sums over processes that end a step
 
 def _together(measured: Measured, processes: int) -> Rates | None:
     """The entry with collectives whose number of processes is nearest from above; None where there is none."""
-    several = [each for each in measured.rates if "all_reduce" in each.curves]
+    several = [each for each in measured.rates if each.processes > 1 and "all_reduce" in each.curves]
     return next((each for each in several if each.processes >= processes), several[-1] if several else None)
 
 

@@ -108,5 +108,7 @@ def find_cluster(name: str, option: str) -> Cluster:
     if name == LOCAL:
         return local_cluster(option)
     if not name.endswith(".json"):
-        raise InputError(f"{option}={name}: must be {', '.join((*CLUSTERS, LOCAL))}, or a JSON file whose name ends in .json.")
+        raise InputError(
+            f"{option}={name}: must be {', '.join((*CLUSTERS, LOCAL))}, or a JSON file whose name ends in .json."
+        )
     return parse_file(option, name, parse_cluster)

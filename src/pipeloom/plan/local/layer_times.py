@@ -46,3 +46,7 @@ class LayerTimes:
         """The measured micro-batch whose size is nearest, by ratio."""
         found = min(self.rows, key=lambda each: (max(each, samples) / min(each, samples), each))
         return found, self.rows[found]
+
+    def split(self, samples: int) -> float:
+        """Seconds of a split backward over those of a whole one, for micro-batches of `samples`."""
+        return max(1.0, self.nearest(samples)[1].split) if self.rows else 1.0

@@ -35,14 +35,15 @@ SECONDS = (
     "kernel",  # of a kernel on next to nothing
     "send",  # that a message keeps its sender busy
     "receive",  # and its receiver
-    "step",  # of a step beside its computations and its update
+    "collectives",  # cores that a process uses during a collective
+    "crowding",  # slowdown of processes that take turns, beside that each has a part of a core only
 )
 Curve = tuple[tuple[float, float], ...]
 Products = tuple[tuple[float, float, float, float], ...]
 
 
 def interpolated(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """Seconds for `size`: between neighbours by powers, below the first entry constant, beyond the last one in proportion."""
+    """Seconds for `size`: between neighbours by powers, below the first as the first, beyond the last in proportion."""
     if size <= curve[0][0]:
         return curve[0][1]
     last, most = curve[-1]
@@ -84,7 +85,7 @@ class Rates:
     @cached_property
     def _grids(self) -> dict[str, tuple[tuple[float, ...], dict[tuple[int, ...], float]]]:
         """By format: the sizes along each side, and the logarithm of the rate at their numbers."""
-        found = {}
+        found: dict[str, tuple[tuple[float, ...], dict[tuple[int, ...], float]]] = {}
         for kind, rows in self.products.items():
             sizes = tuple(sorted({row[0] for row in rows}))
             at = {size: number for number, size in enumerate(sizes)}
@@ -170,7 +171,7 @@ def _rates(entry: Entry) -> Rates:
     values = entry.fields(("processes", "threads", "products", "curves", "seconds"))
     products = values["products"].fields((), FORMATS)
     curves = values["curves"].fields((), CURVES)
-    seconds = values["seconds"].fields((), (*SECONDS, "crowding"))
+    seconds = values["seconds"].fields((), SECONDS)
     return Rates(
         processes=values["processes"].whole(least=1),
         threads=values["threads"].whole(least=1),
@@ -187,7 +188,12 @@ def _row(entry: Entry, length: int) -> tuple[float, ...]:
 def _grid(entry: Entry) -> Products:
     rows: Any = tuple(_row(row, 4) for row in entry.members())
     sides = [{row[side] for row in rows} for side in range(3)]
-    if not rows or len(sides[0]) < 2 or sides[1:] != sides[:1] * 2 or len({row[:3] for row in rows}) != len(sides[0]) ** 3:
+    if (
+        not rows
+        or len(sides[0]) < 2
+        or sides[1:] != sides[:1] * 2
+        or len({row[:3] for row in rows}) != len(sides[0]) ** 3
+    ):
         entry.refuse("must have every combination of at least two sizes", "Run `pipeloom doctor --measure` again")
     found: Products = rows
     return found

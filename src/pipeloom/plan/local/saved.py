@@ -44,7 +44,9 @@ def notices(cluster: Cluster) -> list[str]:
     found = cluster.measured
     if found is None:
         return []
-    lines = [f"cluster {cluster.name}: measured {found.date} on {found.machine}, {found.cores} cores, torch {found.torch}"]
+    lines = [
+        f"cluster {cluster.name}: measured {found.date} on {found.machine}, {found.cores} cores, torch {found.torch}"
+    ]
     if cluster.name != LOCAL:
         return lines
     now = {"machine": platform.node(), "cores": usable_cores(), "torch": torch_version()}

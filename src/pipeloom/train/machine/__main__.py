@@ -35,14 +35,14 @@ def measured_rates(member: launcher.Membership, sizes: Sizes, cores: int) -> dic
         found["curves"] |= {"elementwise": measure_elementwise(sizes), **dict(measure_attention(sizes))}
         found["curves"]["update"] = measure_update(sizes, _adamw)
         found["seconds"] = {"kernel": measure_kernel()}
-    found["seconds"]["step"] = 0.0
     found["probe"] = _probe()
     if size > 1:
         message, send, receive = measure_messages(member.rank, size, sizes.messages)
-        found["curves"] |= measure_collectives(size, sizes.messages)
+        curves, used = measure_collectives(size, sizes.messages)
+        found["curves"] |= curves
         if message:
             found["curves"]["message"] = message
-        found["seconds"] |= {"send": send, "receive": receive}
+        found["seconds"] |= {"send": send, "receive": receive, "collectives": used}
     every = [json.loads(each) for each in all_gather_bytes(json.dumps(found).encode())] if size > 1 else [found]
     return {"processes": size, "threads": torch.get_num_threads(), **_mean(every)}
 

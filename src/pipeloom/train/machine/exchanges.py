@@ -1,7 +1,8 @@
 """Times of messages and collectives between the processes of a group."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -13,6 +14,7 @@ from pipeloom.transport.shared_memory import SharedMemoryTransport
 from pipeloom.transport.values import flatten
 
 _REPEATS = 15
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # of newer and older torch
 
 
 def measure_messages(rank: int, size: int, lengths: Sequence[int]) -> tuple[list[tuple[float, float]], float, float]:
@@ -65,22 +67,29 @@ def _receiving(rank: int, outgoing: object, incoming: object, layout: object, te
     return median(times)
 
 
-def measure_collectives(size: int, lengths: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
-    """Curves of all-reduces and all-gathers of float32 between all processes, by bytes of the full tensor."""
+def measure_collectives(size: int, lengths: Sequence[int]) -> tuple[dict[str, list[tuple[float, float]]], float]:
+    """Curves of all-reduces and all-gathers of float32 between all processes, by bytes of the full tensor.
+
+    And the cores that this process uses during the largest ones.
+    """
     found: dict[str, list[tuple[float, float]]] = {"all_reduce": [], "all_gather": []}
+    used = [0.0]
     for length in lengths:
         part = max(1, length // 4 // size)
         full, own = torch.zeros(part * size), torch.zeros(part)
-        calls = {
-            "all_reduce": lambda full=full: dist.all_reduce(full),
-            "all_gather": lambda full=full, own=own: dist.all_gather_into_tensor(full, own),
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(dist.all_reduce, full),
+            "all_gather": partial(_ALL_GATHER, full, own),
         }
         for name, call in calls.items():
             times = []
             dist.barrier()
+            begun, before = time.perf_counter(), time.process_time()
             for _ in range(7):
                 start = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - start)
             found[name].append((float(full.nbytes), median(times[1:])))
-    return found
+            if length == lengths[-1]:
+                used.append((time.process_time() - before) / (time.perf_counter() - begun))
+    return found, max(used)

@@ -134,7 +134,7 @@ def measure_update(sizes: Sizes, make: Callable[[list[torch.nn.Parameter]], Any]
             parameter.grad = torch.randn_like(parameter)
 
         def call(parameters: list[torch.nn.Parameter] = parameters, optimizer: Any = optimizer) -> None:
-            gradients = [parameter.grad for parameter in parameters]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             norm = torch.stack(torch._foreach_norm(gradients)).norm()
             torch._foreach_mul_(gradients, norm.clamp(max=1.0))
             optimizer.step()

@@ -133,7 +133,7 @@ class _Run:
         return pipeline, times
 
     def whole(self, rounds: int, rates: Rates) -> tuple[list[tuple[float, float]], float, float]:
-        """For each stage, seconds of F and B; seconds of updates over the table's; seconds of a step beside all that."""
+        """Seconds of F and B by stage; seconds of updates over the table's; seconds of a step beside all that."""
         pipeline, times = self._pipeline("1f1b")
         stepper = BarrierStep(pipeline, torch.optim.AdamW(pipeline.parameters(), lr=1e-4, fused=True), max_norm=1.0)
         rows, updates, others, now = list[dict[tuple[int, Op], float]](), list[float](), list[float](), clock()

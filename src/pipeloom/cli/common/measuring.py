@@ -4,12 +4,12 @@ import time
 from pathlib import Path
 
 from pipeloom.common.atomic_file import write_named
-from pipeloom.common.quantities import bytes_text, seconds_text
+from pipeloom.common.quantities import bytes_text, counted, seconds_text
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.local.saved import local_path, notices
 
 
-def measure(out: str | None, *, as_json: bool) -> int:
+def measure_and_save(out: str | None, *, as_json: bool) -> int:
     """Measure, save to `out` or to the file of cluster ``local``, and print; returns the exit code."""
     from pipeloom.train.machine.measure import measure_machine
 
@@ -54,6 +54,7 @@ def _lines(cluster: Cluster) -> list[str]:
             words.append(f"all-reduce of {bytes_text(size)} {seconds_text(seconds)}")
         if "crowding" in rates.seconds:
             words.append(f"processes in turn on a core {rates.seconds['crowding'] - 1:.0%} slower")
-        who = f"{rates.processes} process{'es' if rates.processes > 1 else ''} of {rates.threads} thread{'s' if rates.threads > 1 else ''}"
+        count = rates.processes
+        who = f"{count} process{'es' if count > 1 else ''} of {counted(rates.threads, 'thread')}"
         lines.append(f"{who}: {', '.join(words)}")
     return lines

@@ -1,0 +1,169 @@
+"""Cluster ``local``: tables of this machine, interpolation, its file, and processes that share cores."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from pipeloom import schedules
+from pipeloom.cli import main
+from pipeloom.errors import InputError
+from pipeloom.passes import lower
+from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.cluster import Cluster, Device, NodeLinks, NodeNetwork, parse_cluster
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.kernel_times import KernelTimes
+from pipeloom.plan.costs.named_clusters import find_cluster
+from pipeloom.plan.costs.step_bound import step_bound
+from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
+from pipeloom.plan.local.measured import CURVES, Measured, Rates, interpolated
+from pipeloom.plan.local.saved import local_path, notices
+from pipeloom.sim import Costs, Network, simulate
+from pipeloom.sim.shared_cores import simulate_shared
+
+GIGA = 1e9
+SIZES = (16.0, 256.0)
+
+
+def rates(processes, speed=GIGA):
+    """Products at `speed` operations per second; curves of 1 ns per byte or operation."""
+    grid = tuple((a, b, c, 2 * a * b * c / speed) for a, b, c in product(SIZES, repeat=3))
+    curves = dict.fromkeys(CURVES, ((1000.0, 1e-06), (1000000.0, 0.001)))
+    seconds = {"kernel": 1e-6, "send": 1e-5, "receive": 1e-5, "collectives": 0.5, "crowding": 1.1}
+    return Rates(processes=processes, threads=1, products={"fp32": grid, "bf16": grid}, curves=curves, seconds=seconds)
+
+
+def machine(**others):
+    measured = Measured(
+        date="2026-05-04 12:30", machine="node7", cores=2, torch="2.10", rates=(rates(1), rates(2), rates(4))
+    )
+    device = Device(name="node7", operations_per_second=GIGA, memory_bytes_per_second=GIGA, launch_seconds=1e-6)
+    links = NodeLinks(bytes_per_second=GIGA, pair_bytes_per_second=GIGA, latency_seconds=1e-6)
+    network = NodeNetwork(bytes_per_second=GIGA, latency_seconds=1e-6)
+    cluster = Cluster(
+        name="local", devices_per_node=4, device=device, inside_node=links, between_nodes=network, efficiency=1.0
+    )
+    return replace(cluster, measured=measured, **others)
+
+
+def model():
+    return Architecture(
+        name="small", layers=4, width=64, heads=4, key_heads=4, mlp_width=256, vocabulary_size=256, sequence_length=32
+    )
+
+
+def test_times_between_entries_follow_powers():
+    curve = ((10.0, 1.0), (1000.0, 100.0))
+    assert interpolated(curve, 100.0) == pytest.approx(10.0)
+    assert interpolated(curve, 1.0) == 1.0
+    assert interpolated(curve, 2000.0) == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize("size", [(16, 16, 16), (64, 32, 100), (256, 16, 256), (1024, 1024, 512)])
+def test_products_of_one_rate(size):
+    assert rates(1).product_seconds("fp32", *size) == pytest.approx(2 * size[0] * size[1] * size[2] / GIGA)
+
+
+def test_a_smaller_product_than_measured_takes_as_long_as_the_smallest():
+    assert rates(1).product_seconds("fp32", 1, 16, 16) == pytest.approx(rates(1).product_seconds("fp32", 16, 16, 16))
+
+
+def test_the_file_is_read_back():
+    cluster = machine()
+    assert parse_cluster(cluster.to_json()) == cluster
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 7}, "measured.version=7: this release reads version 1. Run `pipeloom doctor --measure` again."),
+        ({"rates": []}, r"measured.rates=\[\]: must have an entry"),
+        ({"cores": 0}, "measured.cores=0: must be an integer >= 1"),
+    ],
+)
+def test_a_wrong_file_is_refused(change, message):
+    data = json.loads(machine().to_json())
+    data["measured"] |= change
+    with pytest.raises(InputError, match=message):
+        parse_cluster(json.dumps(data))
+
+
+def test_a_grid_with_holes_is_refused():
+    data = json.loads(machine().to_json())
+    data["measured"]["rates"][0]["products"]["fp32"].pop()
+    with pytest.raises(InputError, match=r"products.fp32=.*every combination"):
+        parse_cluster(json.dumps(data))
+
+
+def test_a_machine_that_is_not_measured_says_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = main(
+        ["simulate", "1f1b", "--ranks", "2", "--microbatches", "2", "--model", "gpt3-175b", "--cluster", "local"]
+    )
+    assert code == 2
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith(
+            "--cluster=local: this machine is not measured yet. Run `pipeloom doctor --measure`, which takes a minute."
+        )
+    )
+    local_path().parent.mkdir()
+    local_path().write_text(machine().to_json())
+    assert find_cluster("local", "--cluster") == machine()
+
+
+def test_what_has_changed_since_is_told(monkeypatch):
+    monkeypatch.setattr("pipeloom.plan.local.saved.platform.node", lambda: "node7")
+    monkeypatch.setattr("pipeloom.plan.local.saved.usable_cores", lambda: 8)
+    monkeypatch.setattr("pipeloom.plan.local.saved.torch_version", lambda: "2.10")
+    said = notices(machine())
+    assert said[0] == "cluster local: measured 2026-05-04 12:30 on node7, 2 cores, torch 2.10"
+    assert said[1] == "cluster local: changed since: cores 2 -> 8. Run `pipeloom doctor --measure` again."
+    assert len(notices(machine(name="other"))) == 1
+
+
+def test_kernels_come_from_the_tables():
+    kernels = KernelTimes(machine(), 4)
+    assert kernels.product(64, 32, 100) == pytest.approx(2 * 64 * 32 * 100 / GIGA)
+    assert kernels.elementwise(2e5, 2) == pytest.approx(2 * 1e-4)
+    assert kernels.fused_attention(1e5, 1, backward=True) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "interleaved"])
+def test_cores_for_all_ranks_change_nothing(name):
+    program = lower(schedules.build(name, num_ranks=3, num_microbatches=6))
+    costs, network = Costs.uniform(), Network(latency_seconds=0.1, send_seconds=0.01, receive_seconds=0.02)
+    alone, shared = simulate(program, costs, network), simulate_shared(program, costs, network, cores=3)
+    assert shared.makespan == pytest.approx(alone.makespan)
+    one = simulate_shared(program, costs, Network(), cores=1)
+    assert one.makespan == pytest.approx(3 * 6 * 3)  # all work, one computation after the other
+    assert shared.makespan < simulate_shared(program, costs, network, cores=2).makespan < one.makespan + 1
+    assert simulate_shared(program, costs, network, cores=6, copies=2).makespan == pytest.approx(alone.makespan)
+
+
+@pytest.mark.parametrize("degrees", [(4, 1), (2, 2), (1, 4)])
+def test_four_processes_on_two_cores(degrees):
+    costs, (pipeline, data) = CostModel(model=model(), cluster=machine()), degrees
+    of = Configuration(
+        pipeline=pipeline, data=data, microbatches=4, precision=replace(Configuration().precision, dtype="fp32")
+    )
+    step = costs.predict(of).step_seconds
+    work = data * 4 * sum(map(sum, costs.stage_seconds(of))) / 2
+    assert work < step < 2.5 * work
+    assert step_bound(costs, of) <= step
+
+
+def test_measured_layers_replace_predicted_ones():
+    row = LayerSeconds((1.0, 0.0, 2.0), (3.0, 4.0, 5.0), {False: (6.0, 7.0, 8.0)}, split=1.5)
+    times = LayerTimes(element=4, rows={2: row})
+    costs = CostModel(model=model(), cluster=machine(), measured=times)
+    fp32 = replace(Configuration().precision, dtype="fp32")
+    of = Configuration(microbatch_size=2, precision=fp32)
+    assert costs.stage_seconds(of) == [pytest.approx((1 + 4 * 6 + 3, 4 * 7 + 4, 2 + 4 * 8 + 5))]
+    assert costs.costs(of).backward_input == pytest.approx((1.5 * 32,))
+    assert costs.costs(of).backward == pytest.approx((71.0,))
+    bigger = costs.stage_seconds(replace(of, microbatch_size=4))[0]
+    assert 1.5 * 28 < bigger.forward < 2.5 * 28
