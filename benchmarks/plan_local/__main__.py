@@ -78,7 +78,14 @@ def tables(results: dict[str, Any]) -> Parts:
             ratios = " ".join(f"{shown[key]:.2f}" for key in ("least", "median", "most"))
             best = of_case["summary"]["best"]
             rows.append((name, kind, shown["chosen"], best, f"{shown['over_best']:.3f}", ratios))
-    header = ("case", "prediction", "chosen", "fastest", "chosen / fastest", "predicted / measured: least, median, most")
+    header = (
+        "case",
+        "prediction",
+        "chosen",
+        "fastest",
+        "chosen / fastest",
+        "predicted / measured: least, median, most",
+    )
     return [table(header, rows)]
 
 

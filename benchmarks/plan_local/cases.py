@@ -28,9 +28,7 @@ class Case:
 
 
 def _gpt(layers: int, width: int, length: int, vocabulary: int = 256) -> GPTConfig:
-    return GPTConfig(
-        vocabulary_size=vocabulary, layers=layers, width=width, heads=width // 32, sequence_length=length
-    )
+    return GPTConfig(vocabulary_size=vocabulary, layers=layers, width=width, heads=width // 32, sequence_length=length)
 
 
 MODELS = {

@@ -65,9 +65,7 @@ class Trainer:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4, fused=True)
         stepper = BarrierStep(pipeline, optimizer, max_norm=1.0)
         torch.manual_seed(mesh.coordinate("dp"))
-        batch = torch.randint(
-            config.vocabulary_size, (2, of.microbatches * of.microbatch_size, config.sequence_length)
-        )
+        batch = torch.randint(config.vocabulary_size, (2, of.microbatches * of.microbatch_size, config.sequence_length))
         self._made[name] = pipeline, stepper, batch
 
     def steps(self, name: str, count: int) -> list[float]:
@@ -125,11 +123,17 @@ def mean_layers(found: list[LayerTimes | None]) -> LayerTimes:
     rows = {
         samples: row._replace(
             **{
-                name: tuple(sum(column) / len(every) for column in zip(*(getattr(each.rows[samples], name) for each in every), strict=True))
+                name: tuple(
+                    sum(column) / len(every)
+                    for column in zip(*(getattr(each.rows[samples], name) for each in every), strict=True)
+                )
                 for name in ("embedding", "head")
             },
             blocks={
-                kind: tuple(sum(column) / len(every) for column in zip(*(each.rows[samples].blocks[kind] for each in every), strict=True))
+                kind: tuple(
+                    sum(column) / len(every)
+                    for column in zip(*(each.rows[samples].blocks[kind] for each in every), strict=True)
+                )
                 for kind in row.blocks
             },
             split=sum(each.rows[samples].split for each in every) / len(every),

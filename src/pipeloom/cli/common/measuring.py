@@ -22,7 +22,7 @@ def measure_and_save(out: str | None, *, as_json: bool) -> int:
         print(cluster.to_json())
         return 0
     print("\n".join(_lines(cluster)))
-    print(f"saved in {path} ({seconds_text(time.perf_counter() - start)}); use it with --cluster {_name(out)}")
+    print(f"saved in {path} ({seconds_text(time.perf_counter() - start)}), for --cluster {_name(out)}")
     return 0
 
 

@@ -58,7 +58,7 @@ def _probe() -> float:
 
 
 def _mean(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The mean over processes of each number; a process without a table counts for nothing."""
+    """The mean over processes of each number; a process without a table is ignored."""
 
     def joined(values: list[Any]) -> Any:
         if isinstance(values[0], dict):
