@@ -70,7 +70,7 @@ class Trainer:
 
     def steps(self, name: str, count: int) -> list[float]:
         """Seconds of some steps, from a barrier to the end of the update."""
-        pipeline, stepper, (inputs, targets) = self._made[name]
+        _, stepper, (inputs, targets) = self._made[name]
         found = []
         for _ in range(_WARM_UP + count):
             dist.barrier()
