@@ -36,15 +36,19 @@ def measure(case: Case, crew: Crew, cluster: Cluster, arguments: argparse.Namesp
                 "tables": tables.predict(of).step_seconds,
                 "profile": predicted.step_seconds,
                 "update": predicted.update_seconds,
+                "work": of.devices // of.pipeline * of.microbatches * sum(map(sum, profile.stage_seconds(of))),
                 "measured": [],
-                "peak": profile.memory_model(of) and profile.peak_bytes(of),
+                "cpu": [],
             }
         )
         crew.call("build", label(of), case.config, of)
     for _ in range(arguments.rounds):
         for row in rows:
             steps = crew.call("steps", row["label"], arguments.steps)
-            row["measured"] += [max(each) for each in zip(*steps, strict=True)]
+            for each in zip(*steps, strict=True):
+                seconds, busy = zip(*each, strict=True)
+                row["measured"].append(max(seconds))
+                row["cpu"].append(sum(busy))
     for row in rows:
         row["busy"] = crew.call("busy", row["label"])
     crew.call("close_all")

@@ -68,15 +68,15 @@ class Trainer:
         batch = torch.randint(config.vocabulary_size, (2, of.microbatches * of.microbatch_size, config.sequence_length))
         self._made[name] = pipeline, stepper, batch
 
-    def steps(self, name: str, count: int) -> list[float]:
-        """Seconds of some steps, from a barrier to the end of the update."""
+    def steps(self, name: str, count: int) -> list[tuple[float, float]]:
+        """Seconds of some steps, from a barrier to the end of the update, and CPU seconds of this process."""
         _, stepper, (inputs, targets) = self._made[name]
         found = []
         for _ in range(_WARM_UP + count):
             dist.barrier()
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             stepper.step(inputs, targets)
-            found.append(time.perf_counter() - start)
+            found.append((time.perf_counter() - start, time.process_time() - before))
         return found[_WARM_UP:]
 
     def busy(self, name: str) -> dict[str, float]:
