@@ -1,14 +1,12 @@
 """`BatchAgreement`: what all ranks know about a batch before they run it.
 
 LineExchange      the ranks of one replica, over the channels of the pipeline, where a rank in another call notices
-MembersExchange   all processes, one all-reduce
+MembersExchange   all processes, one all-gather
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import torch
 
 from pipeloom.engine.refusals import refused_by
 from pipeloom.errors import InputError
@@ -28,15 +26,17 @@ class Agreed(NamedTuple):
     Attributes:
         fewest, most: samples in the smallest and the largest batch of a replica.
         all_samples: of all replicas.
+        labels: labels of all replicas, and those that count, as the ranks with the stages of this one know them.
     """
 
     fewest: int
     most: int
     all_samples: int
+    labels: tuple[int, int] = (0, 0)
 
 
 class Exchange(ABC):
-    """Exchanges the size of each rank's batch.
+    """Exchanges numbers about each rank's batch.
 
     Attributes:
         rank: of this process among those that exchange.
@@ -45,11 +45,11 @@ class Exchange(ABC):
     rank: int
 
     @abstractmethod
-    def exchange(self, count: int, text: str, call: int) -> tuple[list[int], str]:
+    def exchange(self, counts: Sequence[int], text: str, call: int) -> tuple[list[list[int]], str]:
         """The counts of all ranks, and the first text that is not empty; every rank calls it.
 
         Args:
-            count: of this rank; -1: it refuses its batch.
+            counts: of this rank: samples, labels, labels that count. -1 samples: it refuses its batch.
             text: why.
             call: number of the call.
 
@@ -79,8 +79,8 @@ class LineExchange(Exchange):
         self._rounds = max(map(len, (_rounds_from(first, pairs) for first in range(self._size))))
         self.last_refused = 0
 
-    def exchange(self, count: int, text: str, call: int) -> tuple[list[int], str]:
-        known: dict[int, tuple[int, str]] = {self.rank: (count, text)}
+    def exchange(self, counts: Sequence[int], text: str, call: int) -> tuple[list[list[int]], str]:
+        known: dict[int, tuple[list[int], str]] = {self.rank: (list(counts), text)}
         for _ in range(self._rounds):
             message = flatten({rank: known[rank] for rank in sorted(known)})
             for peer in self._peers:
@@ -90,12 +90,12 @@ class LineExchange(Exchange):
         texts = [text for _, text in known.values() if text]
         return [known[rank][0] for rank in range(self._size)], texts[0] if texts else ""
 
-    def _receive(self, peer: int, call: int) -> dict[int, tuple[int, str]]:
+    def _receive(self, peer: int, call: int) -> dict[int, tuple[list[int], str]]:
         end = self._transport.incoming(Channel(peer, self.rank, Lane.PIPELINE))
         while True:
             message = end.receive()
             if message.call == call:
-                found: dict[int, tuple[int, str]] = unflatten(message.layout, message.tensors)
+                found: dict[int, tuple[list[int], str]] = unflatten(message.layout, message.tensors)
                 return found
             if call_count(message.call) > self.last_refused:
                 raise out_of_step(peer, call_only(message.call), call)
@@ -116,17 +116,16 @@ class MembersExchange(Exchange):
     def __init__(self, members: Members, timeout_seconds: float) -> None:
         self.rank, self._members, self._timeout = members.rank, members, timeout_seconds
 
-    def exchange(self, count: int, text: str, call: int) -> tuple[list[int], str]:
-        own = torch.zeros(2, self._members.size, dtype=torch.int64)
-        own[:, self.rank] = torch.tensor([count, call])
-        counts, calls = self._members.sum(own, self._timeout).tolist()
-        other = next((rank for rank, found in enumerate(calls) if found != call), None)
+    def exchange(self, counts: Sequence[int], text: str, call: int) -> tuple[list[list[int]], str]:
+        rows = self._members.gather_numbers([call, *counts], self._timeout)
+        other = next((rank for rank, row in enumerate(rows) if row[0] != call), None)
         if other is not None:
-            raise out_of_step(other, calls[other], call)
-        if _REFUSED not in counts:
-            return counts, ""
+            raise out_of_step(other, rows[other][0], call)
+        found = [row[1:] for row in rows]
+        if all(samples != _REFUSED for samples, *_ in found):
+            return found, ""
         texts = self._members.gather(text.encode(), lost=_LOST, timeout_seconds=self._timeout)
-        return counts, next(filter(None, texts)).decode()
+        return found, next(filter(None, texts)).decode()
 
 
 class BatchAgreement:
@@ -139,15 +138,16 @@ class BatchAgreement:
     """
 
     def __init__(self, exchange: Exchange, replicas: Sequence[Sequence[int]], replica_ranks: Sequence[int]) -> None:
-        self._exchange, self._replicas = exchange, replicas
+        self._exchange, self._replicas, self._alike = exchange, replicas, replica_ranks
         counted = {*(replica_ranks or [exchange.rank])}
         self._counted = [line for line in replicas if counted & {*line}]
 
-    def agree(self, num_samples: int, refusal: Exception | None, call: int) -> Agreed:
+    def agree(self, num_samples: int, labels: tuple[int, int], refusal: Exception | None, call: int) -> Agreed:
         """Exchange the size of a batch; every rank calls it.
 
         Args:
             num_samples: of the batch that this process reads; 0 where it reads none.
+            labels: its labels, and those that count.
             refusal: why it cannot use its batch.
             call: number of the call.
 
@@ -156,16 +156,20 @@ class BatchAgreement:
             RunError: ranks make different calls. PeerLost: a rank ended or timed out.
         """
         text = "" if refusal is None else refused_by(self._exchange.rank, refusal)
-        counts, text = self._exchange.exchange(num_samples if refusal is None else _REFUSED, text, call)
+        own = (num_samples if refusal is None else _REFUSED, *labels)
+        found, text = self._exchange.exchange(own, text, call)
+        counts = [samples for samples, *_ in found]
         if _REFUSED in counts:
             raise refusal or InputError(text)
         for line in self._replicas:
-            found = {counts[rank]: rank for rank in reversed(line) if counts[rank]}
-            if len(found) > 1:
-                (one, first), (other, second) = sorted(found.items(), key=lambda item: item[1])[:2]
+            holders = {counts[rank]: rank for rank in reversed(line) if counts[rank]}
+            if len(holders) > 1:
+                (one, first), (other, second) = sorted(holders.items(), key=lambda item: item[1])[:2]
                 raise InputError(
                     f"rank {first} has a batch of {one} samples and rank {second} one of {other}: every sample needs a "
                     "target. Pass inputs and targets of the same batch, on every process."
                 )
         sizes = [max(counts[rank] for rank in line) for line in self._replicas]
-        return Agreed(min(sizes), max(sizes), sum(max(counts[rank] for rank in line) for line in self._counted))
+        all_labels, counting = (sum(found[rank][column] for rank in self._alike) for column in (1, 2))
+        all_samples = sum(max(counts[rank] for rank in line) for line in self._counted)
+        return Agreed(min(sizes), max(sizes), all_samples, (all_labels, counting))

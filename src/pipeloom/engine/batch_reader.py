@@ -111,7 +111,7 @@ class BatchReader:
                 refusal = error
             if agreement is None:
                 break
-            agreed = agreement.agree(found.batch.num_samples, refusal, call)
+            agreed = agreement.agree(found.batch.num_samples, found.labels, refusal, call)
             enough = training or min(count, agreed.most) <= agreed.fewest
             count = min(count, agreed.fewest)
             if enough:
@@ -121,7 +121,7 @@ class BatchReader:
         if agreed is not None:
             batch.all_samples = agreed.all_samples
             if self._has_replicas:
-                self._weigh(found, agreed.all_samples)
+                self._weigh(found, agreed.all_samples, agreed.labels)
         return batch
 
     def _cut(self, inputs: Value, targets: Value, num_microbatches: int, *, training: bool, with_loss: bool) -> Read:
@@ -159,19 +159,18 @@ class BatchReader:
         if self._parts is not None:
             cut_tokens(batch, self._parts)
         if not self._has_replicas:
-            self._weigh(read, batch.num_samples)
+            self._weigh(read, batch.num_samples, read.labels)
         return read
 
-    def _weigh(self, read: Read, all_samples: int) -> None:
-        """Set the weights of micro-batches for a batch of `all_samples` samples; every replica calls it."""
+    def _weigh(self, read: Read, all_samples: int, labels: tuple[int, int]) -> None:
+        """Set the weights of micro-batches for `all_samples` samples with these labels, of all replicas."""
         batch = read.batch
         batch.all_samples = all_samples
         if not batch.sizes:
             return
         batch.weigh(all_samples)
         if read.weights is not None and read.labels[0]:
-            labels, counting = self._sharing.sum_counts(read.labels)
-            read.weights.weigh(batch, read.whole, (labels, counting))
+            read.weights.weigh(batch, read.whole, labels)
 
 
 def _check_unread(value: Value, num_microbatches: int, what: str) -> None:

@@ -7,7 +7,7 @@ import atexit
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -127,6 +127,19 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, timeout_seconds: float)
     with noticing_lost_peers():
         dist.all_reduce(values, group=group, async_op=True).wait(timedelta(seconds=timeout_seconds))
     return values
+
+
+def all_gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup, timeout_seconds: float) -> list[list[int]]:
+    """The integers of every process of a CPU group, as many from each, in order of rank.
+
+    Raises:
+        PeerLost: one of them ended or timed out.
+    """
+    own = torch.tensor(numbers, dtype=torch.int64)
+    rows = list(own.new_empty(group.size(), len(numbers)))
+    with noticing_lost_peers():
+        dist.all_gather(rows, own, group=group, async_op=True).wait(timedelta(seconds=timeout_seconds))
+    return [row.tolist() for row in rows]
 
 
 def all_gather_bytes(

@@ -6,11 +6,12 @@ ThreadMembers     threads of this process, see `pipeloom.transport.thread_member
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.processes.collectives import all_gather_bytes, all_reduce, cpu_group, destroy_groups
+from pipeloom.processes.collectives import all_gather_bytes, all_gather_numbers, all_reduce, cpu_group, destroy_groups
 
 _LOST = "another process ended, or timed out, during a collective"
 
@@ -32,6 +33,14 @@ class Members(ABC):
 
         Raises:
             PeerLost: a member ended or timed out; the message is `lost`.
+        """
+
+    @abstractmethod
+    def gather_numbers(self, numbers: Sequence[int], timeout_seconds: float) -> list[list[int]]:
+        """Every member's numbers, as many from each, in order of rank.
+
+        Raises:
+            PeerLost: a member ended or timed out.
         """
 
     @abstractmethod
@@ -60,6 +69,9 @@ class ProcessMembers(Members):
 
     def gather(self, payload: bytes, *, lost: str = _LOST, timeout_seconds: float | None = None) -> list[bytes]:
         return all_gather_bytes(payload, self.group, lost=lost, timeout_seconds=timeout_seconds)
+
+    def gather_numbers(self, numbers: Sequence[int], timeout_seconds: float) -> list[list[int]]:
+        return all_gather_numbers(numbers, self.group, timeout_seconds)
 
     def sum(self, values: Tensor, timeout_seconds: float) -> Tensor:
         return all_reduce(values, self.group, timeout_seconds)

@@ -6,7 +6,7 @@ Messages and collectives pass through queues.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -68,6 +68,9 @@ class ThreadMembers(Members):
 
     def gather(self, payload: bytes, *, lost: str = _LOST, timeout_seconds: float | None = None) -> list[bytes]:
         return self._exchange(payload, lost, timeout_seconds)
+
+    def gather_numbers(self, numbers: Sequence[int], timeout_seconds: float) -> list[list[int]]:
+        return self._exchange([*numbers], _LOST, timeout_seconds)
 
     def sum(self, values: Tensor, timeout_seconds: float) -> Tensor:
         total, *others = self._exchange(values.clone(), _LOST, timeout_seconds)

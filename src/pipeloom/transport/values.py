@@ -17,6 +17,7 @@ from pipeloom.errors import InputError, listed
 
 Value = Any  # Tensor | tuple | list | dict[str | int, Value] | int | float | bool | str | None
 _TENSOR = "t"  # the structure of a single tensor, by far the most frequent value
+_NESTED = (tuple, list, dict)
 _ALIGNMENT_BYTES = 64
 
 
@@ -71,6 +72,19 @@ def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[
     tensors: list[Tensor] = []
     structure = _encoded(_strip(value, tensors, what))
     return _layout(structure, tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
+
+
+def tensors_in(value: Value) -> list[Tensor]:
+    """The tensors of a value, in the order of `flatten`."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, _NESTED) else ():
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, _NESTED):
+            found += tensors_in(item)
+    return found
 
 
 def unflatten(layout: Layout, tensors: Sequence[Tensor]) -> Value:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import Collected
 from pipeloom.engine.rank_state import RankWiring
-from pipeloom.transport.values import Value, copied, flatten, unflatten
+from pipeloom.transport.values import Value, copied, flatten, tensors_in, unflatten
 
 
 class StageInputs:
@@ -32,13 +32,13 @@ class StageInputs:
 
     def take(self, value: Value) -> Value:
         """The value for a run that begins."""
-        layout, tensors = flatten(value)
+        tensors = tensors_in(value)
         if not self._known or self._copies[self._stage]:  # what later stages train is copied on arrival
             tensors = [t if t.requires_grad and self._stage else t.clone() for t in tensors]
-            value = unflatten(layout, tensors)
+            value = unflatten(flatten(value)[0], tensors)
         elif torch.is_grad_enabled() and any(t.is_inference() for t in tensors):  # no graph can hold them
             tensors = [t.clone() for t in tensors]
-            value = unflatten(layout, tensors)
+            value = unflatten(flatten(value)[0], tensors)
         self._given = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         return value
 

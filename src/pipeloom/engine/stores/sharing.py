@@ -61,10 +61,6 @@ class Sharing:
         """The store of one rank."""
         return ParameterStore(rank.held, rank.stages.values())
 
-    def sum_counts(self, counts: Sequence[int]) -> list[int]:
-        """The sums over the batches of all replicas, such as of their labels; every replica calls it."""
-        return list(counts)
-
     def sum_losses(self, loss: Tensor) -> Tensor:
         """The sum over replicas; every replica calls it."""
         return loss

@@ -1,6 +1,5 @@
 """`DataSharing`: how data-parallel replicas share parameters and gradients, and in which number formats."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,10 +66,6 @@ class DataSharing(Sharing):
     def store(self, rank: RankModules) -> ParameterStore:
         assert self.axis is not None
         return UnitStore(rank, self.axis, self._data, self._precision, self._replicas)
-
-    def sum_counts(self, counts: Sequence[int]) -> list[int]:
-        rows = self._replicas.every.gather(torch.tensor(counts, dtype=torch.int64))
-        return [sum(column) for column in zip(*(row.tolist() for row in rows), strict=True)]
 
     def sum_losses(self, loss: Tensor) -> Tensor:
         return self._replicas.every.sum_in_order(loss)

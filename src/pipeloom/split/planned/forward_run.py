@@ -1,6 +1,7 @@
 """`ForwardRun`: one forward of a planned stage: what happens where the model calls its parts, and how it ends."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,9 @@ from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, Origins, tensors_of, with_tensors
 from pipeloom.split.planned.place import StagePlace
 from pipeloom.split.planned.stand_ins import Format, shaped_like_result, zeros_like
+
+_CONTAINERS = (MutableMapping, list)
+_UNCHANGED = (Tensor, NoneType, bool, int, tuple)  # asked first: the other question is slow
 
 
 class Leave(BaseException):
@@ -29,7 +33,7 @@ class ForwardRun:
         inputs: keyword arguments of the model.
         arrived: the message of the previous stage; empty on the first.
         sends: places of the values that later stages need, "part|place"; None: unknown, so this forward finds them.
-        formats: the dtype that the model's parameters had, and the one that they have now.
+        formats: returns the dtype that the model's parameters had, and the one that they have now.
 
     Attributes:
         origins: follows values, in the first forward of a form of inputs.
@@ -47,7 +51,7 @@ class ForwardRun:
         inputs: dict[str, Any],
         arrived: Mapping[str, Any],
         sends: Sequence[str] | None,
-        formats: tuple[Format, Format],
+        formats: Callable[[], tuple[Format, Format]],
     ) -> None:
         self.inputs, self.arrived, self._formats = inputs, arrived, formats
         self.origins: Origins | None = None
@@ -113,7 +117,7 @@ class ForwardRun:
         containers = containers_of(args, settings)
         if containers and index == 0:
             self._fill(containers)
-        before = {where: entries_of(container) for where, container in containers.items()}
+        before = {where: entries_of(container) for where, container in containers.items()} if containers else {}
         origins = self.origins
         if origins is not None:
             _check_arguments(origins, name, args, settings)
@@ -205,9 +209,9 @@ class ForwardRun:
     def zeros(self, twin: Any, args: tuple[Any, ...], settings: dict[str, Any], origin: int) -> Any:
         """Zeros in the shapes of what a module of another stage returns."""
         if self.origins is None:
-            return shaped_like_result(twin, args, settings, self._formats)
+            return shaped_like_result(twin, args, settings, self._formats())
         self.origins.quiet = True
-        result = shaped_like_result(twin, args, settings, self._formats)
+        result = shaped_like_result(twin, args, settings, self._formats())
         self.origins.quiet = False
         self.origins.mark(result, origin)
         return result
@@ -234,9 +238,12 @@ def _check_arguments(origins: Origins, name: str, args: tuple[Any, ...], setting
 
 def containers_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The dicts and lists among the arguments of a call, which its module may change."""
-    found = {name: value for name, value in settings.items() if isinstance(value, MutableMapping | list)}
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if not isinstance(value, _UNCHANGED) and isinstance(value, _CONTAINERS):
+            found[name] = value
     for index, value in enumerate(args):
-        if isinstance(value, MutableMapping | list):
+        if not isinstance(value, _UNCHANGED) and isinstance(value, _CONTAINERS):
             found[str(index)] = value
     return found
 

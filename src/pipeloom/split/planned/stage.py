@@ -28,6 +28,7 @@ from pipeloom.split.planned.layouts import Layout
 from pipeloom.split.planned.origins import EARLIER
 from pipeloom.split.planned.place import StagePlace
 from pipeloom.split.planned.stand_ins import (
+    Format,
     OwnPart,
     PassedOver,
     format_of,
@@ -202,8 +203,7 @@ class PlannedStage(StageModule):
             for container in self._containers:
                 container.training = self.training
         form = self._form(inputs)
-        formats = self._format_of_model, format_of(self)  # another one since a `Precision` cast the parameters
-        call = ForwardRun(self._where, inputs, arrived, self._known.get(form), formats)
+        call = ForwardRun(self._where, inputs, arrived, self._known.get(form), self._formats)
         settings = dict(inputs)
         first = (settings.pop(_FIRST),) if _FIRST in settings else ()
         if self._cache is not None:
@@ -238,6 +238,10 @@ class PlannedStage(StageModule):
                 f"generate: the layers of the stage from {where.names[0]!r} keep no keys of their own, but use "
                 "those of other stages. Use fewer stages, or a cut that keeps these layers together."
             )
+
+    def _formats(self) -> tuple[Format, Format]:
+        """The dtype that the model's parameters had, and the one that they have since a `Precision` cast them."""
+        return self._format_of_model, format_of(self)
 
     def joined(self, value: Any, more: Mapping[str, Any]) -> Any:
         """A value for this stage with more keyword arguments of the model."""

@@ -60,9 +60,11 @@ class OwnPart(nn.Module):
         self._link = (stage, part, home, key)  # in a tuple: the stage is no submodule
         self._modules["part"] = home[key]
 
-    def forward(self, *args: Any, **settings: Any) -> Any:
-        stage: Any = self._link[0]
-        return stage.call_own(self._link[1], args, settings)
+    def __call__(self, *args: Any, **settings: Any) -> Any:  # hooks are those of the module
+        stage, part, _, _ = vars(self)["_link"]
+        return stage.call_own(part, args, settings)
+
+    forward = __call__
 
     def __getattr__(self, name: str) -> Any:
         if "_link" not in vars(self):
@@ -86,9 +88,11 @@ class PassedOver(nn.Module):
         # In a tuple: not a submodule, so hooks and parameters of the module are not here.
         self._link = (stage, place, name, twin)
 
-    def forward(self, *args: Any, **settings: Any) -> Any:
-        stage: Any = self._link[0]
-        return stage.pass_over(*self._link[1:], args, settings)
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        stage, place, name, twin = vars(self)["_link"]
+        return stage.pass_over(place, name, twin, args, settings)
+
+    forward = __call__
 
     def __getattr__(self, name: str) -> Any:
         if "_link" not in vars(self):
