@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PipeloomError
 from pipeloom.models import GPT, GPTConfig, init_parameters
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import make_gpt
@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": SLIDING,
     "phi3": {},
     "mixtral": MIXTURE,
+    "gemma3n_text": {"num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 3},
     "qwen3_moe": MIXTURE,
     # Linear attention keeps other states than keys and values, so whole sequences run for every token.
     "qwen3_next": MIXTURE
@@ -116,6 +117,11 @@ def _in_processes(rank: int, name: str, transport: str, num_ranks: int) -> list[
             pipe.generate(torch.ones(3), max_new_tokens=2)
         found = [pipe.generate(prompts, seed=5, **settings).tolist() for settings in (GREEDY, SAMPLED)]
         assert found[0] == pipe.generate(prompts, seed=5, **GREEDY).tolist()
+        ids = _prompts()["input_ids"]
+        labelled = {"input_ids": ids, "labels": ids}
+        other = partial(pipe.forward, ids) if transport == "torch" else partial(pipe.step, labelled)
+        with pytest.raises(PipeloomError, match=r"all ranks must make the same calls|ended|cannot be reached"):
+            other() if rank else pipe.generate(prompts, max_new_tokens=2)
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, PipeloomError, ScheduleError, SplitError
 from pipeloom.ir import Op
 from pipeloom.parallel import run_threads
+from pipeloom.pipe import Namespace, pop, skippable, stash
 from tests.cpu.every_schedule import sizes
 from tests.cpu.ranks import run_ranks
 
@@ -23,13 +26,14 @@ class Part(nn.Module):
     def __init__(self, stage: int, stashes: tuple[str, ...], pops: tuple[str, ...], *, last: bool) -> None:
         super().__init__()
         self.stashes, self.pops, self._last = stashes, pops, last
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.1 * (stage + 1)))
+        self._stage = str(stage)  # stages have names of their own
+        self.layer = nn.ModuleDict({self._stage: nn.Linear(WIDTH, WIDTH)})
+        self.scale = nn.ParameterDict({self._stage: nn.Parameter(torch.full((WIDTH,), 0.1 * (stage + 1)))})
 
     def forward(self, x: Tensor, popped: dict[str, Tensor] | None = None):
         for name, value in (popped or {}).items():
-            x = x + (self.scale * value if not name.startswith("ids") else value[:, None] * 0.01)
-        hidden = self.layer(x)
+            x = x + (self.scale[self._stage] * value if not name.startswith("ids") else value[:, None] * 0.01)
+        hidden = self.layer[self._stage](x)
         y = torch.tanh(hidden)
         if not self.stashes:
             return y
@@ -66,7 +70,7 @@ def expect(num_stages: int, x: Tensor, y: Tensor, num_microbatches: int) -> tupl
         loss = F.mse_loss(in_one_process(modules, a), b) * (len(a) / len(x))
         loss.backward()
         total += loss.detach()
-    named = ((f"{stage}.{name}", p) for stage, module in enumerate(modules) for name, p in module.named_parameters())
+    named = ((name, p) for module in modules for name, p in module.named_parameters())
     return total, {name: p.grad for name, p in named if p.grad is not None}
 
 
@@ -171,30 +175,28 @@ def test_a_value_reaches_every_rank_once_and_no_message_stays_on_a_rank() -> Non
 
 
 def test_in_place_work_on_a_popped_value() -> None:
+    @skippable(stash=["a"])
     class Maker(nn.Linear):
-        stashes = ("a",)
-
         def forward(self, x):
-            return super().forward(x), {"a": x * self.weight[0, 0]}
+            yield stash("a", x * self.weight[0, 0])
+            return nn.Linear.forward(self, x)
 
+    @skippable(pop=["a"])
     class User(nn.Linear):
-        pops = ("a",)
-
-        def forward(self, x, popped):
-            return super().forward(x) + popped["a"].relu_()
+        def forward(self, x):
+            return nn.Linear.forward(self, x) + (yield pop("a")).relu_()
 
     def stages():
         torch.manual_seed(1)
         return [Maker(3, 3), nn.Linear(3, 3), User(3, 3)]
 
     x, y = torch.randn(4, 3), torch.randn(4, 3)
-    first, second, third = plain = stages()
-    hidden, made = first(x)
-    F.mse_loss(third(second(hidden), {"a": made["a"].clone()}), y).backward()
+    plain = nn.Sequential(*stages())
+    F.mse_loss(plain(x), y).backward()
     schedule = pl.schedules.build("1f1b", num_ranks=3, num_microbatches=2)
     with pl.Pipeline(stages(), schedule, loss_fn=F.mse_loss) as pipe:
         pipe.step(x, y)
-        expected = [p.grad for module in plain for p in module.parameters()]
+        expected = [p.grad for p in plain.parameters()]
         assert all(torch.allclose(p.grad, e) for p, e in zip(pipe.parameters(), expected, strict=True))
 
 
@@ -227,29 +229,50 @@ def test_refused_combinations() -> None:
         pipe.step(*batch(4))
 
 
-def test_the_layers_of_a_chain_may_skip() -> None:
-    class Stash(nn.Linear):
-        stashes = ("a",)
+@skippable(stash=["a"])
+class Stash(nn.Linear):
+    def forward(self, x):
+        yield stash("a", x * self.bias)
+        return nn.Linear.forward(self, x)
 
-        def forward(self, x):
-            return super().forward(x), {"a": x * self.bias}
 
-    class Pop(nn.Linear):
-        pops = ("a",)
+@skippable(pop=["a"])
+class Pop(nn.Linear):
+    def forward(self, x):
+        return nn.Linear.forward(self, x) * (yield pop("a"))
 
-        def forward(self, x, popped):
-            return super().forward(x) * popped["a"]
 
+def unet() -> nn.Sequential:
+    """Two skips of one name, one inside the other."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Stash(4, 4), nn.Tanh(), nn.Linear(4, 4), Pop(4, 4)).double()
-    x, y = torch.randn(2, 8, 4, dtype=torch.float64)
-    found = []
-    for cut in ([1, 1, 3], [3, 1, 1], [1, 1, 1, 2]):
-        schedule = pl.schedules.build("1f1b", num_ranks=len(cut), num_microbatches=4)
-        model.zero_grad()
-        with pl.Pipeline(model, schedule, loss_fn=F.mse_loss, cut=cut, recompute="full") as pipe:
-            loss = pipe.step(x, y)
-            found.append([loss, *(p.grad.clone() for _, p in pipe.named_parameters())])
-    assert all(torch.allclose(a, b, atol=1e-12) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-    inside = pl.split.split(model, 2, cut=[1, 4])
-    assert inside.skips == ()
+    outer = Namespace()
+    layers = [Stash(4, 4).isolate(outer), Stash(4, 4), nn.Tanh(), nn.Linear(4, 4), Pop(4, 4), Pop(4, 4).isolate(outer)]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("cut", [[1, 1, 4], [3, 2, 1], [1, 1, 2, 2]])
+def test_a_chain_with_skips_is_the_same_in_a_pipeline_a_pipe_and_alone(cut: list[int]) -> None:
+    x, y = torch.randn(2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    alone, model, threads = unet(), unet(), unet()
+    expected = F.mse_loss(alone(x), y)
+    pipe = pl.Pipe(threads, cut, devices=["cpu"] * len(cut), chunks=4)
+    F.mse_loss(pipe(x), y).backward()
+    expected.backward()
+    schedule = pl.schedules.build("1f1b", num_ranks=len(cut), num_microbatches=4)
+    given: Any = model if len(cut) == 3 else [model[:1], model[1:2], model[2:4], model[4:]]
+    options = {"cut": cut} if given is model else {}
+    with pl.Pipeline(given, schedule, loss_fn=F.mse_loss, recompute="full", **options) as pipeline:
+        assert torch.allclose(pipeline.step(x, y), expected, rtol=1e-12)
+    for found in (model, threads):
+        for one, other in zip(found.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_skips_inside_a_stage_are_no_messages_and_wrong_ones_are_told() -> None:
+    assert pl.split.split(unet(), 2, cut=[4, 2]).skips != ()
+    assert pl.split.split(unet()[1:5], 2, cut=[1, 3]).skips != ()
+    assert pl.split.split(nn.Sequential(nn.Linear(4, 4), *unet()[1:5]), 2, cut=[1, 4]).skips == ()
+    for layers in (unet()[:3], unet()[4:], [*unet(), Pop(4, 4)], [Stash(4, 4), *unet()]):
+        with pytest.raises(SplitError, match="stash and pop do not pair") as error:
+            pl.split.split(nn.Sequential(*layers), 2)
+        assert "\n" not in str(error.value)

@@ -27,7 +27,7 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Program, Skip
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SequenceParts
-from pipeloom.transport.call_numbers import call_count, call_number
+from pipeloom.transport.call_numbers import Call, call_count, call_number
 from pipeloom.transport.connect import Connection
 from pipeloom.transport.interface import Channel, OneProcessTransport, program_channels
 from pipeloom.transport.values import Value
@@ -170,6 +170,7 @@ class Executor:
         share_results: bool = True,
         warm_up: WarmUp | None = None,
         run_rank: RankRun | None = None,
+        channels: Iterable[Channel] = (),
     ) -> Batch:
         """Run a program on a batch; returns its micro-batches with their losses or, not `with_loss`, outputs.
 
@@ -180,12 +181,15 @@ class Executor:
             warm_up: runs the first instructions of each rank, in place of `before_call`. Ignored where one thread runs
                 all ranks.
             run_rank: what each rank runs in place of its program, once; None: the program.
+            channels: what it needs beside those of the program, opened once all ranks are known to be in this call.
 
         Raises:
             InputError: a rank cannot use its batch. All ranks raise, and can make the next call.
         """
         self.check_free()
-        batch = self._read(read, training=training, with_loss=with_loss)
+        kind = Call.STEP if training else Call.FORWARD if run_rank is None else Call.GENERATE
+        batch = self._read(read, kind, with_loss=with_loss)
+        self.open_channels(channels)
         batch.collects = with_loss
         program = self.programs.train if training else self.programs.forward_of(batch.num_microbatches)
         if warm_up is None or not self._transport.blocking:
@@ -193,7 +197,7 @@ class Executor:
             self.settle()
         self.before_call = None
         bound = self._bound_to(program)
-        call = call_number(self.num_calls + 1, training, batch.num_samples)
+        call = call_number(self.num_calls + 1, kind, batch.num_samples)
         if run_rank is None:
             runs = {rank: worker.run(bound[rank], batch, call, warm_up) for rank, worker in self.workers.items()}
         else:
@@ -222,9 +226,10 @@ class Executor:
             self._bound[key] = {rank: worker.bind(program) for rank, worker in self.workers.items()}
         return self._bound[key]
 
-    def _read(self, read: Callable[[], tuple[Value, Value]], *, training: bool, with_loss: bool) -> Batch:
+    def _read(self, read: Callable[[], tuple[Value, Value]], kind: Call, *, with_loss: bool) -> Batch:
         """The micro-batches of this replica. Where a batch is invalid, all ranks of all replicas raise."""
-        call, alone = call_number(self.num_calls + 1, training), training and self._refuses_in_messages
+        training = kind is Call.STEP
+        call, alone = call_number(self.num_calls + 1, kind), training and self._refuses_in_messages
         agreement = None if alone else self._agreement
         try:
             with self._ended_by_lost_peers():
@@ -249,7 +254,7 @@ class Executor:
         """End the next call on this rank, and tell its neighbours, which may run it."""
         rank = self.local_ranks[0]
         channels = program_channels(self.programs.train)
-        send_refusals(self._transport, channels, rank, call_number(self.num_calls + 1, True), text)
+        send_refusals(self._transport, channels, rank, call_number(self.num_calls + 1, Call.STEP), text)
         with self.ended_by_errors():
             self.settle()
             self._transport.end_step()

@@ -9,14 +9,16 @@ if TYPE_CHECKING:
     from pipeloom.pipe.batch_norm import DeferredBatchNorm
     from pipeloom.pipe.calls.stage_call import is_checkpointing, is_recomputing
     from pipeloom.pipe.pipe import Pipe
-    from pipeloom.pipe.skips import Namespace, pop, skippable, stash, verify_skippables
+    from pipeloom.pipe.skips import verify_skippables
+    from pipeloom.split.skippable import Namespace, pop, skippable, stash
 
 # Module -> its public names, loaded at first use.
 _LAZY = {
     "pipeloom.pipe.balance": "balance_by_size balance_by_time",
     "pipeloom.pipe.batch_norm": "DeferredBatchNorm",
     "pipeloom.pipe.pipe": "Pipe",
-    "pipeloom.pipe.skips": "Namespace pop skippable stash verify_skippables",
+    "pipeloom.pipe.skips": "verify_skippables",
+    "pipeloom.split.skippable": "Namespace pop skippable stash",
     "pipeloom.pipe.calls.stage_call": "is_checkpointing is_recomputing",
 }
 

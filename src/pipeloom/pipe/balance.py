@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import InputError
 from pipeloom.pipe.micro_batches import check_value
-from pipeloom.pipe.skips import SkipKey, skip_values
 from pipeloom.split.chain_partition import partition
+from pipeloom.split.skippable import SkipKey, skip_values
 
 
 def balance_by_time(

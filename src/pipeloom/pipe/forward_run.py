@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pipeloom.pipe.calls.randomness import BatchRandomness
 from pipeloom.pipe.calls.stage_call import StageCall
 from pipeloom.pipe.calls.stage_values import Output, Sent
-from pipeloom.pipe.skips import SkipKey, SkipRoutes
+from pipeloom.pipe.skips import SkipRoutes
 from pipeloom.pipe.workers import Workers
+from pipeloom.split.skippable import SkipKey
 
 
 class ForwardRun:

@@ -1,58 +1,52 @@
-"""Values that skip stages: what stage modules declare.
+"""Values that skip stages: what stage modules declare to the runtime.
 
-A module that is a stage hands values to later stages beside its output::
+    stashes     names of the values that a stage makes for later stages: its forward returns ``(output, stashed)``
+    pops        names of the values of earlier stages that it uses: its forward is called with ``popped=``
 
-    class Encoder(nn.Module):
-        stashes = ("features",)          # names of the values that it makes
-
-        def forward(self, x):
-            return self.pool(x), {"features": x}
-
-    class Decoder(nn.Module):
-        pops = ("features",)             # names of the values that it uses
-
-        def forward(self, x, popped):       # called with popped=
-            return self.join(torch.cat([x, popped["features"]], 1))
-
-The values are tensors, or constants, tuples, lists and dicts as any value between stages. Several stages may pop one
-name; its maker receives the sum of their gradients. The layers of a chain may declare them too.
+Both are dicts by name. Traced stages have them by themselves, stages of layers from their `skippable` layers. The
+values are tensors, or constants, tuples, lists and dicts as any value between stages. Several stages may pop one name;
+its maker receives the sum of their gradients.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 
 from pipeloom.errors import RunError, SplitError, folded
 from pipeloom.ir import SkippingValue
+from pipeloom.split.skippable import Namespace, SkipKey, skip_values, skips_of, unpaired
 from pipeloom.split.stage_module import BlockRunner, StageModule, running
 
 
 class SkippingStage(StageModule):
-    """A stage of layers of which some stash or pop values.
+    """A stage of layers of which some are `skippable`.
 
     Args:
         layers, blocks: see `StageModule`.
+        names: of all skips of the model.
 
     Attributes:
         stashes, pops: names of the values that its layers make for other stages, and use from earlier ones.
         kept: names of the values that its own layers use.
     """
 
-    def __init__(self, layers: Iterable[tuple[str, nn.Module]], blocks: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        layers: Iterable[tuple[str, nn.Module]],
+        blocks: Iterable[str] | None,
+        names: Mapping[SkipKey, str],
+    ) -> None:
         layers = list(layers)
         super().__init__(layers, blocks)
-        made: list[str] = []
-        pops: list[str] = []
-        self.kept: set[str] = set()
-        for _, layer in layers:
-            for name in names_of(layer, "pops"):
-                if name in made:
-                    self.kept.add(name)
-                elif name not in pops:
-                    pops.append(name)
-            made += names_of(layer, "stashes")
-        self.stashes, self.pops = tuple(made), tuple(pops)
+        self._skips = tuple(LayerSkips.of(layer, names) for _, layer in layers)
+        made = [name for skips in self._skips if skips for name in skips.stashes.values()]
+        used = [name for skips in self._skips if skips for name in skips.pops.values()]
+        self.kept = {*made} & {*used}
+        self.stashes = tuple(name for name in made if name not in self.kept)
+        self.pops = tuple(name for name in used if name not in self.kept)
 
     def forward(self, value: Any, run: BlockRunner | None = None, popped: dict[str, Any] | None = None) -> Any:
         """Run the layers.
@@ -64,31 +58,86 @@ class SkippingStage(StageModule):
         Returns:
             The output; with `stashes`, the output and the values by name.
         """
-        kept = dict(popped or {})
+        values = dict(popped or {})
         for index, (modules, key) in enumerate(self._chain):
             layer: Any = modules[key]
             running.layer = layer
             if self.observer is not None:
                 self.observer.before(index)
-            pops = names_of(layer, "pops")
-            given = {"popped": {name: kept[name] for name in pops}} if pops else {}
-            if run is None or not self._is_block[index]:
-                value = layer(value, **given)
-            else:
-                value = run([layer], layer, value, **given)
-            if names := names_of(layer, "stashes"):
-                value, made = without_stashed(value, names)
-                kept |= made
+            skips = self._skips[index]
+            call, given = layer, {}
+            if skips:
+                call = partial(_with_skips, layer, skips)
+                given = {"popped": {name: values.pop(name) for name in skips.pops.values()}}
+            value = (
+                call(value, **given) if run is None or not self._is_block[index] else run([layer], call, value, **given)
+            )
+            if skips:
+                value, made = value
+                values |= made
             if self.observer is not None:
                 self.observer.after(index, value)
-        return (value, {name: kept[name] for name in self.stashes}) if self.stashes else value
+        return (value, {name: values[name] for name in self.stashes}) if self.stashes else value
 
 
-def chain_stage(layers: Iterable[tuple[str, nn.Module]], blocks: Iterable[str] | None = None) -> StageModule:
-    """A stage of consecutive layers; see `StageModule`."""
+class LayerSkips(NamedTuple):
+    """The skips of a layer to and from other layers.
+
+    Attributes:
+        stashes, pops: key -> name in the model.
+    """
+
+    stashes: Mapping[SkipKey, str]
+    pops: Mapping[SkipKey, str]
+
+    @classmethod
+    def of(cls, layer: nn.Module, names: Mapping[SkipKey, str]) -> Self | None:
+        """The skips of a layer; None: it has none."""
+        stashes, pops = skips_of(layer)
+        if not stashes and not pops:
+            return None
+        inside = {*stashes} & {*pops}
+        found = ({key: names[key] for key in keys if key not in inside} for keys in (stashes, pops))
+        return cls(*found)
+
+
+def _with_skips(layer: Callable[[Any], Any], skips: LayerSkips, value: Any, popped: Mapping[str, Any]) -> Any:
+    """The output of a layer, and what it stashed by name."""
+    values = {key: popped[name] for key, name in skips.pops.items()}
+    with skip_values(values):
+        output = layer(value)
+    return output, {name: values[key] for key, name in skips.stashes.items()}
+
+
+def skip_names(layers: Iterable[tuple[str, nn.Module]]) -> dict[SkipKey, str]:
+    """The names of all skips between the layers of a model: the same in every process.
+
+    Raises:
+        SplitError: a skip that does not pair.
+    """
     layers = list(layers)
-    skips = any(names_of(layer, attribute) for _, layer in layers for attribute in ("stashes", "pops"))
-    return (SkippingStage if skips else StageModule)(layers, blocks)
+    problems = unpaired(layers)
+    if problems:
+        raise SplitError(f"stash and pop do not pair: {'; '.join(problems)}. Declare each skip once on each side.")
+    names: dict[SkipKey, str] = {}
+    spaces: dict[Namespace, int] = {}
+    for _, layer in layers:
+        for key in skips_of(layer)[0]:
+            place = 0 if key.namespace is None else spaces.setdefault(key.namespace, len(spaces) + 1)
+            names[key] = f"{key.name}#{place}" if place else key.name
+    return names
+
+
+def chain_stage(
+    layers: Iterable[tuple[str, nn.Module]],
+    blocks: Iterable[str] | None = None,
+    names: Mapping[SkipKey, str] = MappingProxyType({}),
+) -> StageModule:
+    """A stage of consecutive layers; see `StageModule` and `SkippingStage`."""
+    layers = list(layers)
+    if any(any(skips_of(layer)) for _, layer in layers):
+        return SkippingStage(layers, blocks, names)
+    return StageModule(layers, blocks)
 
 
 def find_skips(modules: Sequence[nn.Module]) -> tuple[SkippingValue, ...]:
@@ -112,22 +161,18 @@ def find_skips(modules: Sequence[nn.Module]) -> tuple[SkippingValue, ...]:
                 )
             makers[name], users[name] = stage, []
         untrained.update(getattr(module, "without_gradient", ()))
-    for name, stage in list(makers.items()):
-        if users[name]:
-            continue
-        maker = modules[stage]
-        if isinstance(maker, SkippingStage) and name in maker.kept:
-            maker.stashes = tuple(other for other in maker.stashes if other != name)
-            del makers[name]
-        else:
-            raise SplitError(f"stage {stage} stashes {name!r}, and no later stage pops it. Remove it from its stashes.")
+    unused = next((name for name in makers if not users[name]), None)
+    if unused is not None:
+        raise SplitError(
+            f"stage {makers[unused]} stashes {unused!r}, and no later stage pops it. Remove it from its stashes."
+        )
     return tuple(
         SkippingValue(name, maker, tuple(users[name]), name not in untrained) for name, maker in makers.items()
     )
 
 
 def names_of(module: Any, attribute: str) -> tuple[str, ...]:
-    """The names in `stashes` or `pops` of a stage or layer; none for a method of this name.
+    """The names in `stashes` or `pops` of a stage; none for a method of this name.
 
     Raises:
         SplitError: the attribute is not a tuple of names.

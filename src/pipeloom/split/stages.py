@@ -18,7 +18,8 @@ from pipeloom.split.planned.layouts import Layout, find_layout, runs_in_order
 from pipeloom.split.planned.stage import PlannedStage
 from pipeloom.split.planned.stand_ins import without_memory
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers
-from pipeloom.split.skips import chain_stage, find_skips
+from pipeloom.split.skippable import skips_of
+from pipeloom.split.skips import chain_stage, find_skips, skip_names
 from pipeloom.split.stage_module import StageModule
 
 
@@ -195,7 +196,7 @@ def _way_in(
         return None
     if type(model).forward is nn.Module.forward:
         return None
-    if any(hasattr(part, "stashes") for part in model.modules()):  # skips between layers belong to chains
+    if any(skips_of(model)):  # skips between layers belong to chains
         _check_unchanged(model)
         return None
     return Layout(
@@ -227,12 +228,13 @@ def _find_chain(
         return chain, lambda piece: PlannedStage([(name, module) for name, module, _ in piece], model, order, way)
     chain = find_layers(model, way.layers if way else layers)
     check_complete(model, chain, replicated=way.shared if way else ())
+    skips = skip_names((name, module) for name, module, _ in chain)
 
     def make_stage(piece: Sequence[ChainLayer]) -> nn.Module:
         named_modules = [(name, module) for name, module, _ in piece]
         if way:
             return DecoderStage(named_modules, model, way)
-        return chain_stage(named_modules, [name for name, _, counted in piece if counted])
+        return chain_stage(named_modules, [name for name, _, counted in piece if counted], skips)
 
     return chain, make_stage
 
@@ -258,8 +260,10 @@ def _given_stages(model: Any, num_stages: int | None = None) -> Stages:
         )
     tensors: dict[str, int] = {}
     named = [(name, t) for m in modules for name, t in (*m.named_parameters(), *m.named_buffers())]
-    if any(tensors.setdefault(name, id(tensor)) != id(tensor) for name, tensor in named):
-        modules = [chain_stage([(str(index), module)]) for index, module in enumerate(modules)]
+    layers = [(str(index), module) for index, module in enumerate(modules)]
+    skips = skip_names(layers)
+    if skips or any(tensors.setdefault(name, id(tensor)) != id(tensor) for name, tensor in named):
+        modules = [chain_stage([layer], None, skips) for layer in layers]
     parameters = [item for m in modules for item in m.named_parameters(remove_duplicate=False)]
     names = [tuple(name for name, _ in module.named_children()) or ("",) for module in modules]
     return _describe(modules, names, parameters)

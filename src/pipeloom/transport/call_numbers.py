@@ -5,17 +5,30 @@ has the number of samples of the batch. A rank that reads neither inputs nor tar
 that has it, and passes it on.
 """
 
+from enum import IntEnum
+
 from pipeloom.errors import RunError
 
-# number = samples, then _KINDS * count + _TRAINING + _CANCEL + _REFUSE
-_TRAINING, _CANCEL, _REFUSE, _KINDS = 1, 2, 4, 8
+
+class Call(IntEnum):
+    """What all ranks do in a call."""
+
+    FORWARD = 0
+    STEP = 1
+    GENERATE = 2
+
+
+_NAMES = {Call.FORWARD: "evaluate or forward", Call.STEP: "step", Call.GENERATE: "generate"}
+
+# number = samples, then _NUMBERS * count + _CANCEL + _REFUSE + a `Call`
+_KINDS, _CANCEL, _REFUSE, _NUMBERS = 4, 4, 8, 16
 _COUNT_BITS = 36  # of 64; the other 28 are for the number of samples
 _MAX_SAMPLES = 1 << 28
 
 
-def call_number(count: int, training: bool, num_samples: int = 0) -> int:
+def call_number(count: int, kind: Call, num_samples: int = 0) -> int:
     """The number of every message of a pipeline's `count`-th call; `num_samples` is 0 where it is not known yet."""
-    return (min(num_samples, _MAX_SAMPLES - 1) << _COUNT_BITS) | _KINDS * count + (_TRAINING if training else 0)
+    return (min(num_samples, _MAX_SAMPLES - 1) << _COUNT_BITS) | _NUMBERS * count + kind
 
 
 def call_only(call: int) -> int:
@@ -30,7 +43,7 @@ def num_samples_of(call: int) -> int:
 
 def call_count(call: int) -> int:
     """The inverse of `call_number`."""
-    return call_only(call) // _KINDS
+    return call_only(call) // _NUMBERS
 
 
 def cancel_number(call: int) -> int:
@@ -58,4 +71,4 @@ def out_of_step(source: int, theirs: int, ours: int) -> RunError:
 
 def call_name(call: int) -> str:
     """The call in words, for error messages."""
-    return f"call {call_count(call)} ({'step' if call & _TRAINING else 'evaluate or forward'})"
+    return f"call {call_count(call)} ({_NAMES[Call(call % _KINDS)]})"

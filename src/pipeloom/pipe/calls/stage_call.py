@@ -23,7 +23,7 @@ from pipeloom.pipe.calls.modes import ThreadModes
 from pipeloom.pipe.calls.randomness import BatchRandomness, RandomState
 from pipeloom.pipe.calls.stage_values import InputGradients, Output, OutputGradients, Partition, Sent
 from pipeloom.pipe.micro_batches import Value, check_value, tensors_of
-from pipeloom.pipe.skips import SkipKey, skip_values
+from pipeloom.split.skippable import SkipKey, skip_values
 
 
 class _Thread(threading.local):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipeloom.autograd.auxiliary_losses import DeclaredLoss, ObservedQuantity
 from pipeloom.pipe.calls.devices import Mark
-from pipeloom.pipe.skips import SkipKey
+from pipeloom.split.skippable import SkipKey
 
 
 class Sent(NamedTuple):

@@ -166,6 +166,11 @@ class PlannedStage(StageModule):
         return call.pass_later(place, name, twin, args, settings, self)
 
     @property
+    def num_blocks(self) -> int:
+        """The number of repeated layers of the whole model."""
+        return len(self._where.blocks)
+
+    @property
     def shell(self) -> Any:
         """The copy of the model's containers that forwards run on: an instance of the model's class."""
         return self._shell[0]

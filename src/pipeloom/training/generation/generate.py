@@ -92,7 +92,6 @@ def generate(
     stops = not (sharing.replica_ranks and (gathers or sharing.blocks.divides))
     if generator is None and sharing.blocks.divides and options.do_sample is not False:
         generator = torch.Generator().manual_seed(sharing.blocks.common(int(torch.randint(2**63 - 1, ()))))
-    executor.open_channels(token_channels(executor))
     if options.whole_sequences(state, executor):
         prompt = read_prompt()
         if planned or prompt is None:
@@ -114,7 +113,7 @@ def generate(
 
     def make(stage: nn.Module, prompt: Mapping[str, Any]) -> Sequences:
         if isinstance(stage, PlannedStage) and planned:
-            return ModelSequences(stage.shell, prompt, options.settings)
+            return ModelSequences(stage.shell, stage.num_blocks, prompt, options.settings)
         return _plain(prompt, state, options)
 
     def read() -> tuple[Value, Value]:
@@ -134,7 +133,14 @@ def generate(
         return parts[-1].run()
 
     with torch.no_grad(), evaluation_mode(state.modules()):
-        executor.run(read, training=False, with_loss=False, share_results=False, run_rank=run_rank)
+        executor.run(
+            read,
+            training=False,
+            with_loss=False,
+            share_results=False,
+            run_rank=run_rank,
+            channels=token_channels(executor),
+        )
     return _joined([each.ids for each in parts[0].sequences], [each.pad for each in parts[0].sequences])
 
 

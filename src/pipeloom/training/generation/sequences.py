@@ -78,6 +78,7 @@ class ModelSequences(Sequences):
 
     Args:
         model: the shell of a stage (see `PlannedStage`): an instance of the model's class with its configuration.
+        num_blocks: repeated layers of the whole model.
         prompt: "input_ids" and optionally other arguments of the model's ``generate``.
         settings: further arguments of it.
 
@@ -85,12 +86,12 @@ class ModelSequences(Sequences):
         InputError: the model cannot generate this way.
     """
 
-    def __init__(self, model: Any, prompt: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, num_blocks: int, prompt: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         self._model = model
         found = _prepared(model, prompt, settings)
         cache = found.arguments.get("past_key_values")
-        if cache is not None and not all(map(_holds_keys, cache.layers)):
-            found = _prepared(model, prompt, {**settings, "use_cache": False})  # states of another kind
+        if cache is not None and not _fits_stages(cache, num_blocks):
+            found = _prepared(model, prompt, {**settings, "use_cache": False})
             cache = None
         self._arguments, self._processors, self._criteria = found.arguments, found.processors, found.criteria
         self._config, self._cache = found.config, cache
@@ -180,6 +181,12 @@ def _prepared(model: Any, prompt: Mapping[str, Any], settings: Mapping[str, Any]
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"generate of {type(model).__name__}: encoder-decoder models are not supported.")
     return found
+
+
+def _fits_stages(cache: Any, num_blocks: int) -> bool:
+    """Whether a stage can keep the entries of its own layers: keys and values, and of each layer its own."""
+    shares = 0 < len(cache.layers) < num_blocks  # layers use the keys of others, which another stage may have
+    return not shares and all(map(_holds_keys, cache.layers))
 
 
 def _holds_keys(layer: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeloom.engine.executor import Executor
+from pipeloom.training.generation.decoding import token_channels
 from pipeloom.training.generation.sampling import Draws
 from pipeloom.training.generation.sequences import Sequences
 from pipeloom.transport.interface import Channel, Lane
@@ -52,6 +53,7 @@ def continue_whole(
             logits = output["logits"] if isinstance(output, Mapping) else output
             chosen = sequences.choose(logits[:, :length], draws, 0, number)
         with executor.ended_by_errors():
+            executor.open_channels(token_channels(executor))  # in the first turn, when all ranks are known to be here
             tokens, ended = _shared(executor, chosen)
         sequences.append(tokens, ended=ended)
         if ended and stops:

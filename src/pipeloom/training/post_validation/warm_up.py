@@ -14,7 +14,15 @@ from pipeloom.engine.worker import Bound, Worker
 from pipeloom.errors import PeerLost, RunError, StageError
 from pipeloom.passes import warm_up_lengths
 from pipeloom.training.post_validation.rank_update import RankUpdate
-from pipeloom.transport.call_numbers import call_count, call_name, call_number, call_only, cancel_number, num_samples_of
+from pipeloom.transport.call_numbers import (
+    Call,
+    call_count,
+    call_name,
+    call_number,
+    call_only,
+    cancel_number,
+    num_samples_of,
+)
 from pipeloom.transport.interface import Lane, program_channels
 from pipeloom.transport.values import copied, flatten
 
@@ -86,7 +94,7 @@ class SpeculativeWarmUp:
         before.restore()
         call = call_only(state.call)
         self._cancelled = (call, cancel_number(call))
-        state.call = call_number(call_count(call) + 1, True, num_samples_of(state.call))
+        state.call = call_number(call_count(call) + 1, Call.STEP, num_samples_of(state.call))
         return 0
 
     def _take_other_call(self, source: int, theirs: int, ours: int) -> None:

@@ -26,7 +26,7 @@ from pipeloom.training.stream.stream_optimizer import Rules, StreamOptimizer
 from pipeloom.training.stream.stream_rank import StreamPlan, StreamRank
 from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
 from pipeloom.training.watched_loss import tell
-from pipeloom.transport.call_numbers import call_number
+from pipeloom.transport.call_numbers import Call, call_number
 
 
 class Stream:
@@ -151,7 +151,7 @@ class Stream:
         program, used = self._prepared(count)
         taken = StreamBatches(batches, count, program.schedule, executor.local_ranks, executor.loss_fn)
         live = self._agree(count, rates)
-        plan = StreamPlan(program, used, call_number(executor.num_calls + 1, True), self.num_batches)
+        plan = StreamPlan(program, used, call_number(executor.num_calls + 1, Call.STEP), self.num_batches)
         connection = executor.connection
         exchange = ResultExchange(connection.rank, program.schedule, connection.transport)
         results = StreamResults(connection.rank, exchange, plan, self._on_update, live)

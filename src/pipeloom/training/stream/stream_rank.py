@@ -33,7 +33,7 @@ from pipeloom.training.stream.replica_gradients import Mailbox, ReplicaGradients
 from pipeloom.training.stream.stream_optimizer import StreamOptimizer
 from pipeloom.training.stream.update_options import StageUpdate
 from pipeloom.training.stream.weight_versions import WeightVersions
-from pipeloom.transport.call_numbers import call_number, num_samples_of
+from pipeloom.transport.call_numbers import Call, call_number, num_samples_of
 from pipeloom.transport.values import microbatch_sizes
 
 _NUM_RECORDS = 1 << 16  # kept of the end of a run
@@ -221,7 +221,7 @@ class StreamRank:
         if said and own != said:
             pair = (own, said) if batches.batch.inputs else (said, own)
             raise RunError(f"batch {batch}: {sample_mismatch(*pair)}")
-        self._calls[batch] = self._plan.call + call_number(0, False, own)
+        self._calls[batch] = self._plan.call + call_number(0, Call.FORWARD, own)
 
     def _count_samples(self, microbatch: int) -> tuple[int, int]:
         """The samples of a micro-batch that has arrived here, and of its batch."""
