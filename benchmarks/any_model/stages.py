@@ -125,8 +125,8 @@ def tables(results: dict[str, tuple[list[float], list[float]]]) -> Parts:
     ]
     return [
         f"CPU time of forward and backward in milliseconds, {torch.get_num_threads()} thread: a stage of the whole "
-        f"model beside the plain module; the fastest of {STEPS} steps per round, median (quartiles) over rounds. Traced "
-        "stages run a graph of torch.export, planned stages the forward of a model of transformers.",
+        f"model beside the plain module; the fastest of {STEPS} steps per round, median (quartiles) over rounds. "
+        "Traced stages run a graph of torch.export, planned stages the forward of a model of transformers.",
         table(["model", "module", "stage", "stage / module"], rows),
     ]
 
