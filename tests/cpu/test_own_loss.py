@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pipeloom as pl
 from pipeloom.errors import InputError, RunError
@@ -170,6 +171,25 @@ def test_what_has_no_loss_is_told():
             pipe.step({**batch, "labels": labels.tolist()})
         with pytest.raises(RunError, match="the model returned a tuple, in which its loss has no name"):
             pipe.step({**batch, "labels": labels, "return_dict": False})
+    with (
+        pl.Pipeline(
+            model, pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2), loss_fn=F.cross_entropy
+        ) as pipe,
+        pytest.raises(RunError, match=r"The model returns a CausalLMOutputWithPast with logits: use output\.logits"),
+    ):
+        pipe.step(batch, labels)
+    sliced = pl.schedules.build("terapipe", num_ranks=2, num_microbatches=2, num_slices=2)
+    with pl.Pipeline(model, sliced) as pipe, pytest.raises(InputError, match="its own from whole sequences, not with"):
+        pipe.step(batch, labels)
+
+    def shares_sequences() -> None:
+        mesh = pl.Mesh(tp=2)
+        own = pl.parallelize(copy.deepcopy(model), mesh, sequence=True)
+        with pl.Pipeline(own, pl.schedules.gpipe(num_ranks=1, num_microbatches=2), mesh=mesh) as pipe:
+            pipe.step({**batch, "labels": labels})
+
+    with pytest.raises(InputError, match="its own from whole sequences, not with"):
+        pl.run_threads(2, shares_sequences)
     with pytest.raises(InputError, match="step\\(\\) needs a loss"):
         pl.Pipeline(
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)

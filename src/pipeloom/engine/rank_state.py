@@ -78,6 +78,7 @@ class RankWiring:
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
         copies_input: by stage, whether it receives a copy of its input: the caller's batch, and leaves, must not change
             in place.
+        runs_known: stages, and whether they train, whose first run has shown whether they work in place.
     """
 
     rank: int
@@ -91,6 +92,7 @@ class RankWiring:
     skips: Mapping[Skip, tuple[str, ...]] = field(default_factory=dict)
     forwards: dict[int, Callable[..., Value]] = field(init=False)
     copies_input: dict[int, bool] = field(init=False)
+    runs_known: set[tuple[int, bool]] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.forwards = {stage: recomputed(module, self.recompute[stage]) for stage, module in self.stages.items()}

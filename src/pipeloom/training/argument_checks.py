@@ -212,7 +212,10 @@ def _check_slices(schedule: Schedule, lengths: Sequence[int] | None) -> None:
 def check_trains(schedule: Schedule, loss_fn: LossFn | None) -> None:
     """Raises InputError where `step` cannot compute gradients."""
     if loss_fn is None:
-        raise InputError("step() needs a loss: pass loss_fn to Pipeline.")
+        raise InputError(
+            "step() needs a loss: pass loss_fn to Pipeline. A model of transformers computes its own from whole "
+            "sequences, not with slices, context or sequence parallelism."
+        )
     if schedule.microbatches_per_update is not None:
         raise InputError(
             f"step() does not run schedule {schedule.name!r}, which updates parameters while it runs. Give the "

@@ -32,6 +32,7 @@ from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_me
 from pipeloom.processes.members import current_members
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
+from pipeloom.split.huggingface import DecoderStage
 from pipeloom.split.planned.layouts import find_layout
 from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute, context_of
 from pipeloom.training.own_loss import OwnLoss
@@ -76,9 +77,10 @@ def construct(
     parts = context_of(mesh, context, schedule, sliced=sliced)
 
     in_parts = sliced or parts is not None
-    if loss_fn is None and isinstance(model, nn.Module) and not in_parts and find_layout(model) is not None:
-        loss_fn = OwnLoss(model)
     stages = _stages(model, schedule.num_stages, layers, cut, example, in_parts=in_parts)
+    runs_forward = not in_parts and not any(isinstance(module, DecoderStage) for module in stages.modules)
+    if loss_fn is None and isinstance(model, nn.Module) and runs_forward and find_layout(model) is not None:
+        loss_fn = OwnLoss(model)
     skips = routes(stages.skips, schedule.placement)
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules, sliced=sliced)

@@ -40,7 +40,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     joined = getattr(wiring.stages[stage], "joined", None) if getattr(wiring.loss_fn, "joins_targets", False) else None
     finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program)
     mover = wiring.mover if key in state.to_offload else None
-    inputs = StageInputs(wiring, stage)
+    inputs = StageInputs(wiring, stage, training=training)
 
     def forward() -> None:
         value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)

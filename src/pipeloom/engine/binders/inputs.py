@@ -1,8 +1,8 @@
 """`StageInputs`: what a stage is given stays as it is, although the stage may work in place.
 
 Autograd forbids it on leaves that require a gradient; elsewhere it would change the caller's batch, or values that
-another stage of this process saved. The first run of every forward gets copies. They show whether it works in place: if
-so, it gets copies in all later runs too.
+another stage of this process saved. The first micro-batch of a stage gets copies. They show whether it works in place:
+if so, it gets copies in all later runs too.
 """
 
 import warnings
@@ -22,18 +22,19 @@ class StageInputs:
     Args:
         wiring: of the rank.
         stage: the stage.
+        training: whether the forward is one of a step.
     """
 
-    def __init__(self, wiring: RankWiring, stage: int) -> None:
+    def __init__(self, wiring: RankWiring, stage: int, *, training: bool) -> None:
         self._copies, self._stage = wiring.copies_input, stage
         self._module = wiring.stages[stage]
-        self._known = False  # whether a run has shown whether the forward works in place
+        self._known, self._key = wiring.runs_known, (stage, training)
         self._given: list[tuple[Tensor, int]] = []  # tensors and their versions
 
     def take(self, value: Value) -> Value:
         """The value for a run that begins."""
         tensors = tensors_in(value)
-        if not self._known or self._copies[self._stage]:  # what later stages train is copied on arrival
+        if self._key not in self._known or self._copies[self._stage]:  # what later stages train is copied on arrival
             tensors = [t if t.requires_grad and self._stage else t.clone() for t in tensors]
             value = unflatten(flatten(value)[0], tensors)
         elif torch.is_grad_enabled() and any(t.is_inference() for t in tensors):  # no graph can hold them
@@ -57,11 +58,12 @@ class StageInputs:
                 output = module(copied(value))
         if not self._copies[self._stage] and any(tensor._version != version for tensor, version in self._given):
             self._copies[self._stage] = True
-            if self._known and self._stage == 0:
+            if self._key in self._known and self._stage == 0:
                 warnings.warn(
                     "the first stage has changed its inputs in place, unlike in its first step: this batch is changed. "
                     "From now on the stage gets copies.",
                     stacklevel=2,
                 )
-        self._known, self._given = True, []
+        self._known.add(self._key)
+        self._given = []
         return output, collected
