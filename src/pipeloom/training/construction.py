@@ -35,6 +35,7 @@ from pipeloom.split import Stages, split
 from pipeloom.split.huggingface import DecoderStage
 from pipeloom.split.planned.layouts import find_layout
 from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute, context_of
+from pipeloom.training.output_loss import OutputLoss
 from pipeloom.training.own_loss import OwnLoss
 from pipeloom.training.watched_loss import WatchedLoss
 from pipeloom.transport.connect import connect
@@ -81,6 +82,8 @@ def construct(
     runs_forward = not in_parts and not any(isinstance(module, DecoderStage) for module in stages.modules)
     if loss_fn is None and isinstance(model, nn.Module) and runs_forward and find_layout(model) is not None:
         loss_fn = OwnLoss(model)
+    if loss_fn is None and not in_parts and stages.modules:
+        loss_fn = OutputLoss.of(stages.modules[-1])
     skips = routes(stages.skips, schedule.placement)
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules, sliced=sliced)

@@ -1,5 +1,6 @@
 """`ModelCheck`: compares a pipeline with the uncut model on a sample, for ``Pipeline(..., check=sample)``."""
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,8 +99,10 @@ class ModelCheck:
 
 
 def _run(model: nn.Module, inputs: Value) -> Value:
+    # Stages keep no keys and values for a next token, and the output holds none.
+    settings = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     takes_names = isinstance(inputs, dict) and not isinstance(model, nn.Sequential)
-    return model(**inputs) if takes_names else model(inputs)
+    return model(**{**settings, **inputs}) if takes_names else model(inputs, **settings)
 
 
 @contextmanager

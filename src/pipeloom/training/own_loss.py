@@ -2,14 +2,17 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pipeloom.autograd.loss_metrics import Mean, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError, folded
+from pipeloom.training.output_loss import OutputLoss, is_scalar, loss_of_output, values_of
 from pipeloom.transport.values import MicroBatches
 
 _NUM_ITEMS = "num_items_in_batch"
@@ -22,8 +25,9 @@ class OwnLoss:
     The loss is the mean over the labels of all replicas, however these are spread over micro-batches; a number
     `num_items_in_batch` in the batch, such as that of several batches between two updates, replaces theirs. A model
     that divides by `num_items_in_batch` gets its part of that number. A loss of another model is taken as the mean over
-    the labels of its micro-batch, and weighted by them. Without "labels" (such as positions of answers), losses are
-    means over samples.
+    the labels of its micro-batch, and weighted by them: all of them, or all but the first of each sample where the
+    model predicts the next token, whichever its first loss shows. Without "labels" (such as positions of answers),
+    losses are means over samples.
     """
 
     joins_targets = True  # the engine passes the targets to the last stage
@@ -31,11 +35,15 @@ class OwnLoss:
     def __init__(self, model: nn.Module) -> None:
         parameters = inspect.signature(model.forward).parameters
         self._names = frozenset(name for name in parameters if _is_label(name))
+        names = sorted(self._names)
+        self._labels = names[0] if len(names) == 1 else "labels"
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         function: Any = getattr(model, "loss_function", None)
         self._decodes = "decoder_input_ids" in parameters
         self._takes_number = _NUM_ITEMS in parameters or (takes_any and function is not None)
-        self._shifts = getattr(function, "__name__", "") == "ForCausalLMLoss"
+        self._shared_shifts = getattr(function, "__name__", "") == "ForCausalLMLoss"
+        # A forward with a loss of its own need not shift, whatever loss_function the model's class name leads to.
+        self._own_shifts: bool | None = None
 
     def separate(self, batch: Any, targets: Any) -> tuple[Any, Any]:
         """Separate a batch into inputs and labels.
@@ -50,7 +58,7 @@ class OwnLoss:
         """
         if isinstance(batch, MicroBatches) or isinstance(targets, MicroBatches):
             return self._separate_each(batch, targets)
-        given = {} if targets is None else dict(targets) if isinstance(targets, Mapping) else {"labels": targets}
+        given = {} if targets is None else dict(targets) if isinstance(targets, Mapping) else {self._labels: targets}
         if isinstance(batch, Mapping):
             inputs = {}
             for name, value in batch.items():
@@ -94,72 +102,105 @@ class OwnLoss:
         )
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
-        """Labels of a replica, and those that count; see `pipeloom.engine.batch.LabelWeights`."""
-        if not whole or "labels" not in whole[0]:
+        """Labels of a replica that count: as they are, and shifted; see `pipeloom.engine.batch.LabelWeights`."""
+        if not whole or self._labels not in whole[0]:
             return 0, 0
-        return sum(each["labels"].numel() for each in whole), sum(self._counts(whole))
+        as_they_are, shifted = map(sum, zip(*self._counts(whole), strict=True))
+        return as_they_are, shifted
 
     def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
         """Add what a micro-batch's loss needs to its targets, so that its weighted loss is its part of the whole."""
-        if not batch.targets or "labels" not in batch.targets[0]:
+        if not batch.targets or self._labels not in batch.targets[0]:
             return
         number = batch.targets[0].get(_NUM_ITEMS)
-        if number is None:
-            number = max(1, counts[1])
+        numbers = [max(1, count) if number is None else number for count in counts]
+        passed = self._shared_shifts if self._takes_number else None
         batch.targets = [
-            _Labels(target, count, number * weight, self._takes_number)
-            for target, count, weight in zip(batch.targets, self._counts(whole), batch.weights, strict=True)
+            _Labels(target, own, [each * weight for each in numbers], passed)
+            for target, own, weight in zip(batch.targets, self._counts(whole), batch.weights, strict=True)
         ]
 
-    def _counts(self, targets: Sequence[Any]) -> list[int]:
-        labels = [each["labels"] for each in targets]
-        counted = [each[..., 1:] if self._shifts and each.dim() > 1 else each for each in labels]
-        found: list[int] = torch.stack([(each != _IGNORED).sum() for each in counted]).tolist()
-        return found
+    def _counts(self, targets: Sequence[Any]) -> list[tuple[int, int]]:
+        """Labels of each micro-batch that count: as they are, and without the first of each sample."""
+        found = []
+        for each in targets:
+            counted = each[self._labels] != _IGNORED
+            found.append((counted.sum(), (counted[..., 1:] if counted.dim() > 1 else counted).sum()))
+        return [(int(as_they_are), int(shifted)) for as_they_are, shifted in found]
+
+    def _shifts(self, output: Any, loss: Tensor, targets: "_Labels") -> bool:
+        """Whether a loss that does not use `num_items_in_batch` is the mean over shifted labels."""
+        if self._own_shifts is not None:
+            return self._own_shifts
+        labels = targets.get(self._labels)
+        means = next(filter(None, (_token_means(value, labels) for value in values_of(output))), None)
+        if means is None:
+            return self._shared_shifts and not self._decodes
+        far = [abs(float(loss.detach()) - mean) for mean in means]
+        if far[0] == far[1]:
+            return self._shared_shifts and not self._decodes
+        self._own_shifts = far[True] < far[False]
+        return self._own_shifts
 
     def __call__(self, output: Any, targets: Any) -> dict[str, Any]:
         """The loss in the model's output, as the part of this micro-batch, and other scalars in it as metrics."""
-        loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else None
-        if not isinstance(output, Mapping):
+        loss = loss_of_output(output)
+        if loss is None and not isinstance(output, Mapping):
             raise InputError(
-                f"the model returned a {type(output).__name__}, in which its loss has no name. Leave return_dict=False "
-                "out, or pass loss_fn to Pipeline."
+                f"the model returned a {type(output).__name__} without a loss: must be a dict with one under 'loss', "
+                "or a tuple with one number. Pass loss_fn to Pipeline."
             )
         if loss is None:
-            names = ", ".join(repr(name) for name in targets if name != _NUM_ITEMS)
+            names = ", ".join(repr(name) for name in targets or () if name != _NUM_ITEMS) or "this batch"
             raise InputError(
                 f"the model returned no loss for {names}: it computes none from them. Pass loss_fn to Pipeline."
             )
-        scalars = {name: value for name, value in output.items() if name != "loss" and _is_scalar(value)}
+        named = output if isinstance(output, Mapping) else {}
+        scalars = {name: value for name, value in named.items() if name != "loss" and is_scalar(value)}
         if not isinstance(targets, _Labels):
             return {"loss": loss, **scalars}
-        metrics = {name: Mean(value, targets.count) for name, value in scalars.items()}
-        if targets.number_was_read():
+        was_read = targets.number_was_read()
+        shifts = self._shared_shifts if was_read else self._shifts(output, loss, targets)
+        count, number = targets.counts[shifts], targets.numbers[shifts]
+        metrics = {name: Mean(value, count) for name, value in scalars.items()}
+        if was_read:
             return {"loss": loss, **metrics}
-        if targets.count == 0:  # the mean over no label is not a number
-            others = {name: value for name, value in output.items() if name != "loss" and name not in scalars}
+        if count == 0:  # the mean over no label is not a number
+            others = [value for value in values_of(output) if not is_scalar(value)]
             return {"loss": zero_of(others), **metrics}
-        return {"loss": loss * (targets.count / targets.number), **metrics}
+        return {"loss": loss * (count / number), **metrics}
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and not value.dim()
+@torch.no_grad()
+def _token_means(logits: Any, labels: Any) -> tuple[float, float] | None:
+    """Mean cross-entropies of logits [B, S, V] and labels [B, S], as they are and shifted; None: not such tensors."""
+    if not (isinstance(logits, Tensor) and isinstance(labels, Tensor) and logits.is_floating_point()):
+        return None
+    if logits.dim() != labels.dim() + 1 or logits.shape[:-1] != labels.shape or labels.dim() != 2:
+        return None
+    logits = logits.detach().float()
+    as_they_are = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
+    shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
+    means = float(as_they_are), float(shifted)
+    return None if any(map(isnan, means)) else means
 
 
 class _Labels(dict[str, Any]):
     """The targets of a micro-batch, with how its loss is weighted.
 
     Attributes:
-        count: its labels that count.
-        number: its part of the number of all labels: by what the sum over its labels is divided.
+        counts: its labels that count, as they are and shifted.
+        numbers: its parts of the numbers of all labels: by what the sum over its labels is divided.
     """
 
-    def __init__(self, targets: Mapping[str, Any], count: int, number: float, takes_number: bool) -> None:
+    def __init__(
+        self, targets: Mapping[str, Any], counts: tuple[int, int], numbers: Sequence[float], passed: bool | None
+    ) -> None:
         super().__init__(targets)
-        self.count, self.number = count, number
+        self.counts, self.numbers = counts, numbers
         self.pop(_NUM_ITEMS, None)
-        if takes_number:
-            self[_NUM_ITEMS] = NoticedNumber.of(torch.tensor(number, dtype=torch.float64))
+        if passed is not None:
+            self[_NUM_ITEMS] = NoticedNumber.of(torch.tensor(numbers[passed], dtype=torch.float64))
 
     def number_was_read(self) -> bool:
         """Whether the model's loss has used `num_items_in_batch`."""
@@ -193,13 +234,18 @@ def separated(loss_fn: Any, inputs: Any, targets: Any, *, needs_targets: bool) -
         InputError: there are no labels, and this process needs them.
     """
     inputs = plain_batch(inputs)
-    if targets is None and needs_targets and loss_fn is not None and not isinstance(loss_fn, OwnLoss):
+    if targets is None and needs_targets and loss_fn is not None and not isinstance(loss_fn, OwnLoss | OutputLoss):
         _check_has_targets(inputs)
     if isinstance(loss_fn, OwnLoss):
         inputs, targets = loss_fn.separate(inputs, plain_batch(targets))
-        if targets is None and inputs is not None and needs_targets:
+        if targets is None and inputs is not None and needs_targets and not _asks_for_loss(inputs):
             raise InputError(loss_fn.missing())
     return inputs, targets
+
+
+def _asks_for_loss(inputs: Any) -> bool:
+    """Whether the arguments make a model compute its loss without labels, as contrastive ones do."""
+    return isinstance(inputs, Mapping) and bool(inputs.get("return_loss"))
 
 
 def _check_has_targets(inputs: Any) -> None:
@@ -220,4 +266,4 @@ def plain_batch(batch: Any) -> Any:
 
 
 def _is_label(name: Any) -> bool:
-    return isinstance(name, str) and ("label" in name or name in ("start_positions", "end_positions"))
+    return isinstance(name, str) and ("label" in name or name in ("targets", "start_positions", "end_positions"))

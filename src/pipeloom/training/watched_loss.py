@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeloom.autograd.loss_metrics import loss_in, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.rank_state import LossFn
+from pipeloom.training.output_loss import OutputLoss
 
 _MARK = "labels that count"  # marks the targets of a micro-batch in which not all do
 _IGNORED = -100
@@ -38,8 +39,10 @@ class WatchedLoss:
 
     @staticmethod
     def of(loss_fn: LossFn | None) -> LossFn | None:
-        """The loss to run: a loss that weighs labels itself stays."""
-        return loss_fn if loss_fn is None or hasattr(loss_fn, "weigh") else WatchedLoss(loss_fn)
+        """The loss to run: a loss that weighs labels itself, or reads none, stays."""
+        if loss_fn is None or hasattr(loss_fn, "weigh") or isinstance(loss_fn, OutputLoss):
+            return loss_fn
+        return WatchedLoss(loss_fn)
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
         """Labels of a replica, and those that count; see `pipeloom.engine.batch.LabelWeights`."""

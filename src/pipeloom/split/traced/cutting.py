@@ -241,7 +241,7 @@ def _part(
     leaves: tuple[Any, ...] = tuple(Name(node.name) for node in flow.chains[stage])
     if last:
         flat, _ = tree_flatten(trace.graph_module.graph.output_node().args[0])
-        leaves = tuple(Name(leaf.name) if isinstance(leaf, fx.Node) else leaf for leaf in flat)
+        leaves = tuple(Name(leaf.name, _is_number(leaf)) if isinstance(leaf, fx.Node) else leaf for leaf in flat)
     changed = {node for each in nodes for node in written(each) if node in reads}
     return Part(
         function=Code(nodes, [*held, *reads], makes, trace.graph_module, changed),
@@ -255,6 +255,11 @@ def _part(
         rules=trace.rules if first else None,
         outputs=trace.outputs if last else None,
     )
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point() and not value.dim()
 
 
 def _homes(

@@ -119,9 +119,10 @@ class Container(nn.Module):
 
 
 class Name(NamedTuple):
-    """A value of the graph, among constants."""
+    """A value by its name in the graph, and whether it is one floating-point number."""
 
     name: str
+    is_number: bool = False
 
 
 class TracedStage(nn.Module):
@@ -180,6 +181,16 @@ class TracedStage(nn.Module):
         owner, _, last = name.rpartition(".")
         module = self.get_submodule(owner)
         return module._parameters if last in module._parameters else module._buffers, last
+
+    def numbers(self) -> Any:
+        """Of the last stage: an output in which each floating-point number is 0.0, and other values are None."""
+        part = self._parts[self.training]
+        if part.outputs is None:
+            return None
+        zero = torch.zeros(())
+        return tree_unflatten(
+            [zero if getattr(leaf, "is_number", False) else None for leaf in part.leaves], part.outputs
+        )
 
     def forward(self, value: Any, popped: dict[str, Any] | None = None) -> Any:
         """Run the part.
