@@ -214,7 +214,8 @@ def check_trains(schedule: Schedule, loss_fn: LossFn | None) -> None:
     if loss_fn is None:
         raise InputError(
             "step() needs a loss: pass loss_fn to Pipeline. A model of transformers computes its own from whole "
-            "sequences, not with slices, context or sequence parallelism."
+            "sequences, not with slices, context or sequence parallelism; a traced model returns its own where it has "
+            "an example with its labels."
         )
     if schedule.microbatches_per_update is not None:
         raise InputError(

@@ -34,9 +34,10 @@ from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
 from pipeloom.split.huggingface import DecoderStage
 from pipeloom.split.planned.layouts import find_layout
+from pipeloom.split.traced.stage import TracedStage
 from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute, context_of
-from pipeloom.training.output_loss import OutputLoss
 from pipeloom.training.own_loss import OwnLoss
+from pipeloom.training.traced_loss import TracedLoss
 from pipeloom.training.watched_loss import WatchedLoss
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
@@ -79,11 +80,8 @@ def construct(
 
     in_parts = sliced or parts is not None
     stages = _stages(model, schedule.num_stages, layers, cut, example, in_parts=in_parts)
-    runs_forward = not in_parts and not any(isinstance(module, DecoderStage) for module in stages.modules)
-    if loss_fn is None and isinstance(model, nn.Module) and runs_forward and find_layout(model) is not None:
-        loss_fn = OwnLoss(model)
     if loss_fn is None and not in_parts and stages.modules:
-        loss_fn = OutputLoss.of(stages.modules[-1])
+        loss_fn = _own_loss(model, stages.modules)
     skips = routes(stages.skips, schedule.placement)
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules, sliced=sliced)
@@ -132,6 +130,14 @@ def construct(
         blackbox=blackbox,
         skips=skips,
     )
+
+
+def _own_loss(model: Any, stages: Sequence[nn.Module]) -> OwnLoss | None:
+    """The loss that the model computes; None: stages do not run its forward."""
+    if any(isinstance(module, TracedStage) for module in stages):
+        return TracedLoss.of(model, stages[-1])
+    runs_forward = isinstance(model, nn.Module) and not any(isinstance(module, DecoderStage) for module in stages)
+    return OwnLoss(model) if runs_forward and find_layout(model) is not None else None
 
 
 def _stages(

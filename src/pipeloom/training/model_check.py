@@ -132,7 +132,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     if found.shape != expected.shape or not found.numel():
         return found.shape == expected.shape
     tolerance = _TOLERANCE.get(found.dtype, 0.05)
-    bound = tolerance * float(expected.abs().max())
+    bound = tolerance * float(expected.abs().nan_to_num(posinf=0).max())
     return torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=bound, equal_nan=True)
 
 

@@ -1,34 +1,9 @@
-"""`OutputLoss`: the loss that a model returns among its results."""
+"""The loss among the results of a model."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
-from torch import Tensor, nn
-
-from pipeloom.errors import InputError
-from pipeloom.split.traced.stage import TracedStage
-
-
-class OutputLoss:
-    """The loss in the output of a traced model: under "loss" in a dict, or the only number in a tuple.
-
-    Losses are means over the samples of micro-batches.
-    """
-
-    @classmethod
-    def of(cls, stage: nn.Module) -> Self | None:
-        """The loss of a model whose last stage this is; None: its output has none."""
-        if not isinstance(stage, TracedStage):
-            return None
-        return None if loss_of_output(stage.numbers()) is None else cls()
-
-    def __call__(self, output: Any, targets: Any) -> dict[str, Any]:
-        """The loss, and other scalars of a dict as metrics."""
-        loss = loss_of_output(output)
-        if loss is None:
-            raise InputError("the model returned no loss in this mode. Pass loss_fn to Pipeline.")
-        named = output if isinstance(output, Mapping) else {}
-        return {"loss": loss, **{name: value for name, value in named.items() if name != "loss" and is_scalar(value)}}
+from torch import Tensor
 
 
 def loss_of_output(output: Any) -> Tensor | None:

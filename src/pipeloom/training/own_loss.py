@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from pipeloom.autograd.loss_metrics import Mean, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError, folded
-from pipeloom.training.output_loss import OutputLoss, is_scalar, loss_of_output, values_of
-from pipeloom.transport.values import MicroBatches
+from pipeloom.training.output_loss import is_scalar, loss_of_output, values_of
+from pipeloom.transport.values import MicroBatches, samples_of, sizes_of
 
 _NUM_ITEMS = "num_items_in_batch"
 _IGNORED = -100
@@ -32,9 +32,9 @@ class OwnLoss:
 
     joins_targets = True  # the engine passes the targets to the last stage
 
-    def __init__(self, model: nn.Module) -> None:
-        parameters = inspect.signature(model.forward).parameters
-        self._names = frozenset(name for name in parameters if _is_label(name))
+    def __init__(self, model: Any) -> None:
+        parameters = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
+        self._names = frozenset(name for name in parameters if is_label(name))
         names = sorted(self._names)
         self._labels = names[0] if len(names) == 1 else "labels"
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -62,7 +62,7 @@ class OwnLoss:
         if isinstance(batch, Mapping):
             inputs = {}
             for name, value in batch.items():
-                if _is_label(name) or name == _NUM_ITEMS:
+                if is_label(name) or name == _NUM_ITEMS:
                     given.setdefault(name, value)
                 else:
                     inputs[name] = value
@@ -93,6 +93,10 @@ class OwnLoss:
         found = None if any(each is None for each in labels) else MicroBatches(labels)
         return None if batch is None else MicroBatches(inputs), found
 
+    def needs_labels(self, inputs: Any) -> bool:
+        """Whether a batch without labels cannot be used: the model is not asked for a loss of its inputs alone."""
+        return not (isinstance(inputs, Mapping) and inputs.get("return_loss"))
+
     def missing(self) -> str:
         """The error about a batch without labels."""
         names = " or ".join(map(repr, sorted(self._names))) or "labels"
@@ -103,14 +107,14 @@ class OwnLoss:
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
         """Labels of a replica that count: as they are, and shifted; see `pipeloom.engine.batch.LabelWeights`."""
-        if not whole or self._labels not in whole[0]:
+        if not whole or not self._labelled(whole[0]):
             return 0, 0
         as_they_are, shifted = map(sum, zip(*self._counts(whole), strict=True))
         return as_they_are, shifted
 
     def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
         """Add what a micro-batch's loss needs to its targets, so that its weighted loss is its part of the whole."""
-        if not batch.targets or self._labels not in batch.targets[0]:
+        if not batch.targets or not self._labelled(batch.targets[0]):
             return
         number = batch.targets[0].get(_NUM_ITEMS)
         numbers = [max(1, count) if number is None else number for count in counts]
@@ -119,6 +123,9 @@ class OwnLoss:
             _Labels(target, own, [each * weight for each in numbers], passed)
             for target, own, weight in zip(batch.targets, self._counts(whole), batch.weights, strict=True)
         ]
+
+    def _labelled(self, target: Any) -> bool:
+        return isinstance(target, Mapping) and self._labels in target
 
     def _counts(self, targets: Sequence[Any]) -> list[tuple[int, int]]:
         """Labels of each micro-batch that count: as they are, and without the first of each sample."""
@@ -178,7 +185,7 @@ def _token_means(logits: Any, labels: Any) -> tuple[float, float] | None:
         return None
     if logits.dim() != labels.dim() + 1 or logits.shape[:-1] != labels.shape or labels.dim() != 2:
         return None
-    logits = logits.detach().float()
+    logits, labels = logits.detach().float(), labels.to(logits.device)
     as_they_are = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
     shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
     means = float(as_they_are), float(shifted)
@@ -234,25 +241,30 @@ def separated(loss_fn: Any, inputs: Any, targets: Any, *, needs_targets: bool) -
         InputError: there are no labels, and this process needs them.
     """
     inputs = plain_batch(inputs)
-    if targets is None and needs_targets and loss_fn is not None and not isinstance(loss_fn, OwnLoss | OutputLoss):
-        _check_has_targets(inputs)
     if isinstance(loss_fn, OwnLoss):
         inputs, targets = loss_fn.separate(inputs, plain_batch(targets))
-        if targets is None and inputs is not None and needs_targets and not _asks_for_loss(inputs):
+    if targets is None and needs_targets and loss_fn is not None:
+        if not isinstance(loss_fn, OwnLoss):
+            _check_has_targets(inputs)
+        elif inputs is not None and loss_fn.needs_labels(inputs):
             raise InputError(loss_fn.missing())
+        elif inputs is not None:
+            targets = _samples_alone(inputs)
     return inputs, targets
 
 
-def _asks_for_loss(inputs: Any) -> bool:
-    """Whether the arguments make a model compute its loss without labels, as contrastive ones do."""
-    return isinstance(inputs, Mapping) and bool(inputs.get("return_loss"))
+def _samples_alone(inputs: Any) -> Any:
+    """Targets [samples, 0] of a model that needs no labels: they say how many samples a micro-batch has."""
+    if isinstance(inputs, MicroBatches):
+        return MicroBatches(torch.empty(size, 0) for size in sizes_of(inputs, len(inputs), "inputs"))
+    return torch.empty(samples_of(inputs, "inputs"), 0)
 
 
 def _check_has_targets(inputs: Any) -> None:
     """Raises InputError for inputs that hold the targets, where a loss_fn needs these apart."""
     if isinstance(inputs, tuple | list) and len(inputs) == 2 and all(isinstance(each, Tensor) for each in inputs):
         raise InputError("targets=None: a batch of two tensors is passed as inputs. Call step(*batch).")
-    label = next(filter(_is_label, inputs), None) if isinstance(inputs, dict) else None
+    label = next(filter(is_label, inputs), None) if isinstance(inputs, dict) else None
     if label is not None:
         raise InputError(
             f"targets=None: loss_fn gets targets apart from the inputs, which hold {label!r}. Pass both, as in "
@@ -265,5 +277,6 @@ def plain_batch(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
-def _is_label(name: Any) -> bool:
+def is_label(name: Any) -> bool:
+    """Whether an argument of this name holds labels."""
     return isinstance(name, str) and ("label" in name or name in ("targets", "start_positions", "end_positions"))

@@ -11,7 +11,6 @@ from torch import Tensor
 from pipeloom.autograd.loss_metrics import loss_in, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.rank_state import LossFn
-from pipeloom.training.output_loss import OutputLoss
 
 _MARK = "labels that count"  # marks the targets of a micro-batch in which not all do
 _IGNORED = -100
@@ -39,8 +38,8 @@ class WatchedLoss:
 
     @staticmethod
     def of(loss_fn: LossFn | None) -> LossFn | None:
-        """The loss to run: a loss that weighs labels itself, or reads none, stays."""
-        if loss_fn is None or hasattr(loss_fn, "weigh") or isinstance(loss_fn, OutputLoss):
+        """The loss to run: a loss that weighs labels itself stays."""
+        if loss_fn is None or hasattr(loss_fn, "weigh"):
             return loss_fn
         return WatchedLoss(loss_fn)
 

@@ -47,15 +47,17 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
         value = inputs.take(value)
         if skips is not None:
             leaves = skips.take(leaves)
-        if last and joined is not None and state.batch.targets is not None:
-            value = joined(value, state.batch.targets[microbatch])
+        targets = state.batch.targets if last else None
+        target = None if targets is None else targets[microbatch]  # streams release it: read once
+        if joined is not None and isinstance(target, Mapping):
+            value = joined(value, target)
         saved[key] = None
         live = len(saved) - state.num_offloaded
         if live > state.peak_live:
             state.peak_live = live
         output, collected = inputs.run(module, value, leaves)
         with collected:
-            roots = finish(output)
+            roots = finish(output, target)
             if skips is not None:
                 roots += skips.hand_out()
         trains = bool(roots)
@@ -82,14 +84,14 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     return caught_forward, None
 
 
-def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
+def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[Value, Value], list[Root]]:
     """The function that takes the last stage's output: computes the loss, or keeps the output for the caller."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
     key, loss_fn, sliced = (stage, microbatch, piece), state.wiring.loss_fn, state.wiring.sliced
     is_pair = sliced or state.wiring.parts is not None
 
-    def finish(value: Value) -> list[Root]:
+    def finish(value: Value, target: Value) -> list[Root]:
         batch = state.batch
         output: Value = value[0] if is_pair else value
         if batch.targets is None or loss_fn is None:
@@ -99,7 +101,7 @@ def _bind_loss(state: RankState, action: Action, program: Program) -> Callable[[
                 output = join_slices(pieces) if len(pieces) == program.schedule.num_slices else pieces
             batch.outputs[microbatch] = output
             return []
-        target, weight = batch.targets[microbatch], batch.weights[microbatch]
+        weight = batch.weights[microbatch]
         if sliced:
             extent = Extent(*value[1].tolist())
             target, weight = cut_slice(target, extent), weight * ((extent.end - extent.start) / extent.length)
@@ -135,7 +137,7 @@ def _fields(output: Mapping[str, Value]) -> str:
     )
 
 
-def _bind_output(state: RankState, action: Action, program: Program) -> Callable[[Value], list[Root]]:
+def _bind_output(state: RankState, action: Action, program: Program) -> Callable[[Value, Value], list[Root]]:
     """The function that takes a stage's output: passes it to the next stage on this rank, or to its SEND."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
@@ -145,7 +147,7 @@ def _bind_output(state: RankState, action: Action, program: Program) -> Callable
     departing, arrived = state.departing, state.arrived
     enter = bind_entry(state, stage + 1, not program.schedule.forward_only) if here else None
 
-    def deliver(output: Value) -> list[Root]:
+    def deliver(output: Value, _: Value) -> list[Root]:
         layout, tensors = flatten(output)
         detached, roots = [], []
         for tensor in tensors:

@@ -1,0 +1,168 @@
+"""Losses that models return with their outputs: under a name, in a tuple, without labels, from labels as they are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from tests.cpu.test_own_loss import SIZES, check, make, token_batch, transformers
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Small(nn.Module):
+    """Returns (logits, loss or None), as small models on the web do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.embedding(idx)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+class Pairs(nn.Module):
+    """Computes a loss of all pairs of a micro-batch, without labels, where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, return_loss: bool = False) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        scores = x @ x.mT
+        loss = F.cross_entropy(scores, torch.arange(x.shape[0]))
+        return {"scores": scores, **({"loss": loss} if return_loss else {})}
+
+
+pl.register_layout(Small, ["embedding", "layers.*"])
+pl.register_layout(Pairs, ["layers.*"])
+
+
+def double(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return kind().double()
+
+
+def tokens() -> dict[str, Tensor]:
+    """Labels that count are spread unevenly over the samples."""
+    generator = torch.Generator().manual_seed(4)
+    found = {name: torch.randint(11, (6, 5), generator=generator) for name in ("idx", "targets")}
+    found["targets"][0, 1:] = found["targets"][3, 2:] = -100
+    return found
+
+
+def schedule_of(num_microbatches: int) -> pl.Schedule:
+    return pl.schedules.build("1f1b", num_ranks=2, num_microbatches=num_microbatches)
+
+
+def equals(model: nn.Module, found: Tensor, pipe: pl.Pipeline, expected: Tensor) -> None:
+    """The loss and gradients of a step are those of the model with this loss."""
+    torch.testing.assert_close(found, expected.detach())
+    gradients = dict(
+        zip(dict(model.named_parameters()), torch.autograd.grad(expected, [*model.parameters()]), strict=True)
+    )
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_loss_in_a_tuple(traced):
+    model, batch = double(Small), tokens()
+    options = {"example": {name: t[:2] for name, t in batch.items()}, "cut": "parameters"} if traced else {}
+    with pl.Pipeline(copy.deepcopy(model), schedule_of(3), **options) as pipe:
+        equals(model, pipe.step(batch), pipe, model(**batch)[1])
+    if traced:
+        with (
+            pl.Pipeline(copy.deepcopy(model), schedule_of(3), **options) as pipe,
+            pytest.raises(InputError, match="targets beside the inputs: the traced model returns its loss"),
+        ):
+            pipe.step(batch, batch["targets"])
+        with (
+            pl.Pipeline(model, schedule_of(3), **{**options, "example": batch["idx"][:2]}) as pipe,
+            pytest.raises(InputError, match=r"step\(\) needs a loss.*example with its labels"),
+        ):
+            pipe.step(batch["idx"], batch["targets"])
+    else:
+        with pl.Pipeline(copy.deepcopy(model), schedule_of(3)) as pipe:
+            equals(model, pipe.step(*batch.values()), pipe, model(**batch)[1])
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_loss_without_labels(traced):
+    """On two ranks; the one with the last stage counts the samples of its inputs."""
+    model = double(Pairs)
+    x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    batch = {"x": x, "return_loss": True}
+    options = {"example": {"x": x[:2], "return_loss": True}, "cut": "parameters"} if traced else {}
+    expected = sum(model(part, return_loss=True)["loss"] * len(part) / 5 for part in x.split([3, 2]))
+
+    with pl.Pipeline(copy.deepcopy(model), schedule_of(2), **options) as pipe:
+        torch.testing.assert_close(pipe.evaluate(batch), expected.detach())
+        equals(model, pipe.step(batch), pipe, expected)
+
+    def step() -> float:
+        with pl.Pipeline(copy.deepcopy(model), schedule_of(2), mesh=pl.Mesh(pp=2), **options) as pipe:
+            return pipe.step(batch).item()
+
+    assert pl.run_threads(2, step) == pytest.approx([expected.item()] * 2)
+
+    def one_rank_without_inputs() -> None:
+        with pl.Pipeline(copy.deepcopy(model), schedule_of(2), mesh=pl.Mesh(pp=2), **options) as pipe:
+            pipe.step(batch if pipe.needs_inputs else None)
+
+    with pytest.raises(pl.PipeloomError, match="targets=None: the rank with the last stage reads them"):
+        pl.run_threads(2, one_rank_without_inputs)
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForCausalLM"])
+def test_labels_that_are_not_shifted_count_all(name):
+    """Models whose class names suggest shifted labels, and which do not shift them."""
+    if name.startswith("T5"):
+        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+        batch = token_batch()
+        batch["labels"][1, :4] = 5
+        check(make(name, **{**sizes, "decoder_start_token_id": 0}), batch, m=3)
+    else:
+        sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+        pl.register_layout(transformers.BartForCausalLM, ["model.decoder.layers.*"])
+        check(make(name, **sizes, dropout=0.0, max_position_embeddings=16), token_batch(), m=3)
+
+
+def test_a_stream_of_a_model_with_its_own_loss():
+    """Targets are read once, though the last stage and the loss both need them."""
+    model, batch = make("LlamaForCausalLM"), token_batch()
+    expected = model(**batch).loss.item()
+    with pl.Pipeline(model, pl.schedules.build("pipedream", num_ranks=2, num_microbatches=4)) as pipe:
+        updates = pl.Stream(pipe, torch.optim.SGD(pipe.parameters(), lr=0.0)).run([batch] * 4)
+        assert [update.loss for update in updates] == pytest.approx([expected] * 4, rel=1e-5)
+
+
+def test_a_check_keeps_no_cache():
+    """Models of transformers return their keys and values unless they are told not to."""
+    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2, "use_cache": True})
+    torch.manual_seed(2)
+    model = transformers.LlamaForCausalLM(config).double()
+    with pl.Pipeline(model, schedule_of(5), check=token_batch()) as pipe:
+        assert pipe.step(token_batch()).isfinite()
