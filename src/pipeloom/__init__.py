@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pipeloom.split import register_layout
     from pipeloom.training import (
         BarrierStep,
+        Lion,
         LossScaler,
         Muon,
         Pipeline,
@@ -57,7 +58,7 @@ _LAZY = {
     "pipeloom.sim": "Costs Network Timeline simulate",
     "pipeloom.split": "register_layout",
     "pipeloom.training": (
-        "BarrierStep LossScaler Muon Pipeline PostValidatedStep Stream StreamUpdate Update clip_grad_norm"
+        "BarrierStep Lion LossScaler Muon Pipeline PostValidatedStep Stream StreamUpdate Update clip_grad_norm"
     ),
 }
 
@@ -66,6 +67,7 @@ __all__ = [
     "BarrierStep",
     "Costs",
     "DataParallel",
+    "Lion",
     "LossScaler",
     "Mean",
     "Mesh",

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipeloom.cli.common.optimizer_table import check_optimizers_alone, print_optimizers
 from pipeloom.cli.common.planning import train_command
 from pipeloom.cli.common.train_options import difference, make_parser, print_config, read_options, to_config
 from pipeloom.common.atomic_file import write_named
@@ -33,6 +34,7 @@ pipeloom memory --parallel.pipeline 2 --parallel.data 4 --parallel.data_strategy
 pipeloom memory --parallel.pipeline 2 --parallel.data 4 --parallel.data_strategy zero3 --memory.cap 24MiB
 pipeloom memory --memory.cap 60MiB --out plan.json
 pipeloom memory --parallel.pipeline 8 --model.layers 48 --model.width 4096 --model.heads 32 --cluster dgx-h100
+pipeloom memory --optimizers --parallel.data 8 --parallel.data_strategy zero1 --precision.dtype bf16
 pipeloom memory --run runs/train
 """
 
@@ -49,6 +51,11 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: that of data.tokenizer)")
     parser.add_argument("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
+    parser.add_argument(
+        "--optimizers",
+        action="store_true",
+        help="bytes per parameter of all optimizers, in place of the memory of ranks",
+    )
     parser.add_argument("--json", action="store_true", help="output as one JSON object")
     options = read_options(parser, argv)
     if options.run is not None:
@@ -70,6 +77,10 @@ def main(argv: Sequence[str]) -> int:
         vocabulary = run_tokenizer(config).vocabulary_size
     elif vocabulary < 1:
         raise InputError(f"--vocabulary_size={vocabulary}: must be at least 1.")
+    if options.optimizers:
+        check_optimizers_alone(options)
+        print_optimizers(config, vocabulary, as_json=options.json)
+        return 0
     if options.costs is not None and config.memory.cap is None:
         raise InputError(
             "--costs works only with --memory.cap, which weighs memory against time. Add --memory.cap, or remove "

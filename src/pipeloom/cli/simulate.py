@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from pipeloom import schedules
 from pipeloom.cli.common.parser import Parser
-from pipeloom.cli.simulate_inputs import Inputs
-from pipeloom.cli.simulate_model import add_model_options, print_model
+from pipeloom.cli.simulation.inputs import Inputs
+from pipeloom.cli.simulation.model import add_model_options, print_model
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.quantities import Bytes, BytesPerSecond, percent_text, seconds_text
 from pipeloom.errors import InputError

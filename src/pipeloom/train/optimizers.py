@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeloom.engine.stores.blocks import Blocks
 from pipeloom.train.config.sections import OptimizerConfig
-from pipeloom.training import Muon
+from pipeloom.training import Lion, Muon
 
 HIDDEN = "blocks."  # prefix of the names of a GPT's blocks; embedding, last norm and head have none
 
@@ -77,7 +77,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of the parameters that require gradients; matrices decay, vectors (gains of norms, biases) do not.
 
-    All but Muon are elementwise, so their updates do not depend on how parameters are sharded.
+    All but Muon and Adafactor are elementwise, so their updates do not depend on how parameters are sharded.
 
     Args:
         parameters: this process's, by name in the uncut model.
@@ -96,7 +96,7 @@ def make_optimizer(
         if config.name == "muon" and len(shape) in (2, 3) and name.startswith(hidden_prefixes):
             if parameter.numel():  # empty shards: the full matrix is on another replica
                 hidden.append(parameter)
-        else:
+        elif parameter.numel() or config.name != "adafactor":  # it has no row sums of nothing
             (matrices if len(shape) >= 2 else vectors).append(parameter)
     decaying = {"params": matrices, "weight_decay": config.weight_decay}
     groups: list[dict[str, Any]] = [decaying, {"params": vectors, "weight_decay": 0.0}]
@@ -112,6 +112,10 @@ def make_optimizer(
         case "momentum":
             nesterov = config.nesterov and config.momentum > 0
             return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, nesterov=nesterov, fused=True)
+        case "lion":
+            return Lion(groups, lr=rate, betas=betas)
+        case "adafactor":
+            return torch.optim.Adafactor(groups, lr=rate)
         case "muon":
             adamw = {"algorithm": "adamw", "lr": rate, "betas": betas, "fused": True}
             muon = {

@@ -1,6 +1,7 @@
 """The front door: `Pipeline` and `Stream` train a model, with optimizer steps and gradient clipping."""
 
 from pipeloom.training.clipping import clip_by_norms, clip_grad_norm, gradient_norms
+from pipeloom.training.lion import Lion
 from pipeloom.training.loss_scaler import LossScaler
 from pipeloom.training.muon import Muon
 from pipeloom.training.observations import AuxiliaryValue
@@ -13,6 +14,7 @@ from pipeloom.training.stream.stream import Stream
 __all__ = [
     "AuxiliaryValue",
     "BarrierStep",
+    "Lion",
     "LossScaler",
     "Muon",
     "OptimizerStep",

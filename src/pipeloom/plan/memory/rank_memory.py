@@ -84,6 +84,20 @@ def memory_of_rank(program: Program, model: MemoryModel, rank: int, *, replica: 
     return RankMemory(rank=rank, replica=replica, kinds=most, peak=peak)
 
 
+def update_memory(program: Program, model: MemoryModel, rank: int, *, replica: int = 0) -> tuple[dict[str, float], int]:
+    """The bytes of model state on a rank when it updates, by kind: all that is there between steps, and gradients.
+
+    Returns:
+        The bytes by kind of `KINDS`, and the number of parameters of the rank.
+    """
+    walk = _Walk(program, model, rank, replica)
+    units = units_of_rank(program, model, rank)
+    layers = {
+        name: size for stage in units for layer in model.stages[stage] for name, size in layer.parameter_sizes.items()
+    }
+    return walk.always() | {"gradients": walk.gradient_sums()}, sum(layers.values())
+
+
 def units_of_rank(program: Program, model: MemoryModel, rank: int) -> dict[int, dict[int, list[ParameterUse]]]:
     """For each stage of a rank its units, as a run forms them: the position of the first parameter, and the parameters.
 
@@ -165,6 +179,10 @@ class _Walk:
             of_stages = [self._formats.compute * num_parameters(stage) for stage in self._model.stages]
             held["versions"] = weight_version_bytes(self._program.schedule, of_stages)[self._rank] - held["parameters"]
         return held | dict.fromkeys(self._model.elsewhere, 0.0)
+
+    def gradient_sums(self) -> float:
+        """Bytes of gradients behind all reductions."""
+        return sum(unit.reduced for units in self._units.values() for unit in units)
 
     def _gathered(self, stage: int) -> tuple[float, float, float]:
         """Bytes of a stage's full parameters: at its UNSHARD, at most in the first computation, and from then on.

@@ -24,8 +24,10 @@ from pipeloom.ir.data_axis import DataAxis
 from pipeloom.parallel import Precision
 from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
 
-_UPDATE_BYTES = 4
+UPDATE_BYTES = 4
 _NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+BLOCK_8BIT = 2048  # numbers of one byte that share a float32 scale
 
 # Float32 numbers of optimizer state per element of a parameter.
 OPTIMIZERS = {
@@ -37,7 +39,9 @@ OPTIMIZERS = {
     "amsgrad": 3.0,
     "adafactor": 0.0,  # a row and a column of each matrix, see `state_elements`
     "muon": 1.0,  # of matrices of blocks; all else has AdamW's
+    "adamw-8bit": 0.5 + 2 / BLOCK_8BIT,  # arXiv:2110.02861, section 2.1: a scale for each block of both states
 }
+NEED_FULL_MATRICES = ("adafactor", "muon")  # replicas own full parameters instead of shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class NumberBytes:
     @classmethod
     def of(cls, precision: Precision) -> Self:
         compute = _NUMBER_BYTES[precision.dtype]
-        return cls(compute, compute if precision.gradients == "same" else _UPDATE_BYTES, precision.has_masters)
+        return cls(compute, compute if precision.gradients == "same" else UPDATE_BYTES, precision.has_masters)
 
 
 def state_elements(optimizer: str, shape: Sequence[int], *, in_block: bool) -> float:
@@ -63,6 +67,8 @@ def state_elements(optimizer: str, shape: Sequence[int], *, in_block: bool) -> f
         return count // shape[-1] + count // shape[-2] if len(shape) > 1 else count
     if optimizer == "muon" and not (in_block and len(shape) > 1):
         return OPTIMIZERS["adamw"] * count
+    if optimizer == "adamw-8bit":
+        return count / 2 + 2 * -(-count // BLOCK_8BIT)
     return OPTIMIZERS[optimizer] * count
 
 
@@ -123,8 +129,8 @@ def unit_bytes(
     sharded = data.strategy.shards_parameters
     return UnitBytes(
         parameters=0.0 if sharded else compute,
-        masters=_UPDATE_BYTES * own if formats.has_masters or sharded else 0.0,
-        optimizer=_UPDATE_BYTES * sum(state * part for state, part in zip(states, parts, strict=True)),
+        masters=UPDATE_BYTES * own if formats.has_masters or sharded else 0.0,
+        optimizer=UPDATE_BYTES * sum(state * part for state, part in zip(states, parts, strict=True)),
         gathered=compute if sharded else 0.0,
         full_gradients=formats.gradient * count,
         sending=formats.gradient * layout.num_elements if data.degree > 1 else 0.0,

@@ -47,12 +47,23 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("precision.loss_scale",), lambda value: 1 <= value < math.inf, "finite and at least 1"),
 )
 _USERS = {  # optimizers that an option is for
-    "beta1": ("adamw", "adam", "muon"),
-    "beta2": ("adamw", "adam", "muon"),
+    "beta1": ("adamw", "adam", "lion", "muon"),
+    "beta2": ("adamw", "adam", "lion", "muon"),
     "momentum": ("momentum", "muon"),
     "nesterov": ("momentum", "muon"),
     "muon_learning_rate": ("muon",),
 }
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    """Adafactor's row and column sums are those of full matrices."""
+    parallel = config.parallel
+    for name in ("tensor", "expert") if config.optimizer.name == "adafactor" else ():
+        if (degree := getattr(parallel, name)) > 1:
+            raise InputError(
+                f"optimizer.name=adafactor: does not work with parallel.{name}={degree}: its row and column sums need "
+                f"full parameters, which the ranks divide. Use adamw, lion or muon, or parallel.{name} 1."
+            )
 
 
 def _check_reporters(config: TrainConfig) -> None:
@@ -83,6 +94,7 @@ def validate_settings(config: TrainConfig) -> None:
             "random generator. Remove model.dropout, or --local."
         )
     _check_reporters(config)
+    _check_optimizer(config)
     if config.facts is not None:
         check_fine_tuning(config, config.facts)
     schedule = make_schedule(config)

@@ -111,13 +111,13 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["adamw", "adam", "sgd", "momentum", "muon"] = option("adamw", "optimizer")
+    name: Literal["adamw", "adam", "sgd", "momentum", "lion", "adafactor", "muon"] = option("adamw", "optimizer")
     learning_rate: float = option(2e-3, "peak learning rate")
     warmup_steps: int = option(20, "steps of linear warm-up")
     min_learning_rate_fraction: float = option(0.1, "final learning rate as a fraction of the peak")
     weight_decay: float = option(0.1, "weight decay of matrices; vectors have none")
-    beta1: float = option(0.9, "first-moment decay of adamw, adam and muon")
-    beta2: float = option(0.95, "second-moment decay of adamw, adam and muon")
+    beta1: float = option(0.9, "first-moment decay of adamw, adam, lion and muon")
+    beta2: float = option(0.95, "second-moment decay of adamw, adam and muon; momentum decay of lion")
     momentum: float = option(0.95, "momentum of the optimizers momentum and muon")
     nesterov: bool = option(True, "Nesterov momentum of the optimizers momentum and muon")
     muon_learning_rate: float = option(0.02, "peak learning rate of muon's matrices")

@@ -14,6 +14,7 @@ from pipeloom.common.quantities import Bytes
 from pipeloom.errors import InputError
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel import DataParallel, MeshShape, Precision
+from pipeloom.plan.memory.state_bytes import NEED_FULL_MATRICES
 from pipeloom.train.config.model_directory import DEFAULT_LENGTH, ModelFacts, default_length, model_facts
 from pipeloom.train.config.sections import (
     BatchConfig,
@@ -142,7 +143,7 @@ class TrainConfig:
     @property
     def data_parallel(self) -> DataParallel:
         """How replicas shard. Raises InputError where strategy and granularity do not go together."""
-        whole = self.optimizer.name == "muon"  # it needs full matrices
+        whole = self.optimizer.name in NEED_FULL_MATRICES
         return DataParallel(
             self.parallel.data_strategy,
             self.parallel.data_granularity,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pipeloom.cli.simulate_model import MODEL_OPTIONS
+from pipeloom.cli.simulation.model import MODEL_OPTIONS
 from pipeloom.errors import InputError
 from pipeloom.sim.costs import MOST_UNITS
 

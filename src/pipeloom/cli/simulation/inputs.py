@@ -8,8 +8,8 @@ from operator import add
 from typing import Any, cast
 
 from pipeloom import schedules
-from pipeloom.cli.simulate_checks import LINKS, SIZES, TIMES, check_options
-from pipeloom.cli.simulate_model import SimulatedModel
+from pipeloom.cli.simulation.checks import LINKS, SIZES, TIMES, check_options
+from pipeloom.cli.simulation.model import SimulatedModel
 from pipeloom.common.json_reader import parse_file
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, DataStrategy, Granularity, Op, Placement, Program, Schedule

@@ -1,0 +1,1 @@
+"""Options, inputs and model of `pipeloom simulate`."""
