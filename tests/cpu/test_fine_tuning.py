@@ -14,7 +14,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from pipeloom.cli import main
+import pipeloom as pl
+from pipeloom.cli import checkpoint, main
+from pipeloom.train import checkpoint as ck
 from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.data.documents import Documents, prepare_documents
@@ -140,6 +142,18 @@ def test_every_layout_trains_alike(home: Path, padded: Path, tmp_path: Path, mor
         assert [b for _, b in pairs] == pytest.approx([a for a, _ in pairs], rel=1e-5)
     saved, others = (AutoModelForCausalLM.from_pretrained(each / "model") for each in (padded, out))
     torch.testing.assert_close(logits(others), logits(saved), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("more", [(), ("--model.lora=2",)])
+def test_a_checkpoint_is_converted_to_a_plan(home: Path, padded: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    saved = tuned(home, tmp_path / "adapters", *more, "--steps=2", "--eval_steps=0") if more else padded
+    plan = tmp_path / "plan.json"
+    pl.Plan(schedule="1f1b", pipeline=2, microbatches=2, data=2, data_strategy="zero2").save(plan)
+    assert checkpoint.main(["convert", str(saved), str(tmp_path / "out"), "--plan", str(plan)]) == 0
+    before, after = ck.load(saved), ck.load(tmp_path / "out")
+    assert after.num_parts == 4
+    assert sorted(before.names) == sorted(after.names)
+    assert all(torch.equal(before.tensor(name), after.tensor(name)) for name in before.names)
 
 
 def test_the_directory_at_the_end_and_a_converted_checkpoint_are_loaded(home: Path, padded: Path) -> None:

@@ -13,11 +13,13 @@ import pipeloom as pl
 from pipeloom.autograd.recomputation import recomputed
 from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.cli import main
+from pipeloom.cli.common.optimizer_table import TRAINED
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
-from pipeloom.parallel import Precision
+from pipeloom.parallel import Precision, run_threads
 from pipeloom.passes import lower
 from pipeloom.plan.memory import (
+    STATES,
     MemoryModel,
     gpt_layers,
     in_stages,
@@ -26,9 +28,12 @@ from pipeloom.plan.memory import (
     num_parameters,
     read_memory,
 )
-from pipeloom.plan.memory.state_bytes import state_elements
+from pipeloom.plan.memory.rank_memory import update_memory
+from pipeloom.plan.memory.state_bytes import NEED_FULL_MATRICES, state_elements
 from pipeloom.split import split
 from pipeloom.split.chain_partition import partition
+from pipeloom.train.config.sections import OptimizerConfig
+from pipeloom.train.optimizers import make_optimizer
 from tests.cpu.ranks import run_ranks
 
 
@@ -208,6 +213,67 @@ def test_copies_hold_what_the_closed_forms_say(tmp_path):
             block = (12 * 48**2 + 2 * 48) * (2 if case.gradients == "same" else 4)
             one_unit = case.bucket_bytes == 2**20  # of all layers of a stage
             assert 0 <= predicted["gradients"] - measured["gradients"] <= (0 if one_unit else block), (rank, case)
+
+
+def _held_with(name: str, case: tuple[str, str]) -> list[tuple[dict[str, float], dict[str, float], int]]:
+    """What each of two replicas holds when it updates with an optimizer, what is predicted, and its parameters."""
+    strategy, dtype = case
+    precision, schedule = Precision(dtype), pl.schedules.build("1f1b", num_ranks=1, num_microbatches=1)
+    data = pl.DataParallel(strategy, layout="parameters" if name in NEED_FULL_MATRICES else "elements")
+    model = replace(
+        small_model(1, precision), optimizer=name, whole_parameters=data.layout == "parameters", bucket_bytes=0
+    )
+    program = lower(schedule, data=data.axis(2, separate_master=precision.has_masters))
+
+    def replica() -> tuple[dict[str, float], dict[str, float], int]:
+        with pl.Mesh(dp=2) as mesh:
+            pipe = pl.Pipeline(
+                small_gpt(),
+                schedule,
+                loss_fn=loss_fn,
+                mesh=mesh,
+                data=replace(data, bucket_bytes=0),
+                precision=precision,
+            )
+            shapes = {key: part.shape for key, part in pipe.state.ranges.items()}
+            config = OptimizerConfig(name=name)  # type: ignore[arg-type]
+            optimizer = make_optimizer(pipe.named_parameters(), config, shapes, pipe.state.sharing.blocks)
+            pipe.step(*torch.randint(0, 70, (2, 2, 24)))
+            held = pipe.memory.held_bytes()
+            pl.update_parameters(optimizer)
+            states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+            predicted, count = update_memory(program, model, 0, replica=mesh.coordinate("dp"))
+            pipe.close()
+        measured = {"parameters": held.parameters, "masters": held.masters, "gradients": held.gradients}
+        measured["optimizer"] = sum(value.nbytes for value in states)
+        return measured, predicted, count
+
+    return run_threads(2, replica)
+
+
+@pytest.mark.parametrize("name", [name for name in STATES if name in TRAINED])
+@pytest.mark.parametrize("case", [("ddp", "fp32"), ("zero1", "bf16"), ("zero3", "fp32")])
+def test_every_optimizer_holds_what_the_table_says(name, case):
+    for measured, predicted, count in _held_with(name, case):
+        assert count == sum(p.numel() for p in small_gpt().parameters())
+        assert measured["optimizer"] == predicted["optimizer"]
+        assert measured["gradients"] == predicted["gradients"]
+        assert 0 <= measured["masters"] - predicted["masters"] <= 4 * 100
+        assert 0 <= measured["parameters"] - predicted["parameters"] <= 4 * 100  # one NaN per parameter
+
+
+def test_lion_is_algorithm_2_of_its_paper():
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+    value, momentum = parameter.detach().clone(), torch.zeros(5, 3, dtype=torch.float64)
+    optimizer = pl.Lion([parameter], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    for _ in range(4):
+        parameter.grad = torch.randn_like(parameter)
+        update = torch.sign(0.9 * momentum + (1 - 0.9) * parameter.grad)
+        value -= 0.01 * (update + 0.1 * value)
+        momentum = 0.99 * momentum + (1 - 0.99) * parameter.grad
+        optimizer.step()
+        torch.testing.assert_close(parameter.detach(), value, rtol=1e-12, atol=1e-15)
 
 
 def test_a_run_writes_down_what_it_takes(tmp_path, capsys):

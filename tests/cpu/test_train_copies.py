@@ -90,7 +90,7 @@ def test_sharded_parameters_write_the_same_text(text: Path, alone: Path, tmp_pat
     assert_alike(tmp_path / "alone", tmp_path / "zero3")
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd", "momentum", "muon"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "momentum", "lion", "adafactor", "muon"])
 def test_every_optimizer_trains_and_goes_on_to_the_last_bit(text: Path, tmp_path: Path, name: str) -> None:
     chosen = (*BATCH, "--steps=4", "--eval_steps=0", f"--optimizer.name={name}")
     local(text, tmp_path / "whole", *chosen, "--save_steps=2")

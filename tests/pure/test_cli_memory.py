@@ -68,6 +68,38 @@ def test_copies_precision_recomputation_and_optimizers_change_what_they_should(c
     assert moved["ranks"][0]["activations"] * 4 == whole["ranks"][0]["activations"] * 3
 
 
+def test_optimizers_side_by_side_by_formula_and_as_held(capsys):
+    def rows(line: str) -> dict[str, dict]:
+        return {
+            row["optimizer"]: row
+            for row in memory(capsys, f"{MODEL} --optimizers --vocabulary_size 64 {line}")["optimizers"]
+        }
+
+    for strategy, degree in (("zero1", 4), ("zero3", 2)):
+        found = rows(f"--parallel.data {degree} --parallel.data_strategy {strategy} --precision.dtype bf16")
+        kept = 2 if strategy == "zero1" else 0
+        for name, numbers in (("sgd", 0), ("momentum", 1), ("lion", 1), ("adamw", 2)):
+            formula = {
+                "parameters": kept,
+                "masters": 4 / degree,
+                "gradients": 4 / degree,
+                "optimizer": 4 * numbers / degree,
+            }
+            assert found[name]["formula"] == formula
+            assert found[name]["held"] == pytest.approx(formula, rel=1e-3), "but for padding"
+        assert found["adamw-8bit"]["formula"]["optimizer"] * degree == pytest.approx(2 * (1 + 4 / 2048), rel=2e-3)
+        assert [name for name, row in found.items() if not row["trained"]] == ["adamw-8bit"]
+    (row,) = {row["state_numbers"] for row in (rows("")["adafactor"], rows("--parallel.pipeline 4")["adafactor"])}
+    matrices = 4 * sum(r + c for r, c in ((192, 64), (64, 64), (256, 64), (64, 256))) + 2 * (64 + 64)  # head, embedding
+    vectors = 9 * 64
+    total = 4 * BLOCK + 2 * 64 * 64 + 64
+    assert row == pytest.approx((matrices + vectors) / total), "row and column sums of matrices, vectors in full"
+    assert main(["memory", *MODEL.split(), "--optimizers", "--vocabulary_size", "64"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].split()[:3] == ["optimizer", "states", "parameters"]
+    assert shown[-1] == "formula alone, not offered for training: adamw-8bit"
+
+
 def test_a_cap_chooses_the_options_that_keep_it(capsys):
     line = f"{MODEL} --schedule bfs --batch.size 32 --parallel.data 4 --parallel.data_strategy zero3"
     peaks = {}

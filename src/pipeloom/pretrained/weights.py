@@ -58,10 +58,14 @@ class PretrainedWeights:
     def load(self, modules: Iterable[nn.Module]) -> None:
         """Replace all tensors of some modules that are on the meta device. What the modules share stays shared.
 
+        With device "meta" nothing is read: the model then says what a process would hold.
+
         Raises:
             InputError: a tensor has no value: it was added to the model on the meta device.
             CheckpointError: a file cannot be read.
         """
+        if self.device.type == "meta":
+            return
         uses: dict[str, list[_Use]] = {}
         for use in _without_values(modules):
             uses.setdefault(use.name, []).append(use)
