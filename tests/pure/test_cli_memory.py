@@ -96,7 +96,7 @@ def test_optimizers_side_by_side_by_formula_and_as_held(capsys):
     assert row == pytest.approx((matrices + vectors) / total), "row and column sums of matrices, vectors in full"
     assert main(["memory", *MODEL.split(), "--optimizers", "--vocabulary_size", "64"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].split()[:3] == ["optimizer", "states", "parameters"]
+    assert shown[0].split()[:3] == ["optimizer", "keeps", "parameters"]
     assert shown[-1] == "formula alone, not offered for training: adamw-8bit"
 
 

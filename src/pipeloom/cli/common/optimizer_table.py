@@ -40,7 +40,7 @@ def print_optimizers(config: TrainConfig, vocabulary_size: int, *, as_json: bool
         ]
         print(json.dumps({"optimizers": answer}, allow_nan=False))
         return
-    table = [["optimizer", "states", *_COLUMNS.values(), "bytes per parameter", "by formula", "largest rank", "source"]]
+    table = [["optimizer", "keeps", *_COLUMNS.values(), "bytes per parameter", "by formula", "largest rank", "source"]]
     table += [_cells(row) for row in rows]
     print("\n".join(table_lines(table, left=(0, 1, len(table[0]) - 1))))
     print(f"{_where(config)}, between backward and update")

@@ -134,5 +134,5 @@ def unit_bytes(
         gathered=compute if sharded else 0.0,
         full_gradients=formats.gradient * count,
         sending=formats.gradient * layout.num_elements if data.degree > 1 else 0.0,
-        reduced=formats.gradient * (sum(stop - start for start, stop in shards) if data.degree > 1 else count),
+        reduced=formats.gradient * (own if data.degree > 1 else count),
     )
