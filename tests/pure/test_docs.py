@@ -306,6 +306,7 @@ def test_the_reference_has_every_option(monkeypatch, capsys):
         "schedules",
         "report",
         "doctor",
+        "collectives",
         "checkpoint ls",
         "checkpoint verify",
         "checkpoint convert",

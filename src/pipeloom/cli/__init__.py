@@ -10,6 +10,7 @@ from pipeloom.version import __version__
 COMMANDS = {
     "train": "train a language model through a pipeline",
     "simulate": "simulate a schedule: makespan, bubble, live activations, timeline",
+    "collectives": "draw collectives step by step, and compare their costs on a cluster",
     "memory": "predict peak memory per rank, and select memory-saving options that fit a limit",
     "slice": "choose sequence slices that shorten a step",
     "partition": "choose stage boundaries and replicas per stage from layer times",

@@ -63,6 +63,21 @@ def ring_link(cluster: Cluster, stride: int, degree: int, *, sums: bool = False)
     )
 
 
+def message_link(cluster: Cluster, *, crosses: bool, at_once: int = 1) -> LinkRate:
+    """The link of a message between two devices of a node, or of two nodes.
+
+    Args:
+        crosses: whether it goes to another node.
+        at_once: messages that leave a node at the same time, and share its network.
+    """
+    if not crosses:
+        rate = cluster.link_part * cluster.inside_node.pair_bytes_per_second
+        return LinkRate(bytes_per_second=rate, latency_seconds=cluster.inside_node.latency_seconds)
+    network = cluster.between_nodes
+    rate = network.sum_bytes_per_second or cluster.link_part * network.bytes_per_second
+    return LinkRate(bytes_per_second=rate / max(network.cards, at_once), latency_seconds=network.latency_seconds)
+
+
 def data_links(cluster: Cluster, *, stride: int, replicas: int) -> dict[str, Any]:
     """Links between data-parallel replicas and to host memory, as keyword arguments of `pipeloom.sim.Network`.
 
@@ -91,18 +106,16 @@ def pipeline_network(cluster: Cluster, *, ranks: int, stride: int, waits: bool =
         others: further arguments of `Network`.
     """
     others["overlap_communication"] = not waits
-    at_once = 2 if waits else 1
-    inside, network, node = cluster.inside_node, cluster.between_nodes, cluster.devices_per_node
-    near = at_once * cluster.link_part * inside.pair_bytes_per_second
-    rate = network.sum_bytes_per_second or cluster.link_part * network.bytes_per_second
-    far = at_once * rate / max(network.cards, min(stride, node))
+    rate = 2 if waits else 1
+    node = cluster.devices_per_node
+    near, far = (message_link(cluster, crosses=each, at_once=min(stride, node)) for each in (False, True))
     at = [rank * stride // node for rank in range(ranks)]
     pairs = [*pairwise(range(ranks)), *([(ranks - 1, 0)] if ranks > 2 else [])]
     crossing = [pair for pair in pairs if at[pair[0]] != at[pair[1]]]
     if len(crossing) in (0, len(pairs)):
-        rate, latency = (far, network.latency_seconds) if crossing else (near, inside.latency_seconds)
-        return Network(bytes_per_second=rate, latency_seconds=latency, **others)
+        link = far if crossing else near
+        return Network(bytes_per_second=rate * link.bytes_per_second, latency_seconds=link.latency_seconds, **others)
     both = [pair for a, b in crossing for pair in ((a, b), (b, a))]
-    latencies = tuple(tuple(inside.latency_seconds if a == b else network.latency_seconds for b in at) for a in at)
-    links = tuple(Link(ranks=frozenset({pair}), bytes_per_second=far) for pair in both)
-    return Network(bytes_per_second=near, latency_seconds=latencies, links=links, **others)
+    latencies = tuple(tuple((near if a == b else far).latency_seconds for b in at) for a in at)
+    links = tuple(Link(ranks=frozenset({pair}), bytes_per_second=rate * far.bytes_per_second) for pair in both)
+    return Network(bytes_per_second=rate * near.bytes_per_second, latency_seconds=latencies, links=links, **others)
