@@ -34,6 +34,7 @@ TITLES = {
     "pipeloom.plan.partition": "Partitioning a model into stages with replicas",
     "pipeloom.plan.slicing": "Where to slice a sequence",
     "pipeloom.plan.memory": "Memory estimates",
+    "pipeloom.plan.collectives": "Collectives as sends, step by step",
     "pipeloom.transport": "Messages between ranks",
     "pipeloom.models.experts": "Layers of experts",
     "pipeloom.integrations.transformers": "transformers' Trainer on a pipeline",

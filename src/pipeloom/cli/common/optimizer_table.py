@@ -1,18 +1,21 @@
 """``pipeloom memory --optimizers``: bytes per parameter of every optimizer, as a table and as JSON."""
 
+import importlib.util
 import json
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, get_args, get_type_hints
 
 from pipeloom.common.quantities import bytes_text, number_text, table_lines
 from pipeloom.errors import InputError
-from pipeloom.plan.memory import STATES, OptimizerRow, optimizer_rows
+from pipeloom.plan.memory import STATES, MemoryModel, OptimizerRow, num_parameters, optimizer_rows
 from pipeloom.train.config.memory import planned_model, planned_program
 from pipeloom.train.config.schedule import make_schedule
 from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.config.train_config import TrainConfig
 
 TRAINED = get_args(get_type_hints(OptimizerConfig)["name"])  # optimizers that `pipeloom train` offers
+_LIBRARIES = {"adamw-8bit": ("bitsandbytes", "torchao")}  # that have optimizers which are listed only
 _COLUMNS = {"parameters": "parameters", "masters": "masters", "gradients": "gradients", "optimizer": "states"}
 
 
@@ -32,29 +35,63 @@ def print_optimizers(config: TrainConfig, vocabulary_size: int, *, as_json: bool
     """Print what each optimizer holds between backward and update on the largest rank, and what the formulas say."""
     schedule = make_schedule(config)
     program = planned_program(config, schedule)
-    rows = optimizer_rows(program, planned_model(config, vocabulary_size, schedule.num_stages))
+    model = planned_model(config, vocabulary_size, schedule.num_stages)
+    rows = optimizer_rows(program, model)
+    measured = _measured(config, model)
     if as_json:
         answer = [
-            {**asdict(row), "held": row.held, "largest_rank": row.largest, "trained": row.optimizer in TRAINED}
+            {
+                **asdict(row),
+                "held": row.held,
+                "largest_rank": row.largest,
+                "trained": row.optimizer in TRAINED,
+                "measured_state_bytes": measured.get(row.optimizer),
+            }
             for row in rows
         ]
         print(json.dumps({"optimizers": answer}, allow_nan=False))
         return
-    table = [["optimizer", "keeps", *_COLUMNS.values(), "bytes per parameter", "by formula", "largest rank", "source"]]
-    table += [_cells(row) for row in rows]
-    print("\n".join(table_lines(table, left=(0, 1, len(table[0]) - 1))))
-    print(f"{_where(config)}, between backward and update")
-    missing = [row.optimizer for row in rows if row.optimizer not in TRAINED]
-    print(f"formula alone, not offered for training: {', '.join(missing)}")
+    print("\n".join(_lines(config, rows, measured)))
 
 
-def _cells(row: OptimizerRow) -> list[str]:
-    states, source = STATES[row.optimizer]
-    held = row.held
-    total, formula = sum(held.values()), sum(row.formula.values())
-    size = bytes_text(sum(row.ranks[row.largest].values()))
-    numbers = [number_text(held[kind]) for kind in _COLUMNS]
-    return [row.optimizer, states, *numbers, number_text(total), number_text(formula), size, source]
+def _measured(config: TrainConfig, model: MemoryModel) -> dict[str, float]:
+    """State bytes per parameter of every optimizer that trains, after a step on the model's unsharded parameters."""
+    from pipeloom.train.machine.optimizer_states import state_bytes
+
+    layers = [layer for stage in model.stages for layer in stage]
+    shapes = {name: shape for layer in layers for name, shape in layer.parameters.items()}
+    options = {name: replace(config.optimizer, name=name) for name in STATES if name in TRAINED}
+    return {name: state_bytes(each, shapes) / num_parameters(layers) for name, each in options.items()}
+
+
+def _lines(config: TrainConfig, rows: Sequence[OptimizerRow], measured: Mapping[str, float]) -> list[str]:
+    head = ["optimizer", "keeps", *_COLUMNS.values(), "bytes per parameter", "by formula", "largest rank"]
+    table = [[*head, "unsharded states", "measured", "source"]]
+    for row in rows:
+        keeps, source = STATES[row.optimizer]
+        held = row.held
+        numbers = [number_text(each) for each in (*(held[kind] for kind in _COLUMNS), sum(held.values()))]
+        size = bytes_text(sum(row.ranks[row.largest].values()))
+        own = number_text(measured[row.optimizer]) if row.optimizer in measured else "-"
+        states = number_text(4 * row.state_numbers)
+        formula = number_text(sum(row.formula.values()))
+        table.append([row.optimizer, keeps, *numbers, formula, size, states, own, source])
+    lines = table_lines(table, left=(0, 1, len(table[0]) - 1))
+    lines.append(f"{_where(config)}, between backward and update")
+    lines.append("measured: states of the optimizer itself after a step, per parameter, without ZeRO")
+    return lines + [_listed_only(row.optimizer) for row in rows if row.optimizer not in TRAINED]
+
+
+def _listed_only(optimizer: str) -> str:
+    """Why `pipeloom train` does not offer an optimizer, and whether a library that has it is installed."""
+    libraries = _LIBRARIES[optimizer]
+    there = [name for name in libraries if importlib.util.find_spec(name) is not None]
+    found = (
+        f"{', '.join(there)} is installed"
+        if there
+        else f"neither {' nor '.join(libraries)}, which have it, is installed"
+    )
+    return f"{optimizer}: formula alone, listed only: `pipeloom train` does not offer it; {found}"
 
 
 def _where(config: TrainConfig) -> str:
