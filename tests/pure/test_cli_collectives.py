@@ -66,7 +66,7 @@ def test_a_large_cluster_takes_no_time(capsys):
         ("--devices 0 --measure", "--devices 0: must be from 2 to"),
         ("--devices 5000 --measure", "--devices 5000: must be from 2 to"),
         ("--draw 1", "--draw 1: must be 0, for no pictures, or from 2 to 16 ranks."),
-        ("--bytes 0", "--bytes"),
+        ("--bytes 0", "--bytes 0: must be at least 1."),
     ],
 )
 def test_errors(capsys, line, error):

@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
         raise InputError(f"argument {wrong!r}: must be one of {', '.join(COLLECTIVES)}.")
     cluster = None if options.cluster is None else find_cluster(options.cluster, "--cluster")
     devices, num_bytes = _devices(options, cluster), options.bytes
+    if num_bytes < 1:
+        raise InputError(f"--bytes {num_bytes}: must be at least 1.")
     drawn = _drawn(options.draw, devices)
     times = time_collectives(devices, num_bytes, names) if options.measure else None
     rows = [

@@ -40,7 +40,7 @@ def time_collectives(processes: int, num_bytes: int, names: Sequence[str]) -> Co
     """
     with tempfile.TemporaryDirectory(prefix="pipeloom-collectives-") as folder:
         path = Path(folder) / "times.json"
-        words = ["-m", "pipeloom.train.machine.collective_process", str(path), str(num_bytes), ",".join(names)]
+        words = ["-m", "pipeloom.train.machine.collective_process", str(path), f"{num_bytes:d}", ",".join(names)]
         if launcher.launch([f"process {rank} of {processes}" for rank in range(processes)], words):
             raise RunError("the measurement failed. Run `pipeloom doctor`, and see the error above.")
         found = json.loads(path.read_text(encoding="utf-8"))
