@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, get_args, get_type_hints
 
 from pipeloom.common.quantities import bytes_text, number_text, table_lines
@@ -60,7 +60,7 @@ def _measured(config: TrainConfig, model: MemoryModel) -> dict[str, float]:
 
     layers = [layer for stage in model.stages for layer in stage]
     shapes = {name: shape for layer in layers for name, shape in layer.parameters.items()}
-    options = {name: replace(config.optimizer, name=name) for name in STATES if name in TRAINED}
+    options = {name: config.changed("optimizer", name=name).optimizer for name in STATES if name in TRAINED}
     return {name: state_bytes(each, shapes) / num_parameters(layers) for name, each in options.items()}
 
 

@@ -8,22 +8,14 @@ A round takes one latency, and the largest message over the slowest link. The ra
     shift   as many messages per node as devices, at most the distance, which share the network
 """
 
-from typing import NamedTuple
-
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.collectives.algorithms import ALGORITHMS, Algorithm, Round
 from pipeloom.plan.collectives.sends import SUMMED
+from pipeloom.plan.costs.link_rate import LinkRate
 from pipeloom.plan.costs.links import message_link, ring_link
 
 
-class Link(NamedTuple):
-    """Latency α and bandwidth 1/β of a message."""
-
-    latency_seconds: float
-    bytes_per_second: float | None
-
-
-def link_of(round_: Round, cluster: Cluster, ranks: int, *, sums: bool) -> Link:
+def link_of(round_: Round, cluster: Cluster, ranks: int, *, sums: bool) -> LinkRate:
     """The slowest link that a round uses.
 
     Args:
@@ -36,11 +28,11 @@ def link_of(round_: Round, cluster: Cluster, ranks: int, *, sums: bool) -> Link:
     if cluster.measured is not None or round_.pattern in ("ring", "flow"):
         ring = ring_link(cluster.beside(ranks), 1, ranks, sums=sums)
         flow = ring.flow_bytes_per_second if round_.pattern == "flow" else None
-        return Link(ring.latency_seconds, flow or ring.bytes_per_second)
+        return LinkRate(bytes_per_second=flow or ring.bytes_per_second, latency_seconds=ring.latency_seconds)
     alone = round_.pattern == "pairs"
     inside = ranks <= node or (alone and node % (2 * far) == 0)
     found = message_link(cluster, crosses=not inside, at_once=1 if alone else min(far, node))
-    return Link(found.latency_seconds, found.bytes_per_second)
+    return LinkRate(**found._asdict())
 
 
 def collective_seconds(algorithm: Algorithm, cluster: Cluster, ranks: int, num_bytes: float) -> float:

@@ -12,7 +12,7 @@ network:
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.link_rate import LinkRate
@@ -63,19 +63,26 @@ def ring_link(cluster: Cluster, stride: int, degree: int, *, sums: bool = False)
     )
 
 
-def message_link(cluster: Cluster, *, crosses: bool, at_once: int = 1) -> LinkRate:
+class MessageLink(NamedTuple):
+    """A link between two devices, in one direction."""
+
+    bytes_per_second: float
+    latency_seconds: float
+
+
+def message_link(cluster: Cluster, *, crosses: bool, at_once: int = 1) -> MessageLink:
     """The link of a message between two devices of a node, or of two nodes.
 
     Args:
+        cluster: that they are in.
         crosses: whether it goes to another node.
         at_once: messages that leave a node at the same time, and share its network.
     """
+    inside, network = cluster.inside_node, cluster.between_nodes
     if not crosses:
-        rate = cluster.link_part * cluster.inside_node.pair_bytes_per_second
-        return LinkRate(bytes_per_second=rate, latency_seconds=cluster.inside_node.latency_seconds)
-    network = cluster.between_nodes
+        return MessageLink(cluster.link_part * inside.pair_bytes_per_second, inside.latency_seconds)
     rate = network.sum_bytes_per_second or cluster.link_part * network.bytes_per_second
-    return LinkRate(bytes_per_second=rate / max(network.cards, at_once), latency_seconds=network.latency_seconds)
+    return MessageLink(rate / max(network.cards, at_once), network.latency_seconds)
 
 
 def data_links(cluster: Cluster, *, stride: int, replicas: int) -> dict[str, Any]:

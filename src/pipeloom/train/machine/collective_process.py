@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def run_steps(steps: Sequence[Step], rank: int, held: dict[int, Tensor], length:
         length: elements of a chunk.
     """
     for step in steps:
-        work = []
+        work: list[Any] = []
         arriving = next((send for send in step if send.target == rank), None)
         leaving = next((send for send in step if send.source == rank), None)
         if arriving is not None:
@@ -52,7 +53,7 @@ def run_steps(steps: Sequence[Step], rank: int, held: dict[int, Tensor], length:
         for each in work:
             each.wait()
         if arriving is not None:
-            for chunk, part in zip(arriving.chunks, buffer.split(length), strict=True):
+            for chunk, part in zip(arriving.chunks, torch.split(buffer, length), strict=True):
                 if arriving.adds:
                     held[chunk] += part
                 else:
@@ -78,7 +79,7 @@ def _seconds(call: Callable[[], object]) -> float:
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     runs = max(3, min(_MOST_RUNS, int(_SECONDS / max(1e-6, longest.item()))))
     found = median(timed() for _ in range(runs))
-    return max(json.loads(each) for each in all_gather_bytes(json.dumps(found).encode()))
+    return max(float(each) for each in all_gather_bytes(json.dumps(found).encode()))
 
 
 def _timed(algorithm: Algorithm, rank: int, size: int, num_bytes: int) -> float:
@@ -107,7 +108,7 @@ def _library(collective: str, rank: int, size: int, num_bytes: int) -> Callable[
     """torch.distributed's own collective on as many bytes."""
     part = max(1, num_bytes // 4 // size)
     full, own = torch.ones(part * size), torch.ones(part)
-    parts = list(full.split(part)) if rank == 0 else None
+    parts = list(torch.split(full, part)) if rank == 0 else None
     calls: dict[str, Callable[[], object]] = {
         "broadcast": partial(dist.broadcast, full, 0),
         "reduce": partial(dist.reduce, full, 0),
@@ -115,7 +116,7 @@ def _library(collective: str, rank: int, size: int, num_bytes: int) -> Callable[
         "gather": partial(dist.gather, own, parts, 0),
         "all-gather": partial(_ALL_GATHER, full, own),
         "scatter": partial(dist.scatter, own, parts, 0),
-        "reduce-scatter": partial(dist.reduce_scatter, own, list(full.split(part))),
+        "reduce-scatter": partial(dist.reduce_scatter, own, list(torch.split(full, part))),
         "all-to-all": partial(dist.all_to_all_single, torch.empty_like(full), full),
     }
     return calls[collective]
