@@ -346,7 +346,7 @@ def test_printed_timelines_are_what_is_printed_now(capsys):
 def test_printed_memory_is_what_is_printed_now(capsys):
     page = (ROOT / "docs" / "how-to" / "memory.md").read_text()
     blocks = re.findall(r"```console\n\$ pipeloom (.*?)\n(.*?)\n```", page, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for words, shown in blocks:
         if "--run" not in words:
             assert cli.main(words.split()) == 0
