@@ -1,11 +1,11 @@
 """The front door: `Pipeline` and `Stream` train a model, with optimizer steps and gradient clipping."""
 
 from pipeloom.training.clipping import clip_by_norms, clip_grad_norm, gradient_norms
-from pipeloom.training.lion import Lion
 from pipeloom.training.loss_scaler import LossScaler
-from pipeloom.training.muon import Muon
 from pipeloom.training.observations import AuxiliaryValue
 from pipeloom.training.optimizer_step import BarrierStep, OptimizerStep, Update
+from pipeloom.training.optimizers.lion import Lion
+from pipeloom.training.optimizers.muon import Muon
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.post_validation.step import PostValidatedStep
 from pipeloom.training.stream.results import StreamUpdate

@@ -19,7 +19,7 @@ from pipeloom.parallel.mixed_precision import update_parameters
 from pipeloom.parallel.placed import placed_block
 from pipeloom.training.clipping import clip_by_norms, gradient_norms
 from pipeloom.training.loss_scaler import LossScaler
-from pipeloom.training.muon import Muon
+from pipeloom.training.optimizers.muon import Muon
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.transport.values import Value
 
