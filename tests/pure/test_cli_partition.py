@@ -240,7 +240,8 @@ def test_names_are_printed_on_one_line(capsys, tmp_path):
 def test_dapple(capsys, profile):
     words = ["--profile", profile, "--ranks", "4", "--bandwidth", "1e3", "--schedule", "dapple", "--microbatches", "8"]
     answer = json.loads(run(capsys, *words, "--json")[1])
-    assert list(answer) == ["stages", "step_seconds", "simulated_seconds", "ties"]
+    assert list(answer) == ["stages", "step_seconds", "least_step_seconds", "memory_bytes", "simulated_seconds", "ties"]
+    assert len(answer["memory_bytes"]) == len(answer["stages"])
     assert sum(stage["replicas"] for stage in answer["stages"]) == 4
     assert answer["simulated_seconds"].keys() == {"1f1b", "dapple-pb"}
     code, out, _ = run(capsys, *words)
@@ -288,7 +289,7 @@ def test_sizes_and_bandwidths_take_units(capsys, profile):
         (["--schedule", "dapple", "--microbatches", "1" + "0" * 200], "microbatches=1000"),
         (
             ["--schedule", "dapple", "--microbatches", "4", "--memory-cap", "9"],
-            "--memory-cap does not work with --schedule",
+            "needs at least",
         ),
         (["--bandwith", "8"], "did you mean --bandwidth?"),
     ],

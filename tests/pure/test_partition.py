@@ -15,6 +15,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Op, check
 from pipeloom.plan.partition import Problem, Profile, data_parallel, parse_profile, partition_layers
 from pipeloom.plan.partition.pipedream import stream_period
+from pipeloom.plan.partition.stage_search import Pipelines
 from pipeloom.schedules import pipedream
 from pipeloom.schedules.pipedream import full_in_flight, noam_in_flight
 from pipeloom.sim import Costs, simulate
@@ -195,11 +196,11 @@ def test_levels_of_one_component_change_nothing(form):
 def test_what_would_take_hours_is_refused_with_a_cap_earlier():
     """A cap needs the tables inside of a component once for each number of ranks behind it."""
     profile, levels = draw(random.Random(0), 20), [(1000, 10.0), (1000, 1.0)]
-    Problem(profile, levels)
+    Pipelines(Problem(profile, levels))
     with pytest.raises(InputError, match="20 layers on 1000000 ranks: finding their partition would take hours"):
-        Problem(profile, levels, memory_cap=1.0)
+        Pipelines(Problem(profile, levels, memory_cap=1.0))
     with pytest.raises(InputError, match="would take hours"):
-        Problem(profile, [(100_000, 1.0)])
+        Pipelines(Problem(profile, [(100_000, 1.0)]))
 
 
 def test_fewer_ranks_are_named_where_they_are_faster():

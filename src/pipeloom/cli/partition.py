@@ -14,7 +14,8 @@ from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
 from pipeloom.plan.architecture import Architecture
-from pipeloom.plan.partition import Form, Profile, check_levels, parse_profile
+from pipeloom.plan.partition import Form, Profile, check_levels, parse_graph, parse_profile
+from pipeloom.plan.partition.graph_text import is_graph_text
 from pipeloom.plan.partition.shared_profile import samples_of, share_profile
 from pipeloom.plan.shared_layers import SharedLayers
 
@@ -61,7 +62,12 @@ def _parser() -> Parser:
         """,
     )
     option = parser.add_argument
-    option("--profile", type=str, metavar="FILE", help="JSON file with layer times (default: measure a GPT)")
+    option(
+        "--profile",
+        type=str,
+        metavar="FILE",
+        help="JSON file with layer times, or a graph.txt of PipeDream (default: measure a GPT)",
+    )
     option("--ranks", type=int | None, help="number of ranks that share the model")
     option("--bandwidth", type=BytesPerSecond | None, help="bandwidth per rank in bytes per second")
     levels = "hierarchical cluster: components@bandwidth per level, innermost first"
@@ -135,12 +141,11 @@ def _check_schedule(given: dict[str, Any]) -> None:
         return
     if given["microbatches"] is None:
         raise InputError("--schedule dapple needs the number of micro-batches per step. Add --microbatches.")
-    for name, default in (("levels", None), ("memory_cap", None), ("state_copies", 0.0)):
-        if given[name] != default:
-            option = "--" + name.replace("_", "-")
-            fix = "Use --ranks and --bandwidth instead" if name == "levels" else f"Remove {option}"
-            rule = "assumes equal links" if name == "levels" else "does not limit memory"
-            raise InputError(f"{option} does not work with --schedule dapple, which {rule}. {fix}.")
+    if given["levels"] is not None:
+        raise InputError(
+            "--levels does not work with --schedule dapple, which assumes equal links. Use --ranks and --bandwidth "
+            "instead."
+        )
 
 
 def _profile(given: dict[str, Any], num_ranks: int) -> tuple[Profile, dict[str, Any]]:
@@ -148,13 +153,17 @@ def _profile(given: dict[str, Any], num_ranks: int) -> tuple[Profile, dict[str, 
     if given["profile"] is not None:
         sized = given["inside"].processes > 1
         check_file_alone(given, "--profile", ("batch", "write_profile"), "the layer times", sized=sized)
-        return parse_file("--profile", given["profile"], parse_profile), {}
+        return parse_file("--profile", given["profile"], _parse), {}
     from pipeloom.plan.partition.profile import measure_gpt
 
     batch = 1 if given["batch"] is None else given["batch"]
     processes = num_ranks * given["inside"].processes
     profile = measure_gpt(measured_model(given), batch=batch, num_ranks=processes)
     return profile, {**given_model(given), "batch.size": batch}
+
+
+def _parse(text: str) -> Profile:
+    return parse_graph(text) if is_graph_text(text) else parse_profile(text)
 
 
 def _layers(given: dict[str, Any], profile: Profile, bandwidth: float) -> SharedLayers:

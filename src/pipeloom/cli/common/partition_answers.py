@@ -23,6 +23,7 @@ from pipeloom.plan.partition import (
     stream_plan,
     synchronous_plan,
 )
+from pipeloom.plan.partition.cuts import MOST_CUTS
 from pipeloom.plan.partition.shared_profile import is_gpt
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.shared_layers import SharedLayers
@@ -39,9 +40,10 @@ class StreamAnswer:
     """PipeDream's partition, compared with data parallelism alone and with one stage per rank."""
 
     def __init__(self, profile: Profile, levels: _Levels, given: _Options, options: _Options) -> None:
-        self._profile, self._form, self._options, self._layers = profile, given["form"], options, given["layers"]
+        self._form, self._options, self._layers = given["form"], options, given["layers"]
         cap, model = given["memory_cap"], {"form": given["form"], "state_copies": given["state_copies"]}
         self._found = found = partition_layers(profile, levels, memory_cap=cap, **model)
+        self._profile = profile.reordered(found.order)
         together = data_parallel(profile, levels, **model)
         self._together = None if cap is not None and together.memory_bytes > cap else together
         self._straight, self._obstacle = None, ""
@@ -53,13 +55,13 @@ class StreamAnswer:
         self._waits = self._noam_seconds > found.period_seconds * _NEARLY
         fits = cap is None or found.full_memory_bytes <= cap
         self._in_flight: Literal["noam", "full"] = "full" if self._waits and fits else "noam"
-        self._ties = _ties(profile, [(stage.first, stage.last) for stage in found.stages])
+        self._ties = _ties(self._profile, [(stage.first, stage.last) for stage in found.stages])
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of ``--json``."""
         found, fewer, straight, together = self._found, self._found.fewer_ranks, self._straight, self._together
         return {
-            "stages": [{"layers": [stage.first, stage.last], "replicas": stage.replicas} for stage in found.stages],
+            "stages": [_stage(self._profile, stage.first, stage.last, stage.replicas) for stage in found.stages],
             "period_seconds": found.period_seconds,
             "form": self._form,
             "bottleneck": {"kind": found.bottleneck.kind, "stage": found.bottleneck.stage},
@@ -101,6 +103,7 @@ class StreamAnswer:
             f"{seconds_text(found.period_seconds)} per minibatch, {counted(len(found.stages), 'stage')} on "
             f"{counted(ranks, 'rank')}{_of_processes(self._layers)}; {self._why(found)}",
             *_scaled(self._layers),
+            *_few_cuts(found.all_cuts),
             self._compared("data parallelism alone", self._together, "exceeds the memory cap"),
             self._compared("one stage per rank", self._straight, f"is not possible ({self._obstacle})"),
         ]
@@ -166,7 +169,7 @@ class SynchronousAnswer:
     def __init__(self, profile: Profile, levels: _Levels, given: _Options, options: _Options) -> None:
         [(ranks, bandwidth)], microbatches = levels, given["microbatches"]
         published = given["form"] == "published"
-        self._profile, self._options, self._layers = profile, options, given["layers"]
+        self._options, self._layers = options, given["layers"]
         self._found = found = partition_synchronous(
             profile,
             ranks=ranks,
@@ -174,14 +177,18 @@ class SynchronousAnswer:
             num_microbatches=microbatches,
             published=published,
             context=given["inside"].context,
+            memory_cap=given["memory_cap"],
+            state_copies=given["state_copies"],
         )
+        self._profile = profile.reordered(found.order)
         small = microbatches * len(found.stages) <= _MOST_SIMULATED
         self._simulated = {name: found.simulate(find(name)) for name in _POLICIES} if small else {}
-        self._ties = _ties(profile, [(first, last) for first, last, _ in found.stages])
+        self._ties = _ties(self._profile, [(first, last) for first, last, _ in found.stages])
         self._why = [
             f"{seconds_text(found.step_seconds)} per step of {counted(found.num_microbatches, 'micro-batch')}, "
             f"{counted(len(found.stages), 'stage')} on {counted(ranks, 'rank')}{_of_processes(self._layers)}",
             *_scaled(self._layers),
+            *_few_cuts(found.all_cuts),
         ]
         if small:
             times = ", ".join(f"{seconds_text(seconds)} with {name}" for name, seconds in self._simulated.items())
@@ -191,8 +198,10 @@ class SynchronousAnswer:
         """The numbers of ``--json``."""
         found = self._found
         return {
-            "stages": [{"layers": [first, last], "replicas": replicas} for first, last, replicas in found.stages],
+            "stages": [_stage(self._profile, *stage) for stage in found.stages],
             "step_seconds": found.step_seconds,
+            "least_step_seconds": found.least_step_seconds,
+            "memory_bytes": list(found.memory_bytes),
             "simulated_seconds": self._simulated,
             "ties": self._ties,
             **_devices(self._layers, sum(replicas for _, _, replicas in found.stages)),
@@ -212,10 +221,10 @@ class SynchronousAnswer:
         found = self._found
         times = (found.forward_seconds, found.backward_seconds, (*found.transfer_seconds, 0.0), found.reduce_seconds)
         rows = [
-            (*_layers(self._profile, first, last), str(replicas), *map(_seconds, seconds))
-            for (first, last, replicas), *seconds in zip(found.stages, *times, strict=True)
+            (*_layers(self._profile, first, last), str(replicas), *map(_seconds, seconds), bytes_text(held))
+            for (first, last, replicas), held, *seconds in zip(found.stages, found.memory_bytes, *times, strict=True)
         ]
-        table = _table(("forward", "backward", "transfer", "sync"), rows)
+        table = _table(("forward", "backward", "transfer", "sync", "memory"), rows)
         return [self._why[0], *table, *self._why[1:], *_shared(self._ties), *self._training(path)]
 
     def _training(self, path: str | None) -> list[str]:
@@ -249,6 +258,13 @@ def _scaled(layers: SharedLayers | None) -> list[str]:
     ]
 
 
+def _few_cuts(all_cuts: bool) -> list[str]:
+    """A line where not all cuts of a graph were tried."""
+    if all_cuts:
+        return []
+    return [f"the graph has more than {MOST_CUTS:,} cuts: only those in the order of the profile were tried"]
+
+
 def _with_processes(plan: Plan, layers: SharedLayers | None) -> Plan:
     return plan if layers is None else replace(plan, **plan_fields(layers.inside))
 
@@ -278,6 +294,14 @@ def _shared(ties: Sequence[Mapping[str, Any]]) -> list[str]:
         "the sum of their gradients"
         for tie in ties
     ]
+
+
+def _stage(profile: Profile, first: int, last: int, replicas: int) -> dict[str, Any]:
+    """A stage in ``--json``; of a graph, whose layers are in the order of the stages, with names."""
+    found: dict[str, Any] = {"layers": [first, last], "replicas": replicas}
+    if profile.edges is not None:
+        found["names"] = [layer.name for layer in profile.layers[first : last + 1]]
+    return found
 
 
 def _layers(profile: Profile, first: int, last: int) -> tuple[str, str]:

@@ -16,26 +16,31 @@ plus all F + B between them. Without reductions, the formula is a lower bound of
 of these bounds is the tightest, and minimising it finds better partitions. It is the default here; `published` selects
 the paper's pivot.
 
-The search is the paper's. Each state plans the first layers on some of the ranks and puts the remaining layers into one
-stage on the remaining ranks. The fastest partition per state is kept, and its last stage is cut in all ways. The result
-is good, but not always optimal. The paper's three placements of a stage on nodes are equal here, because all ranks have
-the same links.
+A micro-batch of S samples is split among at most S ranks, whose largest share, ceil(S / r) of S samples, counts in
+place of 1 / r (`stage_costs`). The paper's three placements of a stage on nodes are equal here, because all ranks
+have the same links. Of small models the search is exact, where the paper's keeps one partition per number of layers
+and ranks (`synchronous_search`). Of large ones it improves good partitions step by step (`synchronous_start`,
+`synchronous_moves`).
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from pipeloom.errors import InputError, folded
+from pipeloom.errors import InputError
 from pipeloom.ir.schedule import Schedule
-from pipeloom.plan.partition.problem import Array, Problem
-from pipeloom.plan.partition.profile import MOST, Profile
+from pipeloom.plan.partition.problem import Array
+from pipeloom.plan.partition.profile import Profile
+from pipeloom.plan.partition.stage_costs import StageCosts
+from pipeloom.plan.partition.synchronous_moves import refined
+from pipeloom.plan.partition.synchronous_search import SynchronousSearch
+from pipeloom.plan.partition.synchronous_start import first_partitions, least_step_seconds
 from pipeloom.sim import Costs, Link, Network, simulate
+
+_STARTS = 3  # partitions that are improved where the search is not exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +48,17 @@ class SynchronousPartition:
     """Stages for a synchronous step.
 
     Attributes:
-        stages: (first layer, last layer, replicas) per stage; layers from 0, both inclusive.
+        stages: (first layer, last layer, replicas) per stage; positions in `order`, both inclusive.
+        order: the layers of the profile stage by stage.
         num_microbatches: micro-batches per step.
         step_seconds: the formula's time. Without reductions, no simulated step is shorter.
         forward_seconds, backward_seconds: per stage and micro-batch.
         reduce_seconds: gradient all-reduce per stage and step.
         transfer_seconds: between neighbours, per micro-batch and direction; shape (stages - 1,).
+        memory_bytes: memory per rank of each stage under 1F1B; a memory cap limits it.
+        least_step_seconds: no partition takes less; equal to `step_seconds` where the search was exact, and 0 where
+            nothing is known.
+        all_cuts: whether all cuts of a graph were tried; see `pipeloom.plan.partition.cuts`.
     """
 
     stages: tuple[tuple[int, int, int], ...]
@@ -58,6 +68,10 @@ class SynchronousPartition:
     backward_seconds: tuple[float, ...]
     reduce_seconds: tuple[float, ...]
     transfer_seconds: tuple[float, ...]
+    memory_bytes: tuple[float, ...] = ()
+    order: tuple[int, ...] = ()
+    least_step_seconds: float = 0.0
+    all_cuts: bool = True
 
     def simulate(self, family: Callable[..., Schedule]) -> float:
         """Seconds per step under a schedule with one stage per rank, such as `one_f_one_b` or `dapple_pb`.
@@ -122,34 +136,6 @@ def pivot_seconds(
     return np.asarray(chosen)
 
 
-class _Times:
-    """F, B and AR of stages and of transfers between them."""
-
-    def __init__(self, profile: Profile, ranks: int, bandwidth: float, context: int) -> None:
-        self._problem = Problem(profile, [(ranks, bandwidth)])  # checks the numbers
-        self._bandwidth, self._context = bandwidth, context
-        self._forward = np.array(list(accumulate((each.forward_seconds for each in profile.layers), initial=0.0)))
-        self._backward = np.array(list(accumulate((each.backward_seconds for each in profile.layers), initial=0.0)))
-
-    def stage(self, first: Any, end: Any, replicas: Any) -> tuple[Any, Any, Any]:
-        """F, B and AR of layers first..end-1."""
-        weights, members = self._problem.weights[first, np.asarray(end) - 1], replicas * self._context
-        return (
-            (self._forward[end] - self._forward[first]) / replicas,
-            (self._backward[end] - self._backward[first]) / replicas,
-            2 * (members - 1) * weights / (members * self._bandwidth),
-        )
-
-    def rows(self, stages: Sequence[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, ...]]:
-        """F, B and AR of stages (first, end, replicas) in a row, with the transfers between them."""
-        rows = [self.stage(*stages[0])]
-        for before, stage in pairwise(stages):
-            rate = self._bandwidth * np.minimum(before[2], stage[2])
-            seconds = self._problem.outputs[np.asarray(stage[0]) - 1] / rate
-            rows += (seconds, seconds, 0.0), self.stage(*stage)
-        return zip(*rows, strict=True)
-
-
 def partition_synchronous(
     profile: Profile,
     *,
@@ -158,61 +144,66 @@ def partition_synchronous(
     num_microbatches: int,
     published: bool = False,
     context: int = 1,
+    memory_cap: float | None = None,
+    state_copies: float = 0.0,
 ) -> SynchronousPartition:
     """Stages with replicas for a synchronous step of 1F1B.
 
     Args:
-        profile: of one micro-batch.
+        profile: of one micro-batch; with its samples, a replica has at least one of them.
         ranks: number of ranks; all are used.
         bandwidth: bytes per second per rank.
         num_microbatches: micro-batches per step.
         published: judge partitions by the paper's pivot.
         context: context-parallel degree of each rank: so many processes of each replica reduce the gradients.
+        memory_cap: maximum bytes per rank.
+        state_copies: memory for gradients and optimizer states, in multiples of the weights (AdamW: 3).
 
     Raises:
-        InputError: a number out of range.
+        InputError: a number out of range, fewer samples than the ranks need, or no partition within the memory cap (the
+            message has the smallest possible cap).
     """
-    if not 1 <= num_microbatches <= MOST:
-        rule = f"at most {MOST:g}" if num_microbatches > MOST else "at least 1"
-        raise InputError(f"num_microbatches={folded(num_microbatches)}: must be {rule}.")
-    times = _Times(profile, ranks, bandwidth, context)
-    judge = partial(pivot_seconds, num_microbatches=num_microbatches, published=published)
-    num_layers = len(profile.layers)
-    latency = np.full((num_layers, ranks), np.inf)  # of partitions whose first j layers are planned on m ranks
-    parent = np.zeros((num_layers, ranks, 2), dtype=np.int64)
-    latency[0, 0] = judge(*times.rows([(0, num_layers, ranks)]))
-    for layers in range(num_layers - 1):
-        for used in range(ranks - 1):
-            if not math.isfinite(latency[layers, used]):
-                continue
-            planned = _planned(parent, layers, used)
-            end = np.arange(layers + 1, num_layers)[:, None]
-            replicas = np.arange(1, ranks - used)[None, :]
-            rest = (end, np.asarray(num_layers), ranks - used - replicas)
-            found = judge(*times.rows([*planned, (np.asarray(layers), end, replicas), rest]))
-            target = latency[layers + 1 :, used + 1 :]
-            better = found < target
-            target[better] = found[better]
-            parent[layers + 1 :, used + 1 :][better] = layers, used
-    layers, used = divmod(int(np.argmin(latency)), ranks)
-    stages = [*_planned(parent, layers, used), (layers, num_layers, ranks - used)]
-    forward, backward, reduce = times.rows(stages)
-    return SynchronousPartition(
-        stages=tuple((first, end - 1, replicas) for first, end, replicas in stages),
+    costs = StageCosts(
+        profile,
+        ranks=ranks,
+        bandwidth=bandwidth,
         num_microbatches=num_microbatches,
-        step_seconds=float(latency.min()),
-        forward_seconds=tuple(float(each) for each in forward[::2]),
-        backward_seconds=tuple(float(each) for each in backward[::2]),
-        reduce_seconds=tuple(float(each) for each in reduce[::2]),
-        transfer_seconds=tuple(float(each) for each in forward[1::2]),
+        context=context,
+        memory_cap=memory_cap,
+        state_copies=state_copies,
     )
+    costs.check_memory()
 
+    def judge(stages: Sequence[tuple[Any, Any, Any]]) -> Array:
+        return pivot_seconds(*costs.rows(stages), num_microbatches=num_microbatches, published=published)
 
-def _planned(parent: Any, layers: int, used: int) -> list[tuple[int, int, int]]:
-    """The stages (first, end, replicas) of the partition kept for this state."""
-    stages = []
-    while layers:
-        first, before = (int(each) for each in parent[layers, used])
-        stages.append((first, layers, used - before))
-        layers, used = first, before
-    return stages[::-1]
+    least = least_step_seconds(costs)
+    starts = first_partitions(costs, least, judge, _STARTS)
+    search = SynchronousSearch(costs, starts[0] if starts else None, published=published)
+    stages = search.stages()
+    if not stages:
+        raise InputError(
+            f"ranks={ranks}: no partition uses all ranks within the memory cap, with a sample for each replica. Use "
+            "fewer --ranks, or raise --memory-cap."
+        )
+    if not search.exact:
+        stages = refined([stages, *(each for _, each in starts[1:])], costs, judge)
+    forward, backward, reduce = costs.rows(stages)
+    held = (
+        costs.memory_bytes(first, end, replicas, len(stages) - number)
+        for number, (first, end, replicas) in enumerate(stages)
+    )
+    order, spans = costs.cuts.order([end for _, end, _ in stages])
+    return SynchronousPartition(
+        stages=tuple((*span, replicas) for span, (_, _, replicas) in zip(spans, stages, strict=True)),
+        order=tuple(order),
+        least_step_seconds=float(judge(stages)) if search.exact else 0.0 if published else least,
+        all_cuts=costs.cuts.complete,
+        num_microbatches=num_microbatches,
+        step_seconds=float(judge(stages)),
+        forward_seconds=tuple(map(float, forward[::2])),
+        backward_seconds=tuple(map(float, backward[::2])),
+        reduce_seconds=tuple(map(float, reduce[::2])),
+        transfer_seconds=tuple(map(float, forward[1::2])),
+        memory_bytes=tuple(map(float, held)),
+    )

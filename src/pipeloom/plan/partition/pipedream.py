@@ -21,7 +21,7 @@ class Stage:
     """One stage with its times per minibatch and its memory.
 
     Attributes:
-        first, last: its first and last layer, from 0, both inclusive.
+        first, last: its first and last layer, positions in the partition's `order`, both inclusive.
         replicas: ranks that hold the stage.
         replicas_by_level: replicas per level of the cluster, innermost first; `replicas` is their product.
         compute_seconds: forward and backward.
@@ -65,14 +65,18 @@ class Partition:
         stages: in order.
         period_seconds: seconds per minibatch in the steady state.
         bottleneck: what limits the period.
+        order: the layers of the profile, stage by stage; of a chain in its own order.
         fewer_ranks: (ranks, seconds) of a partition over fewer ranks with a shorter period; None if there is none, or
             for several levels.
+        all_cuts: whether all cuts of a graph were tried; see `pipeloom.plan.partition.cuts`.
     """
 
     stages: tuple[Stage, ...]
     period_seconds: float
     bottleneck: Bottleneck
+    order: tuple[int, ...]
     fewer_ranks: tuple[int, float] | None = None
+    all_cuts: bool = True
 
     @property
     def memory_bytes(self) -> float:
@@ -137,7 +141,7 @@ def data_parallel(
     problem = Problem(profile, levels, form=form, state_copies=state_copies)
     nodes: tuple[StageNode, ...] = ()
     for level in problem.levels:
-        nodes = (StageNode(0, problem.num_layers - 1, level.components, nodes),)
+        nodes = (StageNode(0, problem.cuts.count - 1, level.components, nodes),)
     return _judge(problem, nodes)
 
 
@@ -146,6 +150,7 @@ def _judge(problem: Problem, nodes: Sequence[StageNode], fewer_ranks: tuple[int,
     leaves = list(_leaves(problem, nodes, len(problem.levels) - 1, (), ()))
     replicas = [math.prod(leaf.by_level) for leaf in leaves]
     noam, full = noam_in_flight(replicas), full_in_flight(replicas)
+    order, spans = problem.cuts.order([leaf.node.last + 1 for leaf in leaves])
     limits, stages = [], []
     for number, leaf in enumerate(leaves):
         node, count = leaf.node, replicas[number]
@@ -157,8 +162,8 @@ def _judge(problem: Problem, nodes: Sequence[StageNode], fewer_ranks: tuple[int,
         limits.append(Bottleneck(kind="transfer", stage=number, seconds=through))
         stages.append(
             Stage(
-                first=node.first,
-                last=node.last,
+                first=spans[number][0],
+                last=spans[number][1],
                 replicas=count,
                 replicas_by_level=leaf.by_level,
                 compute_seconds=leaf.compute,
@@ -172,7 +177,14 @@ def _judge(problem: Problem, nodes: Sequence[StageNode], fewer_ranks: tuple[int,
             )
         )
     worst = max(limits, key=lambda limit: limit.seconds)  # of equal ones the first
-    return Partition(stages=tuple(stages), period_seconds=worst.seconds, bottleneck=worst, fewer_ranks=fewer_ranks)
+    return Partition(
+        stages=tuple(stages),
+        period_seconds=worst.seconds,
+        bottleneck=worst,
+        order=tuple(order),
+        fewer_ranks=fewer_ranks,
+        all_cuts=problem.cuts.complete,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,9 @@ def stream_plan(
         why: reasons, one sentence each.
 
     Raises:
-        InputError: several stages share weights.
+        InputError: several stages share weights, or stages are no consecutive layers of the model.
     """
+    _check_order(found.order)
     spans, full = [(stage.first, stage.last) for stage in found.stages], in_flight == "full"
     if shared := shared_weights(profile, spans):
         stages = " and ".join(map(str, shared[0][1]))
@@ -75,8 +76,9 @@ def synchronous_plan(
         why: reasons, one sentence each.
 
     Raises:
-        InputError: stages have different numbers of replicas.
+        InputError: stages have different numbers of replicas, or are no consecutive layers of the model.
     """
+    _check_order(found.order)
     replicas = [count for _, _, count in found.stages]
     if len(set(replicas)) > 1:
         raise InputError(
@@ -93,6 +95,14 @@ def synchronous_plan(
         predicted_step_seconds=seconds,
         why=tuple(why),
     )
+
+
+def _check_order(order: Sequence[int]) -> None:
+    if list(order) != sorted(order):
+        raise InputError(
+            "a stage has layers that do not follow each other in the model, and pipeloom cuts models into consecutive "
+            "layers. Remove `edges` from the profile to plan such cuts."
+        )
 
 
 def layers_per_stage(profile: Profile, stages: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -44,14 +44,12 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, folded
+from pipeloom.plan.partition.cuts import Cuts
 from pipeloom.plan.partition.profile import MOST, Profile
-from pipeloom.split.chain_partition import Tie, weights_added
 
 Array = NDArray[np.float64]
 Form = Literal["summed", "published"]
-_MOST_STEPS = 10**12  # of the dynamic programme: one to six hours on one core
 
 
 class Level(NamedTuple):
@@ -87,9 +85,9 @@ class Problem:
         state_copies: memory for gradients and optimizer states, in multiples of the weights.
 
     Attributes:
-        compute, weights, kept: seconds, bytes of weights (tied ones once) and bytes of outputs of layers i..j, shape
-            (layers, layers).
-        outputs: bytes of each layer's output, shape (layers,).
+        cuts: where the model can be cut.
+        compute, weights, kept: seconds, bytes of weights (tied ones once) and bytes of outputs of the layers i..j of
+            `cuts`, shape (cuts, cuts); what is no stage takes infinite time and memory.
 
     Raises:
         InputError: a number out of range, or an unknown form.
@@ -119,29 +117,15 @@ class Problem:
         # A level of one component changes nothing.
         self.levels = [Level(*level) for level in levels if level[0] > 1] or [Level(*levels[0])]
         self.num_ranks = math.prod(level.components for level in self.levels)
-        if self._num_steps() > _MOST_STEPS:
-            raise InputError(
-                f"{counted(self.num_layers, 'layer')} on {folded(self.num_ranks)} ranks: finding their partition "
-                "would take hours. Merge layers, or partition for fewer ranks."
-            )
-        self.compute = _range_sums([layer.forward_seconds + layer.backward_seconds for layer in profile.layers])
-        self.weights = _range_sums([layer.parameter_bytes for layer in profile.layers], profile.ties)
-        self.kept = _range_sums([layer.activation_bytes for layer in profile.layers])
-        self.outputs = np.array([layer.activation_bytes for layer in profile.layers], dtype=np.float64)
-
-    def _num_steps(self) -> int:
-        """Upper bound of the steps of the dynamic programme, see `stage_search`.
-
-        A cap needs the tables inside a component once per number of ranks behind it: at most one per pair of replicas
-        and components behind them, and at most one per rank.
-        """
-        steps, tables, power = 0, 1, 2
-        for level in reversed(self.levels):
-            steps += tables * level.components**2 * self.num_layers**power
-            if self.memory_cap is not None:
-                tables = min(tables * level.components * (level.components + 1) // 2, self.num_ranks + 1)
-            power = 3
-        return steps
+        self.cuts = Cuts(profile)
+        self.compute, self.kept, self.weights = self.cuts.tables(
+            [layer.forward_seconds + layer.backward_seconds for layer in profile.layers],
+            [layer.activation_bytes for layer in profile.layers],
+            [layer.parameter_bytes for layer in profile.layers],
+            ties=profile.ties,
+        )
+        for table in (self.compute, self.kept):
+            table[~self.cuts.nested] = np.inf
 
     def sync_seconds(self, weights: Array, replicas: int, level: int) -> Array:
         """Seconds of one gradient all-reduce over the replicas of a stage."""
@@ -164,14 +148,14 @@ class Problem:
         return seconds * replicas - sync
 
     def transfer_seconds(self, level: int, replicas: int) -> Array:
-        """Seconds per minibatch of a transfer in front of each layer and behind the last, shape (layers + 1,).
+        """Seconds per minibatch of a transfer at each cut, shape (cuts + 1,).
 
         Args:
             level: of the cluster.
             replicas: of the stage at one end; with that of the other end, the longer of the two times counts.
         """
         ways = replicas if self.form == "summed" else 1
-        return np.concatenate(([0.0], 2 * self.outputs / (self.levels[level].bytes_per_second * ways)))
+        return np.concatenate(([0.0], 2 * self.cuts.crossing / (self.levels[level].bytes_per_second * ways)))
 
     def memory_bytes(self, first: int, replicas: int, behind: NDArray[np.int64]) -> Array:
         """Bytes per rank of stages from layer `first`, with `behind` ranks behind them: shape (behind, last layer)."""
@@ -181,11 +165,3 @@ class Problem:
     def held_bytes(self, weights: Array, kept: Array, in_flight: NDArray[np.int64]) -> Array:
         """Bytes per rank of a stage with these bytes of weights and outputs."""
         return in_flight * (weights + kept) + self.state_copies * weights
-
-
-def _range_sums(values: Sequence[float], ties: Sequence[Tie] = ()) -> Array:
-    """``[i, j]``: the sum of values i..j; added from i on, so that equal ranges have equal sums."""
-    table = np.zeros((len(values), len(values)))
-    for first in range(len(values)):
-        table[first, first:] = np.cumsum(weights_added(values, ties, first))
-    return table

@@ -3,17 +3,21 @@
     {"version": 1,
      "layers": [{"name": "embedding", "forward_seconds": 0.001, "backward_seconds": 0.002,
                  "activation_bytes": 1048576, "parameter_bytes": 786432}, ...],
-     "ties": [{"bytes": 786432, "layers": [0, 13]}]}
+     "ties": [{"bytes": 786432, "layers": [0, 13]}],
+     "edges": [[0, 1], [1, 2], [0, 2]],
+     "samples": 8}
 
 `activation_bytes` is the size of the layer's output. A stage that ends there sends it, and receives a gradient of the
 same size. `parameter_bytes` is the size of the weights alone. `ties` are weights shared by several layers, numbered
 from 0. They count in the `parameter_bytes` of each layer, and a stage with several of these layers holds them once.
-`version` and `ties` are optional.
+`edges` are pairs of a layer and a later one that reads its output; without them, each layer reads the one before it.
+`samples` is the number of samples of the minibatch: replicas that split it get at least one each. `version`, `ties`,
+`edges` and `samples` are optional.
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from pipeloom.common.field_types import check_fields
@@ -56,16 +60,23 @@ class Profile:
     Attributes:
         layers: at least one.
         ties: weights that several layers share.
+        samples: samples per minibatch, if known.
+        edges: of a graph, (layer, later layer that reads its output); None: a chain.
 
     Raises:
-        InputError: no layers, a negative or infinite number, or ties of layers that do not exist.
+        InputError: no layers, a negative or infinite number, ties of layers that do not exist, or an edge that does not
+            lead to a later layer.
     """
 
     layers: tuple[LayerProfile, ...]
     ties: tuple[Tie, ...] = ()
+    samples: int | None = None
+    edges: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.samples is not None and self.samples < 1:
+            raise InputError(f"the profile: samples={self.samples}: must be at least 1. Leave it out if unknown.")
         if not self.layers:
             raise InputError("the profile: layers=[]: a model needs at least one layer. Profile it again.")
         for number, layer in enumerate(self.layers):
@@ -75,6 +86,12 @@ class Profile:
             total = sum(float(getattr(layer, key)) for layer in self.layers)
             if total > MOST:
                 raise InputError(f"the profile: {key} add up to {total:g}: must be at most {MOST:g}. Check the units.")
+        for number, edge in enumerate(self.edges or ()):
+            if not 0 <= edge[0] < edge[1] < len(self.layers):
+                raise InputError(
+                    f"the profile: edges[{number}]={folded(list(edge))}: must be a layer and a later layer, of 0 to "
+                    f"{len(self.layers) - 1}. List layers in the order in which they run."
+                )
         shared = [0.0] * len(self.layers)
         for number, (size, layers) in enumerate(self.ties):
             Entry(size, "the profile", f"ties[{number}].bytes").number()
@@ -96,16 +113,36 @@ class Profile:
 
     @classmethod
     def of(
-        cls, rows: Iterable[tuple[str, float, float, float, float]], ties: Iterable[tuple[float, tuple[int, ...]]] = ()
+        cls,
+        rows: Iterable[tuple[str, float, float, float, float]],
+        ties: Iterable[tuple[float, tuple[int, ...]]] = (),
+        *,
+        samples: int | None = None,
+        edges: Iterable[tuple[int, int]] | None = None,
     ) -> Self:
-        """From rows in the order of `LayerProfile`, and ties."""
-        return cls(tuple(LayerProfile(*row) for row in rows), tuple(Tie(*tie) for tie in ties))
+        """From rows in the order of `LayerProfile`, ties, and edges."""
+        pairs = None if edges is None else tuple(edges)
+        return cls(tuple(LayerProfile(*row) for row in rows), tuple(Tie(*tie) for tie in ties), samples, pairs)
+
+    def reordered(self, order: Sequence[int]) -> Self:
+        """The same layers in another order, in which every edge leads to a later layer."""
+        at = {layer: position for position, layer in enumerate(order)}
+        return replace(
+            self,
+            layers=tuple(self.layers[layer] for layer in order),
+            ties=tuple(tie._replace(layers=tuple(sorted(at[layer] for layer in tie.layers))) for tie in self.ties),
+            edges=None if self.edges is None else tuple((at[source], at[target]) for source, target in self.edges),
+        )
 
     def to_json(self) -> str:
         """The text of a profile file; `parse_profile` reads it back exactly."""
         data: dict[str, Any] = {"version": _VERSION, "layers": [asdict(layer) for layer in self.layers]}
         if self.ties:
             data["ties"] = [dict(zip(_KEYS_OF_TIES, tie, strict=True)) for tie in self.ties]
+        if self.edges is not None:
+            data["edges"] = self.edges
+        if self.samples is not None:
+            data["samples"] = self.samples
         return json.dumps(data, indent=1)
 
 
@@ -117,14 +154,17 @@ def parse_profile(text: str) -> Profile:
     """
     form = ", ".join(f'"{key}": ...' for key in _KEYS)
     root = read_json(text, "the profile", f'{{"layers": [{{{form}}}, ...]}}')
-    data = root.fields(("layers",), ("version", "ties"))
+    data = root.fields(("layers",), ("version", "ties", "edges", "samples"))
     if "version" in data and data["version"].whole() != _VERSION:
         data["version"].refuse(f"this release reads version {_VERSION}", "Profile the model again")
     layers = [layer.fields(_KEYS) for layer in data["layers"].members()]
     ties = [tie.fields(_KEYS_OF_TIES) for tie in data["ties"].members()] if "ties" in data else []
+    edges = [[each.whole() for each in edge.members()] for edge in data["edges"].members()] if "edges" in data else None
     return Profile.of(
         ((layer["name"].text(), *(layer[key].number() for key in _KEYS[1:])) for layer in layers),  # type: ignore[misc]
         ((tie["bytes"].number(), tuple(each.whole() for each in tie["layers"].members())) for tie in ties),
+        samples=data["samples"].whole() if "samples" in data else None,
+        edges=None if edges is None else map(tuple, edges),  # type: ignore[arg-type]
     )
 
 
@@ -148,4 +188,4 @@ def measure_gpt(config: GPTConfig, *, batch: int, num_ranks: int) -> Profile:
         model = GPT(config)
         init_parameters(model, seed=0)
         tokens = torch.randint(config.vocabulary_size, (2, batch, config.sequence_length))
-        return Profile.of(*profile_model(model, (tokens[0], tokens[1]), loss_fn=loss_fn))
+        return Profile.of(*profile_model(model, (tokens[0], tokens[1]), loss_fn=loss_fn), samples=batch)

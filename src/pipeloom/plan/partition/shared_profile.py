@@ -61,9 +61,10 @@ def share_profile(profile: Profile, layers: SharedLayers) -> Profile:
     changes = [layers.embedding(), *blocks, layers.norm(), layers.head()]
     sent = [layers.message_part] * (len(blocks) + 2) + [1 / layers.inside.processes]
     rows = zip(profile.layers, changes, sent, parts, strict=True)
-    return Profile(
-        tuple(_changed(*row) for row in rows),
-        tuple(tie._replace(size=tie.size * parts[tie.layers[-1]]) for tie in profile.ties),  # of the head alone
+    return replace(
+        profile,
+        layers=tuple(_changed(*row) for row in rows),
+        ties=tuple(tie._replace(size=tie.size * parts[tie.layers[-1]]) for tie in profile.ties),  # of the head alone
     )
 
 

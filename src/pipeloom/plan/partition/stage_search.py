@@ -28,10 +28,13 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from pipeloom.common.quantities import counted
+from pipeloom.errors import InputError, folded
 from pipeloom.plan.partition.problem import Array, Problem
 
 # Relative difference below which two pipelines count as equal: sums of floats depend on their order.
 _EQUAL = 1e-12
+_MOST_STEPS = 10**12  # one to six hours on one core
 
 
 class StageValues(NamedTuple):
@@ -99,14 +102,36 @@ class Pipelines:
         problem: the profile, the cluster and the cost model.
         memory: minimise the memory of the fullest rank instead of the time; a cap is ignored.
         most_replicas: maximum replicas of a stage on each level.
+
+    Raises:
+        InputError: the search would take hours.
     """
 
     def __init__(self, problem: Problem, *, memory: bool = False, most_replicas: int | None = None) -> None:
         self._problem, self._memory = problem, memory
+        if self._num_steps() > _MOST_STEPS:
+            raise InputError(
+                f"{counted(problem.num_layers, 'layer')} on {folded(problem.num_ranks)} ranks: finding their partition "
+                "would take hours. Merge layers, or partition for fewer ranks."
+            )
         self._most_replicas = most_replicas or problem.num_ranks
         self._sizes = [math.prod(each.components for each in problem.levels[:k]) for k in range(len(problem.levels))]
         self._counts_behind = memory or problem.memory_cap is not None
         self._tables: dict[tuple[int, int], Array] = {}
+
+    def _num_steps(self) -> int:
+        """Upper bound of the steps of the dynamic programme, see this module.
+
+        A cap needs the tables inside a component once per number of ranks behind it: at most one per pair of replicas
+        and components behind them, and at most one per rank.
+        """
+        steps, tables, power = 0, 1, 2
+        for level in reversed(self._problem.levels):
+            steps += tables * level.components**2 * self._problem.cuts.count**power
+            if self._problem.memory_cap is not None:
+                tables = min(tables * level.components * (level.components + 1) // 2, self._problem.num_ranks + 1)
+            power = 3
+        return steps
 
     def by_ranks(self) -> Array:
         """The value for all layers on each number of components of the outermost level, shape (components + 1,)."""
@@ -115,11 +140,11 @@ class Pipelines:
     def plan(self) -> tuple[StageNode, ...]:
         """The fastest pipeline; of several, one with the fewest stages on the outermost level, then inside each."""
         level = len(self._problem.levels) - 1
-        return self._plan(level, 0, self._problem.num_layers - 1, 0, float(self.by_ranks()[-1]))
+        return self._plan(level, 0, self._problem.cuts.count - 1, 0, float(self.by_ranks()[-1]))
 
     def _suffixes(self, level: int, behind: int, *, every_end: bool) -> Array:
         components, step = self._problem.levels[level].components, self._step(level, behind)
-        sizes = self._problem.num_layers, components
+        sizes = self._problem.cuts.count, components
         return best_suffixes(*sizes, step, most_replicas=self._most_replicas, every_end=every_end)[0]
 
     def _table(self, level: int, behind: int) -> Array:
@@ -135,7 +160,7 @@ class Pipelines:
     def _step(self, level: int, behind: int) -> Step:
         """Values of the stages of a level, with `behind` ranks behind its components."""
         problem, components = self._problem, self._problem.levels[level].components
-        none = np.zeros(problem.num_layers + 1)
+        none = np.zeros(problem.cuts.count + 1)
 
         def step(first: int, replicas: int) -> StageValues:
             transfer = none if self._memory else problem.transfer_seconds(level, replicas)
