@@ -74,7 +74,8 @@ class Cuts:
         for source, target in edges:
             read[:, source] |= ~self._sets[:, target]
         outputs = np.array([layer.activation_bytes for layer in self._values])
-        return (self._sets & read) @ outputs
+        found: Array = (self._sets & read) @ outputs
+        return found
 
     def tables(self, *values: Sequence[float], ties: Sequence[Tie] = ()) -> list[Array]:
         """``[first, last]``: sums of the values of the layers of each stage, and 0 or more of what is no stage.
@@ -99,7 +100,7 @@ class Cuts:
         """Sums of the values of all layers in front of each cut, shape (count + 1,)."""
         if self._sets is None:
             return np.array(list(accumulate(values, initial=0.0)))
-        return self._sets @ np.array(values, dtype=np.float64)
+        return np.asarray(self._sets @ np.array(values, dtype=np.float64), dtype=np.float64)
 
     def order(self, ends: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """The layers stage by stage, and for each stage the positions of its first and last layer among them.

@@ -177,7 +177,7 @@ class SynchronousSearch:
     def _entered(self, later: _Labels, first: int, replicas: Ints, end: Any) -> tuple[Array, ...]:
         """The values of labels with a stage from cut `first` to `end` in front, and the transfer out of it."""
         costs = self._costs
-        values = later.step, later.through, later.behind, later.busy, later.back
+        values: tuple[Array, ...] = later.step, later.through, later.behind, later.busy, later.back
         if later.stages.any():
             seconds = np.where(later.stages > 0, costs.transfer(end, replicas, later.replicas), 0.0)
             values = self._added((seconds, seconds, 0.0), values)
