@@ -36,7 +36,7 @@ def simulation_html(timelines: Sequence[Timeline], *, critical: bool = False) ->
         timelines: at least one.
         critical: whether to mark the critical path.
     """
-    return _render(
+    return render(
         "simulation.html.j2",
         title=" and ".join(dict.fromkeys(timeline.name for timeline in timelines)),
         lead=f"{timelines[0].num_ranks} ranks, {timelines[0].num_microbatches} micro-batches",
@@ -75,7 +75,7 @@ def write_report(output_dir: Path) -> Path:
     return report
 
 
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
     """Render a template of this directory. Text is escaped unless it is `Markup`."""
     import jinja2
 
@@ -104,7 +104,7 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
     loss = [Series(label="training loss", points=metrics.series("loss"))]
     if metrics.evaluations:
         loss.append(Series(label="validation loss", points=metrics.series("eval_loss"), style="b", marks=True))
-    return _render(
+    return render(
         "run.html.j2",
         title=output_dir.resolve().name,
         lead=lead,
