@@ -61,13 +61,18 @@ def plan_html(
         lead: what was searched.
         columns: heads of the table.
         peak_bytes: of the best plan, per rank.
-        memory_bytes: that a device has; None: any.
+        memory_bytes: that a plan may use of a device; None: any.
         timeline: of the best plan.
         reasons: sentences that say why it won, and what others lack.
         refused: number of configurations by reason.
         others: plans whose time is compared, beside those of the table.
     """
     longest = max(sum(plan.seconds.values()) for plan in (*plans, *others))
+    memory, note = _memory(peak_bytes, memory_bytes), ""
+    if memory_bytes is not None:
+        note += f" The full width is {bytes_text(memory_bytes)}, which a plan may use of a device."
+    if len(peak_bytes) > _MOST_BARS:
+        note += f" Neighbouring ranks with the same peak share a row; at most {_MOST_BARS} rows, those with most."
     names = [name for name in plans[0].seconds if any(plan.seconds[name] > 0 for plan in (*plans, *others))]
     colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(plans[0].seconds)}
     return render(
@@ -79,10 +84,8 @@ def plan_html(
         reasons=reasons,
         legend=[(name, colours[name]) for name in names],
         bars=[_bar(plan, names, colours, longest) for plan in (*plans, *others)],
-        memory=_memory(peak_bytes, memory_bytes),
-        memory_note=""
-        if memory_bytes is None
-        else f"The full width is {bytes_text(memory_bytes)}, which a device has.",
+        memory=memory,
+        memory_note=note,
         picture=Markup(timeline_svg([timeline])),
         refused=[(f"{count:,}", reason) for reason, count in refused.items()],
     )
