@@ -88,10 +88,13 @@ def test_optimizers_side_by_side_by_formula_and_as_held(capsys):
             assert found[name]["formula"] == formula
             assert found[name]["held"] == pytest.approx(formula, rel=1e-3), "but for padding"
         assert found["adamw-8bit"]["formula"]["optimizer"] * degree == pytest.approx(2 * (1 + 4 / 2048), rel=2e-3)
-        assert [name for name, row in found.items() if not row["trained"]] == ["adamw-8bit"]
+        assert [name for name, row in found.items() if row["note"]] == ["adamw-8bit"]
         for name, row in found.items():  # by a step of the optimizer itself
             measured = row["measured_state_bytes"]
             assert measured == (None if name == "adamw-8bit" else pytest.approx(4 * row["state_numbers"], rel=1e-12))
+    shared = rows("--parallel.tensor 2")
+    assert [name for name, row in shared.items() if not row["trained"]] == ["adafactor", "adamw-8bit"]
+    assert "parallel.tensor=2" in shared["adafactor"]["note"]
     (row,) = {row["state_numbers"] for row in (rows("")["adafactor"], rows("--parallel.pipeline 4")["adafactor"])}
     matrices = 4 * sum(r + c for r, c in ((192, 64), (64, 64), (256, 64), (64, 256))) + 2 * (64 + 64)  # head, embedding
     vectors = 9 * 64

@@ -8,8 +8,10 @@ from typing import Any, get_args, get_type_hints
 
 from pipeloom.common.quantities import bytes_text, number_text, table_lines
 from pipeloom.errors import InputError
+from pipeloom.parallel.options import axis_of
 from pipeloom.plan.memory import STATES, MemoryModel, OptimizerRow, num_parameters, optimizer_rows
 from pipeloom.train.config.memory import planned_model, planned_program
+from pipeloom.train.config.rules import check_optimizer
 from pipeloom.train.config.schedule import make_schedule
 from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.config.train_config import TrainConfig
@@ -38,20 +40,22 @@ def print_optimizers(config: TrainConfig, vocabulary_size: int, *, as_json: bool
     model = planned_model(config, vocabulary_size, schedule.num_stages)
     rows = optimizer_rows(program, model)
     measured = _measured(config, model)
+    notes = {row.optimizer: note for row in rows if (note := _listed_only(config, row.optimizer)) is not None}
     if as_json:
         answer = [
             {
                 **asdict(row),
                 "held": row.held,
                 "largest_rank": row.largest,
-                "trained": row.optimizer in TRAINED,
+                "trained": row.optimizer not in notes,
+                "note": notes.get(row.optimizer),
                 "measured_state_bytes": measured.get(row.optimizer),
             }
             for row in rows
         ]
         print(json.dumps({"optimizers": answer}, allow_nan=False))
         return
-    print("\n".join(_lines(config, rows, measured)))
+    print("\n".join([*_lines(config, rows, measured), *notes.values()]))
 
 
 def _measured(config: TrainConfig, model: MemoryModel) -> dict[str, float]:
@@ -79,19 +83,24 @@ def _lines(config: TrainConfig, rows: Sequence[OptimizerRow], measured: Mapping[
     lines = table_lines(table, left=(0, 1, len(table[0]) - 1))
     lines.append(f"{_where(config)}, between backward and update")
     lines.append("measured: states of the optimizer itself after a step, per parameter, without ZeRO")
-    return lines + [_listed_only(row.optimizer) for row in rows if row.optimizer not in TRAINED]
+    return lines
 
 
-def _listed_only(optimizer: str) -> str:
-    """Why `pipeloom train` does not offer an optimizer, and whether a library that has it is installed."""
-    libraries = _LIBRARIES[optimizer]
-    there = [name for name in libraries if importlib.util.find_spec(name) is not None]
-    found = (
-        f"{', '.join(there)} is installed"
-        if there
-        else f"neither {' nor '.join(libraries)}, which have it, is installed"
-    )
-    return f"{optimizer}: formula alone, listed only: `pipeloom train` does not offer it; {found}"
+def _listed_only(config: TrainConfig, optimizer: str) -> str | None:
+    """Why `pipeloom train` does not offer an optimizer with this configuration; None if it does."""
+    if optimizer not in TRAINED:
+        libraries = _LIBRARIES[optimizer]
+        there = [name for name in libraries if importlib.util.find_spec(name) is not None]
+        none = f"neither {' nor '.join(libraries)}, which have it, is installed"
+        found = f"{', '.join(there)} is installed" if there else none
+        return f"{optimizer}: formula alone, listed only: `pipeloom train` does not offer it; {found}"
+    try:
+        chosen = config.changed("optimizer", name=optimizer)
+        check_optimizer(chosen)
+        axis_of(chosen.data_parallel, chosen.number_format, chosen.parameter_replicas)
+    except InputError as error:
+        return f"{optimizer}: listed only: {error}"
+    return None
 
 
 def _where(config: TrainConfig) -> str:

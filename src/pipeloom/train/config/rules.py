@@ -55,8 +55,8 @@ _USERS = {  # optimizers that an option is for
 }
 
 
-def _check_optimizer(config: TrainConfig) -> None:
-    """Adafactor's row and column sums are those of full matrices."""
+def check_optimizer(config: TrainConfig) -> None:
+    """Raises InputError for Adafactor where ranks divide parameters: its sums are those of full matrices."""
     parallel = config.parallel
     for name in ("tensor", "expert") if config.optimizer.name == "adafactor" else ():
         if (degree := getattr(parallel, name)) > 1:
@@ -94,7 +94,7 @@ def validate_settings(config: TrainConfig) -> None:
             "random generator. Remove model.dropout, or --local."
         )
     _check_reporters(config)
-    _check_optimizer(config)
+    check_optimizer(config)
     if config.facts is not None:
         check_fine_tuning(config, config.facts)
     schedule = make_schedule(config)
