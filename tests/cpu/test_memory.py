@@ -30,6 +30,7 @@ from pipeloom.plan.memory import (
 )
 from pipeloom.plan.memory.rank_memory import update_memory
 from pipeloom.plan.memory.state_bytes import NEED_FULL_MATRICES, state_elements
+from pipeloom.slicing.context import GrowingSequence
 from pipeloom.split import split
 from pipeloom.split.chain_partition import partition
 from pipeloom.train.config.sections import OptimizerConfig
@@ -294,3 +295,55 @@ def test_a_run_writes_down_what_it_takes(tmp_path, capsys):
     capsys.readouterr()
     assert main(["memory", "--run", str(run)]) == 0
     assert capsys.readouterr().out.count("predicted") == 1
+
+
+@pytest.mark.parametrize(
+    ("num_slices", "recompute", "dropout", "kv_heads"),
+    [
+        (2, "none", 0.0, None),
+        (4, "none", 0.0, None),
+        (4, "none", 0.0, 2),
+        (4, "selective", 0.0, 2),
+        (2, "full", 0.0, None),
+        (4, "none", 0.1, None),
+        (4, "selective", 0.1, None),
+        (4, "full", 0.1, 2),
+    ],
+)
+def test_slices_hold_what_the_closed_form_says(monkeypatch, num_slices, recompute, dropout, kv_heads):
+    """Keys, values and their gradients once per micro-batch. On the CPU, later slices keep attention's output twice."""
+    alive: dict[int, GrowingSequence] = {}
+    shared = 0
+
+    def counted(method):
+        def run(sequence, *arguments):
+            nonlocal shared
+            result = method(sequence, *arguments)
+            alive[id(sequence)] = sequence
+            shared = max(shared, sum(tensor.nbytes for each in alive.values() for tensor in each.tensors()))
+            return result
+
+        return run
+
+    for name in ("__init__", "take_gradient"):
+        monkeypatch.setattr(GrowingSequence, name, counted(getattr(GrowingSequence, name)))
+    tokens, width, layers = 128, 48, 2
+    sizes = {"vocabulary_size": 70, "layers": layers, "width": width, "heads": 4, "sequence_length": tokens}
+    config = GPTConfig(**sizes, kv_heads=kv_heads, dropout=dropout, tie_embeddings=False)
+    model = GPT(config)
+    init_parameters(model, seed=0)
+    schedule = pl.schedules.build("seq1f1b", num_ranks=1, num_microbatches=2, num_slices=num_slices)
+    predicted = MemoryModel(stages=[gpt_layers(config, 2, 4)], recompute=[Recompute(recompute)])
+    (held,) = memory_of_ranks(lower(schedule), predicted)
+    pipe = pl.Pipeline(model, schedule, loss_fn=loss_fn, transport="loopback", recompute=recompute)
+    inputs, targets = torch.randint(0, 70, (2, 4, tokens), dtype=torch.uint8)
+    kept = SavedBytes.beyond(*pipe.modules())
+    with kept.counting():
+        pipe.step(inputs, targets)
+    pipe.close()
+    assert shared == held.kinds["slices"] > 0
+    output, masks = 0.0, 0.0
+    if recompute == "none" and not dropout:
+        masks = sum(4 * (index + 2) * tokens // num_slices for index in range(1, num_slices))
+        output = 0.0 if kv_heads else layers * 4 * 2 * tokens * width * (1 - 1 / num_slices)
+    assert kept.peak - held.kinds["activations"] - output == pytest.approx(masks, abs=8 * num_slices)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.autograd.split_backward import Repeatable
+from pipeloom.slicing.context import Slice
+from pipeloom.slicing.tokens import current_part
 
 
 class _Saved(Repeatable):
@@ -30,7 +32,8 @@ class _Saved(Repeatable):
 class SavedBytes:
     """Counts the bytes that autograd saves for backwards in this thread, each storage once.
 
-    Tensors that other hooks save, such as those of a checkpoint, are not counted; the inputs of a checkpoint are.
+    Tensors that other hooks save, such as those of a checkpoint, are not counted; the inputs of a checkpoint are. Keys
+    and values that slices of a sequence share are not counted (`pipeloom.slicing`).
 
     Args:
         excluded: tensors that are not counted.
@@ -64,7 +67,9 @@ class SavedBytes:
         """The object that autograd saves in place of `tensor`."""
         key = tensor.untyped_storage()._cdata
         # Looked up each time, because zero3 gathers parameters into other memory.
-        excluded = key not in self._uses and any(held.untyped_storage()._cdata == key for held in self._excluded)
+        part = current_part()
+        held = [*self._excluded, *(part.shared() if isinstance(part, Slice) else ())]
+        excluded = key not in self._uses and any(each.untyped_storage()._cdata == key for each in held)
         return _Saved(tensor, None if excluded else self)
 
     @contextmanager

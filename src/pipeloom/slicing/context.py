@@ -156,6 +156,10 @@ class Slice:
             sequences[key] = GrowingSequence(new, dim % new.dim(), self.length)
         return sequences[key].extend(new, self.start, self.end)
 
+    def shared(self) -> list[Tensor]:
+        """The tensors that all slices of the micro-batch share: keys, values and their gradients."""
+        return self._context.tensors()
+
     def seed(self, call_key: Hashable, block: int) -> int:
         """The random seed of a block of tokens of one call; the same in every slice and in recomputation."""
         context = self._context

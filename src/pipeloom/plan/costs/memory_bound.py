@@ -69,7 +69,9 @@ def least_bytes(costs: CostModel, of: Configuration, placement: Placement | None
     for rank in range(of.pipeline):
         held = placement.stages_of[rank] if placement else range(rank, len(parameters), of.pipeline)
         least = min(kept[stage] for stage in held)
-        number = 1 if of.offload is not None or of.slices > 1 else in_flight(of, rank)
+        number = 1 if of.offload is not None else in_flight(of, rank)
+        if of.slices > 1:  # with scores or masks, a slice keeps less than its part
+            number = int(costs.software.fused_attention and not max(costs.model.dropout, costs.software.dropout))
         sums = gradient * min(parameters[stage] for stage in held)
         found.append(each * sum(parameters[stage] for stage in held) + sums + number * least / of.slices)
     return found

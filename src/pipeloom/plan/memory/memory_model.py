@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel import Precision
 from pipeloom.parallel.options import BUCKET_BYTES
+from pipeloom.plan.memory.slice_bytes import SliceBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class LayerMemory:
         is_block: whether it is one of the repeated layers: those that are recomputed, and whose matrices Muon updates.
         recompute_share: for each kind of recomputation, the share of the forward that is computed again.
         expert_parameters: the parameters that expert-parallel processes divide.
+        slices: the bytes of a micro-batch that runs in slices; None: slices divide `kept_bytes`.
     """
 
     name: str
@@ -31,6 +33,13 @@ class LayerMemory:
     is_block: bool = False
     recompute_share: Mapping[Recompute, float]
     expert_parameters: frozenset[str] = frozenset()
+    slices: SliceBytes | None = None
+
+    def kept_in_slice(self, recompute: Recompute, index: int, count: int) -> float:
+        """Bytes that F of slice `index` of `count` keeps, without keys and values."""
+        if count == 1 or self.slices is None:
+            return self.kept_bytes[recompute] / count
+        return self.slices.of_slice(recompute, index, count)
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
@@ -88,10 +97,20 @@ class MemoryModel:
         """Bytes that F of one micro-batch keeps."""
         return sum(layer.kept_bytes[self.recompute_of(stage)] for layer in self.stages[stage])
 
-    def recomputed_bytes(self, stage: int) -> float:
-        """Bytes of activations that a backward recomputes at once: those of the largest layer."""
-        kind = self.recompute_of(stage)
-        return max(layer.kept_bytes[Recompute.NONE] - layer.kept_bytes[kind] for layer in self.stages[stage])
+    def kept_in_slice(self, stage: int, index: int, count: int) -> float:
+        """Bytes that F of slice `index` of `count` keeps, without keys and values."""
+        return sum(layer.kept_in_slice(self.recompute_of(stage), index, count) for layer in self.stages[stage])
+
+    def recomputed_bytes(self, stage: int, index: int = 0, count: int = 1) -> float:
+        """Bytes of activations that a backward recomputes at once: those of the largest layer, of one slice."""
+        kinds = Recompute.NONE, self.recompute_of(stage)
+        every = ([layer.kept_in_slice(kind, index, count) for kind in kinds] for layer in self.stages[stage])
+        return max(none - kept for none, kept in every)
+
+    def slice_bytes(self, stage: int, count: int) -> tuple[float, float]:
+        """Bytes of keys and values of a micro-batch in `count` slices, and of their gradients."""
+        layers = [layer.slices for layer in self.stages[stage] if layer.slices is not None and count > 1]
+        return sum(each.keys_values for each in layers), sum(each.at_end(count) for each in layers)
 
     def recompute_share(self, stage: int) -> float:
         """The share of the stage's blocks that is recomputed."""

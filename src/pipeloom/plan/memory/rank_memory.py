@@ -10,6 +10,7 @@ Not counted: messages in flight, the workspace of single operations, and torch's
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Granularity, Op, Program
@@ -27,6 +28,7 @@ KINDS = {
     "gradients": "full gradients, and sums over replicas",
     "optimizer": "optimizer states",
     "activations": "what forwards keep for backwards",
+    "slices": "keys and values that slices of a sequence share, and their gradients",
     "skips": "values that skip stages, in flight to the ranks that use them",
     "gathered": "full parameters of zero3 while they are used",
     "recomputed": "activations of one block while its backward recomputes them",
@@ -244,10 +246,12 @@ class _Walk:
     def moments(self) -> list[dict[str, float]]:
         """The bytes that come and go, during every action."""
         slices = self._program.schedule.num_slices
-        kept = {stage: self._model.kept_bytes(stage) / slices for stage in self._held}
+        every = product(self._held, range(slices))
+        kept = {(stage, index): self._model.kept_in_slice(stage, index, slices) for stage, index in every}
+        shared = {stage: self._model.slice_bytes(stage, slices) for stage in self._held}
         split = self._program.schedule.split_backwards
         stream = self._program.schedule.microbatches_per_update is not None
-        activations = skipping = 0.0
+        activations = skipping = of_slices = 0.0
         skip_bytes = {stage: self._skip_bytes(stage) for stage in self._held}
         gathered: dict[int, float] = {}
         coming: dict[int, list[float]] = {}  # of stages whose first computation has not run
@@ -256,8 +260,11 @@ class _Walk:
         moments = []
         for stage, op, microbatch, piece in self._program.orders[self._rank]:
             sending = again = 0.0
+            index = piece or 0
             if op in (Op.F, Op.RELOAD):
-                activations += kept[stage]
+                activations += kept[stage, index]
+            if op is Op.F and index == 0:
+                of_slices += shared[stage][0]
             if op is Op.F:
                 skipping += skip_bytes[stage]
             if op is Op.UNSHARD:
@@ -267,7 +274,7 @@ class _Walk:
             if op in (Op.B, Op.W):
                 full[stage] = self._full_gradients(stage)
             if op in (Op.B, Op.I):
-                again = self._model.recomputed_bytes(stage) / slices
+                again = self._model.recomputed_bytes(stage, index, slices)
             of_data = op is Op.REDUCE_GRAD and microbatch is not None and self._reduces and not stream
             if of_data:
                 sending = self._sending(stage)
@@ -275,6 +282,7 @@ class _Walk:
                 {
                     "activations": activations,
                     "gradients": sum(full.values()) + sum(reduced.values()) + sending,
+                    "slices": of_slices,
                     "skips": skipping,
                     "gathered": sum(gathered.values()),
                     "recomputed": again,
@@ -284,8 +292,11 @@ class _Walk:
                 gathered[stage] = coming.pop(stage)[1]
             if op in (Op.B, Op.I):
                 skipping -= skip_bytes[stage]
+                # Block after block, gradients of keys and values come while the activations of the slice go.
+                of_slices += shared[stage][1] if index == slices - 1 else 0.0
+                of_slices -= sum(shared[stage]) if index == 0 else 0.0
             if op is Op.OFFLOAD or op is Op.W or (op is Op.B and (stage, microbatch, piece) not in split):
-                activations -= kept[stage]
+                activations -= kept[stage, index]
             elif op is Op.RESHARD:
                 gathered.pop(stage, None)
             elif of_data:

@@ -35,8 +35,8 @@ the bytes of a layer of experts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models.gpt_config import GPTConfig
@@ -45,6 +45,7 @@ from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.memory.expert_bytes import expert_bytes
 from pipeloom.plan.memory.memory_model import LayerMemory
+from pipeloom.plan.memory.slice_bytes import SliceBytes, block_slices
 
 EXPERT_PARAMETERS = ("experts.up", "experts.gate_up", "experts.down")
 
@@ -77,6 +78,7 @@ def transformer_layers(
     inside = inside or InsideStage()
     kept = _Kept(model, samples, number_bytes, inside, imbalance, software)
     shapes = _Shapes(model, inside)
+    sizes: dict[str, Any] = {"samples": samples, "number_bytes": number_bytes, "inside": inside}
     rotary = 6 * model.sequence_length * model.head_width if model.positions == "rotary" else 0
     head = {"embedding.weight" if model.tie_embeddings else "head.weight": shapes.table}
 
@@ -105,10 +107,12 @@ def transformer_layers(
             is_block=True,
             recompute_share=share,
             expert_parameters=frozenset(f"blocks.{index}.{name}" for name in parameters if name in EXPERT_PARAMETERS),
+            slices=block_slices(model, kept_bytes, **sizes, software=software) if inside.context == 1 else None,
         )
 
+    embedding = layer("embedding", {"embedding.weight": shapes.table} | shapes.positions, kept.embedding())
     return [
-        layer("embedding", {"embedding.weight": shapes.table} | shapes.positions, kept.embedding()),
+        replace(embedding, slices=kept.embedding_slices()),
         *map(block, range(model.layers)),
         layer("norm", {f"norm.{name}": shape for name, shape in shapes.norm.items()}, kept.norm()),
         layer("head", head, kept.head()),
@@ -239,6 +243,11 @@ class _Kept:
         if self.inside.context > 1 and self.model.positions == "learned":  # which rows of the table are here
             ids += 8 * self.model.sequence_length / self.inside.context
         return ids + self._mask
+
+    def embedding_slices(self) -> SliceBytes:
+        """Of the embedding, where a micro-batch runs in slices: a mask of dropout has bytes, not numbers."""
+        own = self.embedding() - self._mask + self._whole / self.number_bytes * self._dropout
+        return SliceBytes(0.0, 0.0, dict.fromkeys(Recompute, own), dict.fromkeys(Recompute, 0.0))
 
     def block(self, recompute: Recompute, *, experts: bool) -> float:
         if recompute is Recompute.FULL:
