@@ -19,6 +19,12 @@ def collected_outputs(found: dict[str, Any]) -> dict[str, list[Any]]:
     return {key: list(values) for key, values in found.items() if isinstance(values, list) and values}
 
 
+def collecting_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """The forward hooks of a module that collect its output."""
+    hooks = module._forward_hooks.values()
+    return tuple(hook for hook in hooks if getattr(hook, "__name__", "") == "output_capturing_hook")
+
+
 def install_hooks(model: nn.Module) -> None:
     """Install the hooks that collect, once, on the model itself; they do nothing until outputs are asked for.
 

@@ -4,13 +4,14 @@
     encoder.layer.0 .. n          blocks: members of one class, with a large part of the parameters
     pooler, classifier            parts
     embed_tokens, used twice      no part: every stage has it
+    a norm between the blocks     no part: every stage has it, since it may run behind any block
 
 Containers call their modules in the order in which their forward names them. This is a guess. A forward that runs parts
 in another order is refused in the first step.
 """
 
+import ast
 import inspect
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 _LISTS = (nn.ModuleList, nn.Sequential)
-_USE = re.compile(r"\bself\.(\w+)\b(?!\.(?:weight|bias)\b)")
 _SHARE = 0.25  # of the largest list's parameters: smaller lists are no blocks
 
 
@@ -83,37 +83,73 @@ def _parts(module: nn.Module, name: str, blocks: set[str], shared: _Shared) -> I
         if next(module.parameters(), None) is not None:
             yield name, not shared.has(module)
         return
-    for key, child, is_named in _in_order(module):
+    lists = {key for key in module._modules if prefix + key in blocks}
+    for key, child, is_called in _in_order(module, lists):
         inside = _parts(child, prefix + key, blocks, shared)
         # What the forward does not name is used in another way, such as a table that is read as a whole.
-        yield from inside if is_named else ((each, is_part and "*" in each) for each, is_part in inside)
+        yield from inside if is_called else ((each, is_part and "*" in each) for each, is_part in inside)
 
 
-def _in_order(module: nn.Module) -> list[tuple[str, nn.Module, bool]]:
-    """The modules inside a container in the order in which its forward names them, and whether it does."""
+def _in_order(module: nn.Module, lists: set[str]) -> list[tuple[str, nn.Module, bool]]:
+    """The modules inside a container in the order in which its forward names them, and whether it does, outside of
+    the loops over `lists`."""
     children = [(key, child) for key, child in module._modules.items() if child is not None]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return [(key, child, True) for key, child in children]
-    names: list[str] = []
+    uses = _Uses(module)
     try:
-        _collect_named(module, type(module).forward, names, set())
-    except (OSError, TypeError):
+        uses.read(type(module).forward)
+    except (OSError, TypeError, SyntaxError):
         return [(key, child, True) for key, child in children]
+    between = set().union(*(names for names in uses.loops if names & lists)) - lists
     found, place = [], 0
     for key, child in children:
-        place = names.index(key) if key in names else place
-        found.append((place, key, child, key in names))
-    return [(key, child, is_named) for _, key, child, is_named in sorted(found, key=lambda item: item[0])]
+        place = uses.names.index(key) if key in uses.names else place
+        found.append((place, key, child, key in uses.names and key not in between))
+    return [(key, child, is_called) for _, key, child, is_called in sorted(found, key=lambda item: item[0])]
 
 
-def _collect_named(module: nn.Module, function: Callable[..., Any], names: list[str], seen: set[str]) -> None:
-    """Add the modules inside that a method uses, in the order of its source, and those of methods that it calls."""
-    for name in _USE.findall(inspect.getsource(inspect.unwrap(function))):
-        if name in seen:
-            continue
-        seen.add(name)
-        method = getattr(type(module), name, None)
-        if name in module._modules:
-            names.append(name)
-        elif inspect.isfunction(method) and method.__module__ != "transformers.modeling_utils":
-            _collect_named(module, method, names, seen)
+class _Uses(ast.NodeVisitor):
+    """The modules inside a container that its methods name, except to read a weight or bias.
+
+    Attributes:
+        names: of the modules, in the order of the source; those of methods where these are called.
+        loops: the names in each loop.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: list[str] = []
+        self.loops: list[set[str]] = []
+        self._module, self._open, self._methods = module, set[int](), list[str]()
+
+    def read(self, function: Callable[..., Any]) -> None:
+        """Add the names in a function's source."""
+        source = inspect.getsource(inspect.unwrap(function))
+        self.visit(ast.parse(f"if True:\n{source}" if source[0].isspace() else source))
+
+    def visit_For(self, node: ast.For) -> None:
+        self.loops.append(set())
+        here = len(self.loops) - 1
+        self._open.add(here)
+        self.generic_visit(node)
+        self._open.remove(here)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        owner, name = node.value, node.attr
+        if not (isinstance(owner, ast.Name) and owner.id == "self"):
+            if not (name in ("weight", "bias") and isinstance(owner, ast.Attribute)):
+                self.generic_visit(node)
+            return
+        method = getattr(type(self._module), name, None)
+        if name in self._module._modules:
+            self.names.append(name)
+            for loop in self._open:
+                self.loops[loop].add(name)
+        elif (
+            inspect.isfunction(method)
+            and method.__module__ != "transformers.modeling_utils"
+            and name not in self._methods
+        ):
+            self._methods.append(name)
+            self.read(method)
+            self._methods.pop()

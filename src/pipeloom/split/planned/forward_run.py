@@ -1,28 +1,19 @@
 """`ForwardRun`: one forward of a planned stage: what happens where the model calls its parts, and how it ends."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipeloom.errors import SplitError
 from pipeloom.split.planned.collected import collected_outputs, collector
+from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
 from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, Origins, tensors_of, with_tensors
-from pipeloom.split.planned.place import StagePlace
+from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import Format, shaped_like_result, zeros_like
 
-_CONTAINERS = (MutableMapping, list)
-_UNCHANGED = (Tensor, NoneType, bool, int, tuple)  # asked first: the other question is slow
-
-
-class Leave(BaseException):
-    """Ends the forward of a stage behind its last part. Not an Exception, so that no model catches it."""
-
-    def __init__(self, stage: object) -> None:
-        super().__init__()
-        self.stage = stage
+_RESULT = "="  # in front of a module's name: its result, which another stage reads
 
 
 class ForwardRun:
@@ -32,17 +23,14 @@ class ForwardRun:
         place: of the stage.
         inputs: keyword arguments of the model.
         arrived: the message of the previous stage; empty on the first.
-        sends: places of the values that later stages need, "part|place"; None: unknown, so this forward finds them.
+        sends: keys of the values that later stages need; None: unknown, so this forward finds them.
         formats: returns the dtype that the model's parameters had, and the one that they have now.
 
     Attributes:
         origins: follows values, in the first forward of a form of inputs.
-        found: the values that later stages need.
-        done, passed: own parts that have run, earlier parts that were passed over.
+        found: the values that later stages need: arguments of parts, "part|place", and results of modules, "=module".
+        done: own parts that have run.
         result: of the last own part.
-        entries: what parts left in dicts and lists among their arguments, by the argument's place and by entry.
-        collected: what transformers' hooks collected.
-        placeholder: zeros in the form of the received value.
     """
 
     def __init__(
@@ -55,27 +43,49 @@ class ForwardRun:
     ) -> None:
         self.inputs, self.arrived, self._formats = inputs, arrived, formats
         self.origins: Origins | None = None
-        self.found: dict[str, Tensor] = {}
+        self.found: dict[str, Any] = {}
         self.done: list[int] = []
         self.result: Any = None
         self._place, self._sends = place, sends or ()
-        self._extras: Mapping[str, Tensor] = arrived.get("extras", {})
+        self._extras = all_of(arrived.get("extras", {}), arrived.get("same", {}))
         self._passed: set[str] = set()
         self._entries: dict[str, dict[Any, Any]] = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
         self._collected: dict[str, Any] = {}
-        self._placeholder: Any = None
+        self._forms: dict[str, Any] = {}  # of what blocks of other stages return, by list
+        self._left: Any = None  # the last own result, as the rest of the forward gets it
         self._received: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # id of zeros -> these, and what a part got in their place
+        results = {key.removeprefix(_RESULT): value for key, value in self._extras.items() if key.startswith(_RESULT)}
+        if place.before is not None and "value" in arrived:
+            results[place.before] = arrived["value"]
         if sends is None:
             self.origins = Origins()
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
+            for name, value in results.items():
+                self.origins.add_result(name, value)
+        else:
+            self.found = {_RESULT + name: value for name, value in results.items() if _RESULT + name in sends}
 
     def message(self) -> dict[str, Any]:
         """What the next stage receives."""
+        extras, same = each_once(self.found)
         message: dict[str, Any] = {"value": self.result, "inputs": self.inputs}
-        optional = {"extras": self.found, "entries": self._entries, "collected": self._collected}
+        optional = {"extras": extras, "same": same, "entries": self._entries, "collected": self._collected}
         return message | {name: value for name, value in optional.items() if value}
+
+    @property
+    def explores(self) -> bool:
+        """Whether all own parts have run, and the rest of the forward only shows what later stages need."""
+        place = self._place
+        return self.origins is not None and len(self.done) == len(place.names) and place.last != place.end
+
+    def add_results_in(self, value: Any) -> None:
+        """Send the results known here that are combined in a value of a later stage."""
+        assert self.origins is not None
+        for name, result in self.origins.results_in(self.origins.of(value)).items():
+            if name != self._place.names[-1]:  # the next stage gets it anyway
+                self.found[_RESULT + name] = result
 
     def finished(self, output: Any) -> Any:
         """What the model returns, where its forward came to its end.
@@ -120,7 +130,7 @@ class ForwardRun:
         before = {where: entries_of(container) for where, container in containers.items()} if containers else {}
         origins = self.origins
         if origins is not None:
-            _check_arguments(origins, name, args, settings)
+            origins.check_arguments(name, args, settings)
             origins.quiet = True
         result = layer(*args, **settings)
         for where, container in containers.items():
@@ -128,28 +138,69 @@ class ForwardRun:
                 if before[where].get(entry) is not value:
                     self._entries.setdefault(where, {})[entry] = value
         ends = place.first + index == place.last < place.end
-        if origins is not None:
-            origins.quiet = False
-            origins.replace(result, LAST if ends else OWN)
+        if _RESULT + name in self._sends:
+            self.found[_RESULT + name] = result
         if ends:
             self.result = result
             found = collector()
             self._collected = {} if found is None else collected_outputs(found)
-            if origins is None and not self._sends:
+            if origins is None and len(self.found) == len(self._sends):
                 raise Leave(stage)
+            self._left = result = tree_map_only(Tensor, Tensor.clone, result)  # the forward may go on in place
+        if origins is not None:
+            origins.quiet = False
+            origins.replace(result, LAST if ends else OWN)
+            origins.add_result(name, result)
         return result
 
-    def run_other(self, module: Any, args: tuple[Any, ...], settings: dict[str, Any], *, everywhere: bool) -> Any:
+    def run_other(
+        self, name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any], *, everywhere: bool
+    ) -> Any:
         """Run a module that is no part. What follows from inputs alone need not be sent, if every stage computes it."""
+        key = _RESULT + name
+        if key in self._extras:
+            return self._extras[key]
         origins = self.origins
-        if origins is None or next(module.parameters(), None) is None:
-            return module(*args, **settings)
-        given, origins.quiet = origins.of((args, settings)), True
+        if origins is None:
+            result = module(*args, **settings)
+            if key in self._sends:
+                self.found[key] = result
+            return result
+        has_parameters = next(module.parameters(), None) is not None
+        given = origins.of((args, settings)) if has_parameters else 0
+        origins.quiet = has_parameters
         result = module(*args, **settings)
         origins.quiet = False
-        own = OWN if self._place.blocks & set(self._place.names) and not everywhere else 0
-        origins.mark(result, given or own)
+        if has_parameters:
+            own = OWN if self._place.blocks & set(self._place.names) and not everywhere else 0
+            origins.mark(result, given or own)
+        known = origins.of(result)
+        if known & (OWN | LAST) and not known & (LATER | EARLIER):
+            origins.replace(result, known & (OWN | LAST))  # what it was computed of is not needed as well
+            origins.add_result(name, result)
         return result
+
+    def read_own(self, key: str, tensor: Tensor) -> Tensor:
+        """A parameter of a module that not every stage has, which the forward reads from outside of the module."""
+        if _RESULT + key in self._sends:
+            self.found[_RESULT + key] = tensor
+        if self.origins is not None:
+            self.origins.mark(tensor, OWN)
+            self.origins.add_result(key, tensor)
+        return tensor
+
+    def read_absent(self, key: str, tensor: Tensor) -> Tensor:
+        """What stands for a tensor of a module of another stage: the received one, or zeros without memory."""
+        received = self._extras.get(_RESULT + key)
+        if isinstance(received, Tensor):
+            return received
+        before, now = self._formats()
+        device = next((leaf.device for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)), None)
+        dtype = now if now is not None and tensor.dtype == before else tensor.dtype
+        zeros = torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
+        if self.origins is not None:
+            self.origins.mark(zeros, EARLIER)
+        return zeros
 
     def _fill(self, containers: Mapping[str, Any]) -> None:
         """Add the entries that parts of earlier stages left in dicts and lists among their arguments."""
@@ -162,22 +213,25 @@ class ForwardRun:
 
     # Parts of other stages
 
-    def pass_earlier(self, place: int, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        """What a part of an earlier stage returns: the last of them what arrived, others zeros."""
+    def pass_other(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        """What a module returns that is no part, and is on other stages: what arrived, or zeros."""
+        received = self._extras.get(_RESULT + name)
+        return self.zeros(twin, args, settings, EARLIER) if received is None else received
+
+    def pass_earlier(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        """What a part of an earlier stage returns: what arrived, or zeros."""
         if self.done or name in self._passed:
             raise self._place.in_another_order(name)
         self._passed.add(name)
-        if place == self._place.first - 1:
+        if name == self._place.before:
             found = collector()
             if found is not None:
                 for key, values in self.arrived.get("collected", {}).items():
                     found[key] = list(values)
             return self.arrived["value"]
-        if name not in self._place.blocks:
-            return self.zeros(twin, args, settings, EARLIER)
-        if self._placeholder is None:
-            self._placeholder = self._marked(self.arrived["value"], EARLIER)
-        return self._placeholder
+        if _RESULT + name in self._extras:
+            return self._extras[_RESULT + name]
+        return self._absent(name, twin, (args, settings), EARLIER)
 
     def pass_later(
         self, place: int, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any], stage: object
@@ -188,23 +242,41 @@ class ForwardRun:
             Leave: nothing else is to be found.
         """
         here, origins = self._place, self.origins
+        if len(self.done) < len(here.names):
+            raise here.in_another_order(name)
         for where, tensor in tensors_of(args, settings):
             key = f"{name}|{where}"
-            if origins is None:
-                wanted = key in self._sends
-            else:
+            wanted = key in (self._sends if origins is None else self._extras)
+            if origins is not None and not wanted:
                 origin = origins.of_tensor(tensor)
-                computed = bool(origin & OWN) or (bool(origin & LAST) and place > here.last + 1)
-                wanted = (key in self._extras or computed) and not origin & LATER
+                wanted = bool(origin & OWN) or (bool(origin & LAST) and place > here.last + 1)
+                if origin & LATER:
+                    self.add_results_in(tensor)
+                wanted = wanted and not origin & (LATER | EARLIER)
             if wanted:
                 self.found[key] = self._extras.get(key, tensor)
-        if place == here.end or (origins is None and len(self.found) == len(self._sends)):
-            raise Leave(stage)
-        if name in here.blocks:
-            return self.result if origins is None else self._marked(self.result, LATER)
-        if origins is not None and place > here.last_block:
+        if origins is None:
+            if place == here.end or len(self.found) == len(self._sends):
+                raise Leave(stage)
+        elif not here.combines and (place == here.end or place > here.last_block):
             raise Leave(stage)  # heads: their arguments follow from the result of the last block
-        return self.zeros(twin, args, settings, LATER)
+        return self._absent(name, twin, (args, settings), LATER)
+
+    def _absent(self, name: str, twin: Any, call: tuple[tuple[Any, ...], dict[str, Any]], origin: int) -> Any:
+        """Zeros for what a part of another stage returns; blocks of one list return values of one form."""
+        here, (args, settings) = self._place, call
+        if name not in here.blocks:
+            return self.zeros(twin, args, settings, origin)
+        siblings = name.rpartition(".")[0]
+        if siblings not in self._forms:
+            like, form = (here.names[-1], self._left) if origin == LATER else (here.before, self.arrived["value"])
+            one_list = not here.combines or (like is not None and like.rpartition(".")[0] == siblings)
+            if one_list or settings.get("past_key_values") is not None:
+                self._forms[siblings] = form if origin == LATER else zeros_like(form)
+            else:
+                self._forms[siblings] = self.zeros(twin, args, settings, origin)
+        form = self._forms[siblings]
+        return form if self.origins is None else self._marked(form, origin)
 
     def zeros(self, twin: Any, args: tuple[Any, ...], settings: dict[str, Any], origin: int) -> Any:
         """Zeros in the shapes of what a module of another stage returns."""
@@ -225,34 +297,3 @@ class ForwardRun:
         self.origins.quiet = False
         self.origins.mark(result, origin)
         return result
-
-
-def _check_arguments(origins: Origins, name: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> None:
-    for place, tensor in tensors_of(args, settings):
-        if origins.of_tensor(tensor) & EARLIER:
-            raise SplitError(
-                f"{name!r} reads argument {place!r}, which combines what several earlier stages compute: stages "
-                "cannot exchange it. Use one stage, or a cut that keeps these parts together."
-            )
-
-
-def containers_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The dicts and lists among the arguments of a call, which its module may change."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if not isinstance(value, _UNCHANGED) and isinstance(value, _CONTAINERS):
-            found[name] = value
-    for index, value in enumerate(args):
-        if not isinstance(value, _UNCHANGED) and isinstance(value, _CONTAINERS):
-            found[str(index)] = value
-    return found
-
-
-def entries_of(container: Any) -> dict[Any, Any]:
-    """The entries of a dict or list that hold tensors."""
-    items = container.items() if isinstance(container, MutableMapping) else enumerate(container)
-    return {
-        key: value
-        for key, value in items
-        if isinstance(key, str | int) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-    }

@@ -4,6 +4,10 @@ A stage runs its model's forward with zeros for what other stages compute. The f
 watched: it finds the values, beside the result of the stage's last part, that later stages need, and makes sure that
 no zeros reach the stage's own parts. Results of operations have the origins of their operands, unless only shapes
 matter.
+
+A value that combines results of modules on several stages, such as the logits of two towers, is computed on the stage
+that reads it. The results get there: each has an origin of its own, so a stage knows which of its results are read
+together with those of later stages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,10 +17,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from pipeloom.errors import SplitError
+from pipeloom.split.planned.place import OTHER_WAYS
+
 OWN = 1  # computed by a part of this stage, or received
 LAST = 2  # the result of the last part of this stage
 LATER = 4  # zeros for what a later stage computes
 EARLIER = 8  # zeros for what an earlier stage computed
+_FIRST_RESULT = 16  # the result of one module, and so on
 
 _OF_SHAPES = frozenset(
     (
@@ -38,6 +46,7 @@ class Origins(TorchFunctionMode):
         super().__init__()
         self.quiet = False
         self._of: dict[int, tuple[Tensor, int]] = {}  # tensors are kept, so that no other gets their id
+        self._results: dict[str, tuple[Any, int, list[int]]] = {}
 
     def mark(self, value: Any, origin: int) -> None:
         """Add an origin to all tensors of a value."""
@@ -51,6 +60,21 @@ class Origins(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 self._of[id(leaf)] = (leaf, origin)
 
+    def add_result(self, name: str, result: Any) -> None:
+        """Give the result of a module an origin of its own: of the module's first call alone."""
+        if name not in self._results:
+            bit = _FIRST_RESULT << len(self._results)
+            self._results[name] = (result, bit, _versions(result))
+            self.mark(result, bit)
+
+    def results_in(self, origin: int) -> dict[str, Any]:
+        """The results that a value with this origin combines, by module, except those that were changed in place."""
+        return {
+            name: result
+            for name, (result, bit, versions) in self._results.items()
+            if origin & bit and versions == _versions(result)
+        }
+
     def of_tensor(self, tensor: Tensor) -> int:
         """The origins of a tensor; 0: it follows from inputs alone."""
         found = self._of.get(id(tensor))
@@ -63,6 +87,15 @@ class Origins(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 origins |= self.of_tensor(leaf)
         return origins
+
+    def check_arguments(self, name: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> None:
+        """Raises SplitError if arguments of the part `name` follow from zeros."""
+        for place, tensor in tensors_of(args, settings):
+            if self.of_tensor(tensor) & EARLIER:
+                raise SplitError(
+                    f"{name!r} reads argument {place!r}, which combines what several earlier stages compute: stages "
+                    f"cannot exchange it. Use a cut that keeps these parts together, or {OTHER_WAYS}."
+                )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -80,6 +113,10 @@ class Origins(TorchFunctionMode):
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 self.mark(args[:1], origins)
         return result
+
+
+def _versions(value: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 def tensors_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

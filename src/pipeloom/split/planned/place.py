@@ -1,9 +1,19 @@
-"""`StagePlace`: which parts of a model a stage has, and where they stand among all parts."""
+"""`StagePlace`: which parts of a model a stage has, and where they stand among all parts; `Leave`: how it ends."""
 
 from collections.abc import Sequence
 
 from pipeloom.errors import SplitError
 from pipeloom.split.planned.layouts import Layout
+
+OTHER_WAYS = "trace the model with example= (Pipeline, split), declare its order with register_layout, or use one stage"
+
+
+class Leave(BaseException):
+    """Ends the forward of a stage behind its last part. Not an Exception, so that no model catches it."""
+
+    def __init__(self, stage: object) -> None:
+        super().__init__()
+        self.stage = stage
 
 
 class StagePlace:
@@ -20,8 +30,10 @@ class StagePlace:
         places: name of a part -> its place in the model.
         blocks: names of the repeated parts.
         first, last: places of the stage's first and last part.
+        before: the name of the part before the first.
         end: the place of the model's last part.
         last_block: the place of the last repeated part.
+        combines: whether the model may combine results of several stages behind its blocks, as two towers do.
         keeps_others: whether modules with parameters that are no parts run here: in front of the blocks or behind them.
         everywhere: names of modules that every stage has.
     """
@@ -34,8 +46,10 @@ class StagePlace:
         blocks = [name for name, is_block in chain if is_block]
         self.blocks = frozenset(blocks)
         self.first, self.last = (self.places[self.names[index]] for index in (0, -1))
+        self.before = chain[self.first - 1][0] if self.first else None
         self.end = len(chain) - 1
         self.last_block = self.places[blocks[-1]]
+        self.combines = len({name.rpartition(".")[0] for name in blocks}) > 1 or layout.declared == "layers"
         self.keeps_others = blocks[0] in self.names or self.last == self.end
         self.everywhere = layout.everywhere
         self._declared, self._model = layout.declared, model_name
@@ -44,19 +58,19 @@ class StagePlace:
         """The error for a part that runs twice, or in another order."""
         return SplitError(
             f"the forward of {self._model} runs {name!r} twice or in another order than {self._declared}: stages run "
-            "their parts once. Use one stage."
+            f"their parts once. Use another way in: {OTHER_WAYS}."
         )
 
     def not_called(self, name: str) -> SplitError:
         """The error for a part that the forward did not call."""
         return SplitError(
             f"the forward of {self._model} ended without calling {name!r}, which {self._declared} names, as a part of "
-            "the model. Pass layers=, or a model whose forward calls its modules."
+            f"the model. Pass layers=, or use another way in: {OTHER_WAYS}."
         )
 
     def reads_earlier(self) -> SplitError:
         """The error for a result that follows from zeros."""
         return SplitError(
             f"the result of {self._model} reads what earlier stages computed, beside the result of {self.names[0]!r} "
-            "and later parts: it would be wrong. Use one stage."
+            f"and later parts: it would be wrong. Use another way in: {OTHER_WAYS}."
         )

@@ -19,14 +19,13 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from pipeloom.errors import SplitError
+from pipeloom.errors import PipeloomError, SplitError
 from pipeloom.split.planned.caches import fill_others, lengths_of
-from pipeloom.split.planned.forward_run import ForwardRun, Leave
+from pipeloom.split.planned.forward_run import ForwardRun
 from pipeloom.split.planned.layouts import Layout
-from pipeloom.split.planned.origins import EARLIER
-from pipeloom.split.planned.place import StagePlace
+from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import (
     Format,
     OwnPart,
@@ -34,7 +33,6 @@ from pipeloom.split.planned.stand_ins import (
     format_of,
     shallow_copy,
     shaped_like_result,
-    without_memory,
 )
 from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace, running
 
@@ -90,7 +88,7 @@ class PlannedStage(StageModule):
             if name in self._where.names:
                 index = self._where.names.index(name)
                 return OwnPart(self, index, *self._chain[index])
-            return PassedOver(self, places[name], name, without_memory(module))
+            return PassedOver(self, places[name], name, module)
         prefix = f"{name}." if name else ""
         holds_parts = any(part.startswith(prefix) for part in places)
         if not holds_parts and type(module).forward is not nn.Module.forward:
@@ -121,7 +119,7 @@ class PlannedStage(StageModule):
             return OwnPart(self, name, *self.place(name, copy.deepcopy(module)))
         if self._where.keeps_others or name in self._where.everywhere:
             return OwnPart(self, name, *self.place(name, module))
-        return PassedOver(self, None, name, without_memory(module))
+        return PassedOver(self, None, name, module)
 
     def call_own(self, part: int | str, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """Called by an `OwnPart`: a part by its index, or another module by its name."""
@@ -131,7 +129,7 @@ class PlannedStage(StageModule):
             return (
                 module(*args, **settings)
                 if call is None
-                else call.run_other(module, args, settings, everywhere=part in self._where.everywhere)
+                else call.run_other(part, module, args, settings, everywhere=part in self._where.everywhere)
             )
         modules, key = self._chain[part]
         layer: Any = modules[key]
@@ -160,10 +158,26 @@ class PlannedStage(StageModule):
         if call is None:
             return shaped_like_result(twin, args, settings)
         if place is None:
-            return call.zeros(twin, args, settings, EARLIER)
+            return call.pass_other(name, twin, args, settings)
         if place < self._where.first:
-            return call.pass_earlier(place, name, twin, args, settings)
+            return call.pass_earlier(name, twin, args, settings)
         return call.pass_later(place, name, twin, args, settings, self)
+
+    def collects(self, name: str) -> bool:
+        """Whether what was collected up to the part `name` arrived from the stage before."""
+        return name == self._where.before
+
+    def read(self, part: int | str, name: str, value: Any) -> Any:
+        """Called by an `OwnPart` whose attribute the model reads."""
+        call = self._current
+        if call is None or not isinstance(value, nn.Parameter) or part in self._where.everywhere:
+            return value
+        return call.read_own(f"{part if isinstance(part, str) else self._where.names[part]}.{name}", value)
+
+    def read_absent(self, key: str, value: Any) -> Any:
+        """Called by a `PassedOver` whose attribute the model reads."""
+        call = self._current
+        return value if call is None or not isinstance(value, Tensor) else call.read_absent(key, value)
 
     @property
     def num_blocks(self) -> int:
@@ -221,19 +235,31 @@ class PlannedStage(StageModule):
             with call.origins or nullcontext():
                 output = self._shell[0](*first, **settings)
             self._check_keys(lengths)
+            if call.explores:
+                call.add_results_in(output)
+                raise Leave(self)
         except Leave as left:
             if left.stage is not self:
                 raise
             self._check_keys(lengths)
-            if call.origins is not None:
-                self._known[form] = tuple(call.found)
-            return call.message()
+            return self._message(form, call)
+        except PipeloomError:
+            raise
+        except Exception:  # some code does not work on zeros
+            if not call.explores:
+                raise
+            return self._message(form, call)
         finally:
             self._current = self._run_block = None
             fill_others(self._cache, lengths, inputs.get("input_ids", first[0] if first else None))
         output = call.finished(output)
         self._known[form] = ()
         return output
+
+    def _message(self, form: Any, call: ForwardRun) -> dict[str, Any]:
+        if call.origins is not None:
+            self._known[form] = tuple(call.found)
+        return call.message()
 
     def _check_keys(self, before: list[int]) -> None:
         """Raises SplitError where all blocks of a stage read keys and values of other stages' layers."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeloom.split.planned.collected import collecting_hooks
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -69,35 +71,40 @@ class OwnPart(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if "_link" not in vars(self):
             raise AttributeError(name)
-        _, _, home, key = vars(self)["_link"]
-        return getattr(home[key], name)
+        stage, part, home, key = vars(self)["_link"]
+        return stage.read(part, name, getattr(home[key], name))
 
 
 class PassedOver(nn.Module):
     """Stands where a model calls a module of another stage.
 
     Args:
-        stage: calls ``stage.pass_over(place, name, twin, args, settings)``.
+        stage: calls ``stage.pass_over(place, name, twin, args, settings)``, with a `twin` of the module without memory.
         place: of the part in the model; None: the module is no part.
         name: fully qualified.
-        twin: the module without memory.
+        module: the module. Of its hooks, those remain that collect outputs: a model may index what they collect.
     """
 
-    def __init__(self, stage: nn.Module, place: int | None, name: str, twin: nn.Module) -> None:
+    def __init__(self, stage: nn.Module, place: int | None, name: str, module: nn.Module) -> None:
         super().__init__()
         # In a tuple: not a submodule, so hooks and parameters of the module are not here.
-        self._link = (stage, place, name, twin)
+        self._link = (stage, place, name, without_memory(module), collecting_hooks(module))
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
-        stage, place, name, twin = vars(self)["_link"]
-        return stage.pass_over(place, name, twin, args, settings)
+        stage, place, name, twin, hooks = vars(self)["_link"]
+        result = stage.pass_over(place, name, twin, args, settings)
+        if not stage.collects(name):
+            for hook in hooks:
+                hook(self, args, result)
+        return result
 
     forward = __call__
 
     def __getattr__(self, name: str) -> Any:
         if "_link" not in vars(self):
             raise AttributeError(name)
-        return getattr(vars(self)["_link"][3], name)
+        stage, _, own, twin, _ = vars(self)["_link"]
+        return stage.read_absent(f"{own}.{name}", getattr(twin, name))
 
 
 Format = torch.dtype | None
