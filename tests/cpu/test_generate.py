@@ -99,6 +99,9 @@ def test_tokens_are_those_of_the_models_own_generate(kind: str) -> None:
     with pl.Pipeline(copy.deepcopy(model), schedule, transport="loopback") as pipe:
         others: dict[str, Any] = {"cache_implementation": "static"} if kind in ("llama", "gemma3_text") else {}
         each = (GREEDY | others, GREEDY | {"eos_token_id": _ending(model)}, SAMPLED)
+        if kind == "qwen2":  # how many tokens, in the ways of transformers
+            limits = ({}, {"max_length": 12}, {"generation_config": transformers.GenerationConfig(max_new_tokens=3)})
+            each += tuple({"do_sample": False, "pad_token_id": 0, **limit} for limit in limits)
         if kind == "qwen3_next":  # a slow model
             each = (SAMPLED | {"max_new_tokens": 3},)
         for settings in each:
@@ -191,6 +194,9 @@ def test_models_that_map_tokens_to_logits(name: str, num_ranks: int, positions: 
         assert not torch.equal(drawn[0], drawn[2])
         ended = pipe.generate(ids, max_new_tokens=6, eos_token_id=int(drawn[0][0, 4]), do_sample=True, top_k=5, seed=1)
         assert ended.shape[1] <= 10
+        assert torch.equal(pipe.generate(ids, max_length=6), _continued(model, ids, 2, window))
+        with pytest.raises(InputError, match="max_length=4: must be longer than the prompts"):
+            pipe.generate(ids, max_length=4)
 
 
 def test_layers_that_attend_in_their_own_way_run_whole_sequences() -> None:
@@ -206,6 +212,7 @@ def test_layers_that_attend_in_their_own_way_run_whole_sequences() -> None:
     ("settings", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0: must be an integer"),
+        ({"max_new_tokens": None, "max_length": 7}, "max_length"),
         ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
         ({"top_p": 1.5}, "top_p=1.5: must be above 0"),
         ({"num_beams": 3}, "num_beams=3: generate of a pipeline"),

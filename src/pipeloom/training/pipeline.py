@@ -265,7 +265,8 @@ class Pipeline:
         self,
         input_ids: Value = None,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
         attention_mask: Tensor | None = None,
         do_sample: bool | None = None,
         temperature: float | None = None,
@@ -287,7 +288,9 @@ class Pipeline:
         Args:
             input_ids: prompts, [samples, tokens], one sample or more; or a dict with them and "attention_mask", such as
                 a `BatchEncoding`. Read on the rank with the first stage.
-            max_new_tokens: the most tokens per sequence.
+            max_new_tokens: the most new tokens per sequence.
+            max_length: the most tokens per sequence, prompts included; `max_new_tokens` goes before it. If both are
+                None, the generation configuration says; its default is 20 new tokens.
             attention_mask: 0 for padding, which is on the left; for models of transformers.
             do_sample: whether to draw tokens instead of taking the likeliest.
             temperature, top_k, top_p: of sampling: divide logits, keep the likeliest tokens.
@@ -309,7 +312,7 @@ class Pipeline:
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
         chosen = (do_sample, temperature, top_k, top_p)
-        options = Options(max_new_tokens, *chosen, eos_token_id, pad_token_id, pad_to_multiple_of, more)
+        options = Options(max_new_tokens, max_length, *chosen, eos_token_id, pad_token_id, pad_to_multiple_of, more)
         self._begin()
         prompt = partial(prompt_of, plain_batch(input_ids), attention_mask)
         return generate(self.state, self.executor, self.forward, prompt, options, generator)

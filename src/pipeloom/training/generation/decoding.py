@@ -34,13 +34,11 @@ class Task(NamedTuple):
 
     Attributes:
         make_sequences: makes the sequences of a micro-batch from its prompt.
-        max_new_tokens: the most per sequence.
         generator: of random numbers; None: torch's default.
         stops: whether ranks stop once all sequences have ended.
     """
 
     make_sequences: Callable[[nn.Module, Mapping[str, Any]], Sequences]
-    max_new_tokens: int
     generator: Any
     stops: bool
 
@@ -76,12 +74,13 @@ class Decoding:
         task = self._task
         with self._worker.evaluating(self._bound, self._batch, self._call):
             yield from self._begin()
-            for number in range(task.max_new_tokens):
+            count = self.sequences[0].max_new_tokens  # all prompts have one length
+            for number in range(count):
                 yield from self._forwards(number)
                 if task.stops and all(each.ended for each in self.sequences):
                     break
             for microbatch in range(self._count):
-                yield from self._take(microbatch, task.max_new_tokens)
+                yield from self._take(microbatch, count)
 
     def _begin(self) -> Run:
         first = self._place.rank_of(0, 0)

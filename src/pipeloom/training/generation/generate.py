@@ -23,13 +23,15 @@ from pipeloom.transport.values import Value
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
+_DEFAULT_NEW_TOKENS = 20  # as in transformers
 _OTHERS = ("more", "pad_to_multiple_of")  # not of transformers
 
 
 class Options(NamedTuple):
     """The arguments of `Pipeline.generate` that say how tokens are chosen; None: as the model says."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None
+    max_length: int | None
     do_sample: bool | None
     temperature: float | None
     top_k: int | None
@@ -41,9 +43,10 @@ class Options(NamedTuple):
 
     def check(self) -> None:
         """Raises InputError for a value that no model takes."""
-        count = self.max_new_tokens
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InputError(f"max_new_tokens={count!r}: must be an integer of at least 1.")
+        for name in ("max_new_tokens", "max_length"):
+            count = getattr(self, name)
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                raise InputError(f"{name}={count!r}: must be an integer of at least 1.")
         if self.temperature is not None and not self.temperature > 0:
             raise InputError(
                 f"temperature={self.temperature}: must be above 0. Use do_sample=False for the likeliest token."
@@ -105,7 +108,6 @@ def generate(
                 sequences,
                 forward,
                 executor,
-                max_new_tokens=options.max_new_tokens,
                 multiple=options.pad_to_multiple_of,
                 generator=generator,
                 stops=stops,
@@ -125,7 +127,7 @@ def generate(
         make(stage, given)  # validates the arguments
         return given, None
 
-    task = Task(make, options.max_new_tokens, generator, stops=stops)
+    task = Task(make, generator, stops=stops)
     parts: list[Decoding] = []
 
     def run_rank(worker: Worker, bound: Bound, batch: Batch, call: int) -> Run:
@@ -192,7 +194,15 @@ def _checked_plain(prompt: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(prompt: Mapping[str, Any], state: ModelState, options: Options, *, whole: bool = False) -> PlainSequences:
     ids, window = prompt["input_ids"], state.sequence_length
-    fits = window is None or ids.shape[1] + options.max_new_tokens - 1 <= window
+    count = options.max_new_tokens or _DEFAULT_NEW_TOKENS
+    if options.max_new_tokens is None and options.max_length is not None:
+        count = options.max_length - ids.shape[1]
+    if count < 1:
+        raise InputError(
+            f"max_length={options.max_length}: must be longer than the prompts, which have {ids.shape[1]} tokens. Set "
+            "max_new_tokens, or a larger max_length."
+        )
+    fits = window is None or ids.shape[1] + count - 1 <= window
     eos = options.eos_token_id
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     pad = options.pad_token_id if options.pad_token_id is not None else ends[0] if ends else 0
@@ -203,7 +213,7 @@ def _plain(prompt: Mapping[str, Any], state: ModelState, options: Options, *, wh
         filters,
         eos=ends,
         pad=pad,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=count,
         cached=state.keeps_slices and fits and not whole,
         window=window,
     )

@@ -43,9 +43,11 @@ class Sequences(ABC):
         ids: tokens so far, [B, S].
         ended: whether all have ended.
         pad: the token behind the end of a sequence.
+        max_new_tokens: the most behind a prompt.
     """
 
     ids: Tensor
+    max_new_tokens: int
     pad: int = 0
     ended: bool = False
 
@@ -98,6 +100,7 @@ class ModelSequences(Sequences):
         self._arguments.pop("past_key_values", None)
         self._caches: dict[nn.Module, Any] = {}
         self.ids, self._is_first = found.ids, True
+        self.max_new_tokens = self._config.max_length - found.ids.shape[1]
         self._ends = any(hasattr(criterion, "eos_token_id") for criterion in self._criteria)
         pad = self._config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
@@ -222,7 +225,7 @@ class PlainSequences(Sequences):
         cached: bool,
         window: int | None,
     ) -> None:
-        self.ids, self._filters, self.pad = ids, filters, pad
+        self.ids, self._filters, self.pad, self.max_new_tokens = ids, filters, pad, max_new_tokens
         self._eos = torch.tensor(eos, dtype=torch.long, device=ids.device)
         self._contexts: dict[nn.Module, tuple[SliceContext, int]] = {}
         self._cached, self._window = cached, window

@@ -24,7 +24,6 @@ def continue_whole(
     forward: Callable[[Tensor], Value],
     executor: Executor,
     *,
-    max_new_tokens: int,
     multiple: int,
     generator: torch.Generator | None,
     stops: bool,
@@ -43,7 +42,7 @@ def continue_whole(
     """
     draws = Draws(len(sequences.ids), 1, generator)
     least = executor.programs.train.schedule.num_slices
-    for number in range(max_new_tokens):
+    for number in range(sequences.max_new_tokens):
         window: Tensor = sequences.inputs(torch.nn.Identity())
         length = window.shape[1]
         padded = -(-max(length, least) // multiple) * multiple
