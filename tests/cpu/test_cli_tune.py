@@ -18,6 +18,12 @@ def build():
 
 def alone():
     return nn.Linear(4, 4)
+
+def narrow():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 2)), torch.ones(6, 4)
+
+def absent():
+    return nn.Sequential(nn.Linear(4)), torch.ones(6, 4)
 """
 
 
@@ -72,8 +78,16 @@ def test_errors_are_one_line(capsys, own):
         (["--module", f"{own}:nothing"], "nothing"),
         (["--module", f"{own}:alone"], "must be model and batch"),
         (["--module", f"{own}:build", "--model.layers", "1"], "does not work with model.layers"),
+        (["--module", f"{own}:build", "--devices", "cuda:7,cuda:8"], "'cuda:7' does not exist"),
         (["--rounds", "0", "--module", f"{own}:build"], "at least one round"),
     ):
         code, _, err = run(capsys, *words)
         assert (code, err.count("\n")) == (2, 1), err
         assert text in err
+    for function, text in (
+        ("narrow", r"a step raised RuntimeError: .* \(in layer"),
+        ("absent", r"--module=\w+:absent: the function raised TypeError"),
+    ):
+        code, _, err = run(capsys, "--chunks", "2", "--module", f"{own}:{function}")
+        assert (code, err.count("\n")) == (1, 1), err
+        assert re.search(text, err)

@@ -3,7 +3,8 @@
 import json
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,7 @@ from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import add_model_options, given_model, measured_model
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.quantities import seconds_text
-from pipeloom.errors import InputError, folded, one_line
+from pipeloom.errors import InputError, PipeloomError, RunError, folded, one_line
 from pipeloom.report.chart_picture import chart_picture
 from pipeloom.report.line_chart import Series
 
@@ -33,16 +34,17 @@ def main(argv: Sequence[str]) -> int:
     from pipeloom.pipe.tuning import measure_chunks
 
     model, inputs, loss_fn = _gpt(given) if given["module"] is None else _of_user(given["module"], given["batch"])
-    times = measure_chunks(
-        model,
-        inputs,
-        numbers,
-        loss_fn=loss_fn,
-        rounds=given["rounds"],
-        balance=balance,
-        devices=devices,
-        checkpoint=given["checkpoint"],
-    )
+    with _failing("a step"):
+        times = measure_chunks(
+            model,
+            inputs,
+            numbers,
+            loss_fn=loss_fn,
+            rounds=given["rounds"],
+            balance=balance,
+            devices=devices,
+            checkpoint=given["checkpoint"],
+        )
     best = min(times, key=lambda each: each.median)
     if given["svg"] is not None:
         write_named("--svg", given["svg"], _picture(times))
@@ -52,6 +54,18 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(_lines(times)))
     print(f"fastest: chunks={best.chunks}, {seconds_text(best.median)} per step")
     return 0
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Turns an error of the user's code inside the block into one line, with the partition where it arose."""
+    try:
+        yield
+    except PipeloomError:
+        raise
+    except Exception as error:
+        where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        raise RunError(f"{what} raised {one_line(error)}{where}") from error
 
 
 def _parser() -> Parser:
@@ -104,7 +118,8 @@ def _of_user(name: str, batch: int | None) -> tuple[Any, Any, Any]:
         raise InputError(f"--module={name}: {one_line(error)}. Run the command where it can be imported.") from error
     finally:
         sys.path.pop(0)
-    found = function()
+    with _failing(f"--module={name}: the function"):
+        found = function()
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         raise InputError(f"--module={name}: the function returned {folded(found)}: must be model and batch.")
     model, inputs, *more = found

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, PipeTypeError, TooFewDevices, folded
 from pipeloom.pipe.skips import verify_skippables
 from pipeloom.split.chain_partition import consecutive
@@ -140,9 +141,13 @@ def _device(device: Any) -> torch.device:
         raise InputError(f"devices: {folded(device)} is no device. Use names such as 'cuda:0' or 'cpu'.") from error
     if found.type == "cpu":
         return torch.device("cpu")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count()
+    if count <= (found.index or 0):
+        seen = f"this machine has {counted(count, 'CUDA device')}" if count else "there are no CUDA devices here"
+        raise InputError(f"devices: {folded(str(found))} does not exist, {seen}. Use others, such as 'cpu'.")
+    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def placed_by_user(module: nn.Sequential) -> tuple[list[int], list[torch.device]] | None:

@@ -50,7 +50,8 @@ class Pipe(nn.Module):
             (`balance_by_time`, `balance_by_size`); None: by parameter sizes, or where the layers are if they are on
             several devices.
         chunks: number of micro-batches per batch. Smaller batches have fewer, as with `torch.chunk`.
-        devices: one per partition, and they may repeat; more are ignored. None: all CUDA devices, else the CPU.
+        devices: one per partition, and they may repeat; more are ignored, also those beyond the number of layers. None:
+            all CUDA devices, else the CPU.
         checkpoint: which micro-batches recompute their activations in the backward: "always", "except_last" or "never".
         deferred_batch_norm: whether BatchNorms update their running statistics once per batch (`DeferredBatchNorm`).
         sample: a batch for ``balance="time"`` or ``"size"``.
