@@ -85,7 +85,7 @@ def test_errors_are_one_line(capsys, own):
         assert (code, err.count("\n")) == (2, 1), err
         assert text in err
     for function, text in (
-        ("narrow", r"a step raised RuntimeError: .* \(in layer"),
+        ("narrow", r"a step raised RuntimeError: .* \(in "),
         ("absent", r"--module=\w+:absent: the function raised TypeError"),
     ):
         code, _, err = run(capsys, "--chunks", "2", "--module", f"{own}:{function}")

@@ -277,6 +277,7 @@ def test_balance_is_measured():
         ({"checkpoint": "sometimes"}, InputError, "'always', 'except_last', or 'never'"),
         ({"devices": []}, InputError, "at least one device"),
         ({"devices": ["hall"]}, InputError, "'hall' is no device"),
+        ({"devices": ["cpu", "cuda:99"]}, InputError, "'cuda:99' does not exist"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments, error, text):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from pipeloom.errors import InputError, listed
 
@@ -62,7 +63,8 @@ def decode(header: bytes) -> Layout:
 def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[Tensor]]:
     """Split a value into its layout and its tensors; the inverse of `unflatten`.
 
-    `unflatten` makes a plain tuple, list or dict of an instance of a subclass. `what` begins an error.
+    `unflatten` makes a plain tuple, list or dict of an instance of a subclass, but for a PackedSequence. `what` begins an
+    error.
 
     Raises:
         InputError: the value holds something other than dense tensors, constants, tuples, lists and dicts.
@@ -122,6 +124,8 @@ def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
         kind = "nested tensor" if value.is_nested else f"{value.layout} tensor"
     elif isinstance(value, tuple | list):  # a subclass would have to be imported by name on the other side
         items = tuple([_strip(item, tensors, what) for item in value])
+        if isinstance(value, PackedSequence):
+            return "packed", items
         return "tuple" if isinstance(value, tuple) else "list", items
     elif isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
         pairs = [(type(key).__name__, key, _strip(item, tensors, what)) for key, item in value.items()]
@@ -157,6 +161,8 @@ def _fill(structure: Any, tensors: Any) -> Value:
     if kind == "dict":
         return {key: _fill(item, tensors) for _, key, item in content[0]}
     items = [_fill(item, tensors) for item in content[0]]
+    if kind == "packed":
+        return PackedSequence(*items)
     return items if kind == "list" else tuple(items)
 
 

@@ -267,10 +267,10 @@ class ForwardRun:
         here, (args, settings) = self._place, call
         if name not in here.blocks:
             return self.zeros(twin, args, settings, origin)
-        siblings = name.rpartition(".")[0]
+        siblings = here.list_of(name)
         if siblings not in self._forms:
             like, form = (here.names[-1], self._left) if origin == LATER else (here.before, self.arrived["value"])
-            one_list = not here.combines or (like is not None and like.rpartition(".")[0] == siblings)
+            one_list = not here.combines or (like is not None and here.list_of(like) == siblings)
             if one_list or settings.get("past_key_values") is not None:
                 self._forms[siblings] = form if origin == LATER else zeros_like(form)
             else:

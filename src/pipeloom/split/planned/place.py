@@ -49,10 +49,16 @@ class StagePlace:
         self.before = chain[self.first - 1][0] if self.first else None
         self.end = len(chain) - 1
         self.last_block = self.places[blocks[-1]]
-        self.combines = len({name.rpartition(".")[0] for name in blocks}) > 1 or layout.declared == "layers"
+        self.combines = len({self.list_of(name) for name in blocks}) > 1 or layout.declared == "layers"
         self.keeps_others = blocks[0] in self.names or self.last == self.end
         self.everywhere = layout.everywhere
         self._declared, self._model = layout.declared, model_name
+
+    @staticmethod
+    def list_of(name: str) -> str:
+        """The list of modules that a part is in; of other parts, their own name."""
+        home, _, key = name.rpartition(".")
+        return home if key.isdigit() else name
 
     def in_another_order(self, name: str) -> SplitError:
         """The error for a part that runs twice, or in another order."""

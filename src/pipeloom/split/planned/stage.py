@@ -70,7 +70,8 @@ class PlannedStage(StageModule):
         self._shell = (self._shell_of(model, ""),)  # in a tuple: it is no submodule
         base: Any = model.get_submodule(layout.base)
         self._without_cache = "use_cache" in inspect.signature(base.forward).parameters
-        arguments = inspect.signature(self._shell[0].forward).parameters
+        self._signature = inspect.signature(self._shell[0].forward)
+        arguments = self._signature.parameters
         self._arguments_known = frozenset(arguments)
         self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values())
         self._format_of_model = format_of(self)
@@ -281,9 +282,17 @@ class PlannedStage(StageModule):
         return {**self._arguments(value), **more}
 
     def _arguments(self, value: Any) -> dict[str, Any]:
-        """The keyword arguments of the model: a dict of these, or its first argument."""
+        """The keyword arguments of the model: a dict of these, a tuple of all it needs, or its first argument."""
         if isinstance(value, Mapping) and (self._takes_any or self._arguments_known.issuperset(value)):
             return dict(value)
+        if isinstance(value, tuple):
+            needed = [
+                name
+                for name, each in self._signature.parameters.items()
+                if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and each.default is inspect.Parameter.empty
+            ]
+            if 1 < len(needed) <= len(value):
+                return dict(self._signature.bind(*value).arguments)
         return {_FIRST: value}
 
     def _form(self, inputs: Mapping[str, Any]) -> Any:
