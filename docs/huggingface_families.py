@@ -46,8 +46,7 @@ KINDS = """\
 
 Models of transformers without a pipeline plan are cut as found in their source: lists of blocks, and the modules around
 them in the order in which the forward names them. Stages run the model's own forward; one that runs modules otherwise
-is refused in the first step. Pipelines of 2 ranks (`1f1b`, `zb-h1`) and of 3 (`zb-h1`), compared as above. CLIP returns
-what its image tower computes, so it takes 2 ranks alone.
+is refused in the first step. Pipelines of 2 ranks (`1f1b`, `zb-h1`) and of 3 (`zb-h1`), compared as above.
 
 | kind | model | pp |
 |---|---|---|

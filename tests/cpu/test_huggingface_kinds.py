@@ -8,10 +8,10 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 
 from tests.cpu.huggingface_kinds import KINDS, RUNS, difference
 
-FEW = ("bert", "deberta-v2", "t5", "whisper", "clip", "resnet", "wav2vec2 (stable)", "mamba")
+FEW = ("bert", "resnet", "deberta-v2", "t5", "whisper", "clip", "wav2vec2 (stable)", "mamba", "llava")
 
 
-@pytest.mark.parametrize(("kind", "run"), [(kind, RUNS[index % 2]) for index, kind in enumerate(FEW)], ids=str)
+@pytest.mark.parametrize(("kind", "run"), [(kind, RUNS[index % 3]) for index, kind in enumerate(FEW)], ids=str)
 def test_a_kind_trains_as_its_model_trains_itself(kind, run):
     assert difference(kind, [run]) <= 1e-12
 

@@ -63,8 +63,8 @@ def decode(header: bytes) -> Layout:
 def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[Tensor]]:
     """Split a value into its layout and its tensors; the inverse of `unflatten`.
 
-    `unflatten` makes a plain tuple, list or dict of an instance of a subclass, but for a PackedSequence. `what` begins an
-    error.
+    `unflatten` makes a plain tuple, list or dict of an instance of a subclass, except of PackedSequence. `what` begins
+    an error.
 
     Raises:
         InputError: the value holds something other than dense tensors, constants, tuples, lists and dicts.

@@ -63,7 +63,7 @@ class ForwardRun:
             self.origins = Origins()
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
             for name, value in results.items():
-                self.origins.add_result(name, value)
+                self.origins.add_result(name, value, value)
         else:
             self.found = {_RESULT + name: value for name, value in results.items() if _RESULT + name in sends}
 
@@ -138,6 +138,8 @@ class ForwardRun:
                 if before[where].get(entry) is not value:
                     self._entries.setdefault(where, {})[entry] = value
         ends = place.first + index == place.last < place.end
+        if origins is not None:
+            origins.quiet = False
         if _RESULT + name in self._sends:
             self.found[_RESULT + name] = result
         if ends:
@@ -146,12 +148,19 @@ class ForwardRun:
             self._collected = {} if found is None else collected_outputs(found)
             if origins is None and len(self.found) == len(self._sends):
                 raise Leave(stage)
-            self._left = result = tree_map_only(Tensor, Tensor.clone, result)  # the forward may go on in place
-        if origins is not None:
-            origins.quiet = False
-            origins.replace(result, LAST if ends else OWN)
-            origins.add_result(name, result)
-        return result
+        self._left = self._given(name, result, LAST if ends else OWN, kept=ends)
+        return self._left
+
+    def _given(self, name: str, result: Any, origin: int, *, kept: bool) -> Any:
+        """What the forward gets of a module's result: a copy where the result is kept, since it may go on in place."""
+        if self.origins is None and not kept and _RESULT + name not in self._sends:
+            return result
+        given = tree_map_only(Tensor, Tensor.clone, result)
+        if self.origins is not None:
+            self.origins.replace(given, origin)
+            if not self.origins.has_result(name):
+                self.origins.add_result(name, result, given)
+        return given
 
     def run_other(
         self, name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any], *, everywhere: bool
@@ -163,8 +172,9 @@ class ForwardRun:
         origins = self.origins
         if origins is None:
             result = module(*args, **settings)
-            if key in self._sends:
+            if key in self._sends and key not in self.found:
                 self.found[key] = result
+                return self._given(name, result, 0, kept=True)
             return result
         has_parameters = next(module.parameters(), None) is not None
         given = origins.of((args, settings)) if has_parameters else 0
@@ -175,18 +185,17 @@ class ForwardRun:
             own = OWN if self._place.blocks & set(self._place.names) and not everywhere else 0
             origins.mark(result, given or own)
         known = origins.of(result)
-        if known & (OWN | LAST) and not known & (LATER | EARLIER):
-            origins.replace(result, known & (OWN | LAST))  # what it was computed of is not needed as well
-            origins.add_result(name, result)
+        if known & (OWN | LAST) and not known & (LATER | EARLIER) and not origins.has_result(name):
+            return self._given(name, result, known & (OWN | LAST), kept=True)  # and not what it was computed of
         return result
 
     def read_own(self, key: str, tensor: Tensor) -> Tensor:
         """A parameter of a module that not every stage has, which the forward reads from outside of the module."""
         if _RESULT + key in self._sends:
             self.found[_RESULT + key] = tensor
-        if self.origins is not None:
+        if self.origins is not None and not self.origins.has_result(key):
             self.origins.mark(tensor, OWN)
-            self.origins.add_result(key, tensor)
+            self.origins.add_result(key, tensor, tensor)
         return tensor
 
     def read_absent(self, key: str, tensor: Tensor) -> Tensor:

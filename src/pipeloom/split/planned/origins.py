@@ -46,7 +46,7 @@ class Origins(TorchFunctionMode):
         super().__init__()
         self.quiet = False
         self._of: dict[int, tuple[Tensor, int]] = {}  # tensors are kept, so that no other gets their id
-        self._results: dict[str, tuple[Any, int, list[int]]] = {}
+        self._results: dict[str, tuple[Any, int]] = {}
 
     def mark(self, value: Any, origin: int) -> None:
         """Add an origin to all tensors of a value."""
@@ -60,20 +60,19 @@ class Origins(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 self._of[id(leaf)] = (leaf, origin)
 
-    def add_result(self, name: str, result: Any) -> None:
-        """Give the result of a module an origin of its own: of the module's first call alone."""
-        if name not in self._results:
-            bit = _FIRST_RESULT << len(self._results)
-            self._results[name] = (result, bit, _versions(result))
-            self.mark(result, bit)
+    def add_result(self, name: str, result: Any, given: Any) -> None:
+        """Give the result of a module an origin of its own; the forward goes on with `given`, the same value."""
+        bit = _FIRST_RESULT << len(self._results)
+        self._results[name] = (result, bit)
+        self.mark(given, bit)
+
+    def has_result(self, name: str) -> bool:
+        """Whether the module has run: of several calls, the first one has an origin of its own."""
+        return name in self._results
 
     def results_in(self, origin: int) -> dict[str, Any]:
-        """The results that a value with this origin combines, by module, except those that were changed in place."""
-        return {
-            name: result
-            for name, (result, bit, versions) in self._results.items()
-            if origin & bit and versions == _versions(result)
-        }
+        """The results that a value with this origin combines, by module."""
+        return {name: result for name, (result, bit) in self._results.items() if origin & bit}
 
     def of_tensor(self, tensor: Tensor) -> int:
         """The origins of a tensor; 0: it follows from inputs alone."""
@@ -113,10 +112,6 @@ class Origins(TorchFunctionMode):
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 self.mark(args[:1], origins)
         return result
-
-
-def _versions(value: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 def tensors_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
