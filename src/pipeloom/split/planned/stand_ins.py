@@ -17,11 +17,12 @@ from pipeloom.split.planned.collected import collecting_hooks
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def without_memory(module: nn.Module) -> nn.Module:
+def without_memory(module: nn.Module, *, collects: bool = False) -> nn.Module:
     """A module of the same class with the same attributes, whose parameters and buffers are on the meta device.
 
-    Forward hooks stay behind.
+    Forward hooks stay behind, except those that collect outputs in a model that returns what it collects (`collects`).
     """
+    collects = collects or bool(getattr(module, "_can_record_outputs", None))
     twin = shallow_copy(module)
     for kind in ("_parameters", "_buffers"):
         tensors = vars(module)[kind].items()
@@ -30,7 +31,12 @@ def without_memory(module: nn.Module) -> nn.Module:
         }
     for hooks in HOOKS:
         vars(twin)[hooks] = OrderedDict()
-    twin._modules = {name: None if part is None else without_memory(part) for name, part in module._modules.items()}
+    if collects:
+        twin._forward_hooks.update(enumerate(collecting_hooks(module)))
+    twin._modules = {
+        name: None if part is None else without_memory(part, collects=collects)
+        for name, part in module._modules.items()
+    }
     return twin
 
 
