@@ -78,7 +78,7 @@ def test_errors_are_one_line(capsys, own):
         (["--module", f"{own}:nothing"], "nothing"),
         (["--module", f"{own}:alone"], "must be model and batch"),
         (["--module", f"{own}:build", "--model.layers", "1"], "does not work with model.layers"),
-        (["--module", f"{own}:build", "--devices", "cuda:7,cuda:8"], "'cuda:7' does not exist"),
+        (["--chunks", "2", "--module", f"{own}:build", "--devices", "cuda:7,cuda:8"], "'cuda:7' does not exist"),
         (["--rounds", "0", "--module", f"{own}:build"], "at least one round"),
     ):
         code, _, err = run(capsys, *words)

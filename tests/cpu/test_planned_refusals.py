@@ -70,7 +70,7 @@ class Lost(Skips):
         y = self.c(self.b(h))
         if not y.any():
             raise ValueError("zeros")
-        return self.d(y) + h
+        return self.e(self.d(y)) + h
 
 
 class Several(nn.Module):
@@ -124,6 +124,18 @@ def test_results_that_stages_combine_reach_the_stage_that_combines_them(ranks):
     equal_steps(Skips(), layers=["a", "b", "c", "d", "e"], ranks=ranks)
 
 
+def test_a_stage_returns_a_parameter():
+    class First(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), self.weight
+
+    class Second(nn.Linear):
+        def forward(self, value):
+            return super().forward(value[0] @ value[1])
+
+    equal_steps(nn.Sequential(First(4, 4), Second(4, 4)))
+
+
 def test_a_tuple_is_the_arguments_of_a_model_that_needs_several():
     model = Several()
     inputs = torch.randn(4, 5, 3), torch.tensor([5, 3, 2, 1])
@@ -145,7 +157,7 @@ def test_hooks_and_replaced_forwards_run():
     [
         (Twice(), {"layers": ["a", "b"]}, r"runs 'a' twice or in another order than layers"),
         (Residual(), {"layers": ["b", "a"]}, r"runs 'a' .* another order .*example=.*register_layout"),
-        (Lost(), {"layers": ["a", "b", "c", "d"], "cut": [2, 2]}, r"reads what earlier stages computed"),
+        (Lost(), {"layers": ["a", "b", "c", "d", "e"], "cut": [2, 3]}, r"reads what earlier stages computed"),
     ],
 )
 def test_what_stages_cannot_run_is_refused(model, options, said):

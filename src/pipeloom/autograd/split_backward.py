@@ -29,7 +29,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
@@ -48,6 +48,8 @@ _GROUP_ELEMENTS = 2**16
 
 def root_of(tensor: Tensor) -> Root:
     """The root of a backward: an edge of the graph, which does not keep the tensor's memory alive."""
+    if isinstance(tensor, nn.Parameter):  # its own gradient is one of W, as behind any operation
+        tensor = tensor.view_as(tensor)
     node = tensor.grad_fn
     if node is None:
         return tensor

@@ -62,8 +62,6 @@ class ForwardRun:
         if sends is None:
             self.origins = Origins()
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
-            for name, value in results.items():
-                self.origins.add_result(name, value, value)
         else:
             self.found = {_RESULT + name: value for name, value in results.items() if _RESULT + name in sends}
 
@@ -148,12 +146,12 @@ class ForwardRun:
             self._collected = {} if found is None else collected_outputs(found)
             if origins is None and len(self.found) == len(self._sends):
                 raise Leave(stage)
-        self._left = self._given(name, result, LAST if ends else OWN, kept=ends)
+        self._left = self._given(name, result, LAST if ends else OWN)
         return self._left
 
-    def _given(self, name: str, result: Any, origin: int, *, kept: bool) -> Any:
-        """What the forward gets of a module's result: a copy where the result is kept, since it may go on in place."""
-        if self.origins is None and not kept and _RESULT + name not in self._sends:
+    def _given(self, name: str, result: Any, origin: int) -> Any:
+        """What the forward gets of a module's result: a copy where the result is sent, since it may go on in place."""
+        if self.origins is None and result is not self.result and _RESULT + name not in self._sends:
             return result
         given = tree_map_only(Tensor, Tensor.clone, result)
         if self.origins is not None:
@@ -168,13 +166,13 @@ class ForwardRun:
         """Run a module that is no part. What follows from inputs alone need not be sent, if every stage computes it."""
         key = _RESULT + name
         if key in self._extras:
-            return self._extras[key]
+            return self._given(name, self._extras[key], OWN)
         origins = self.origins
         if origins is None:
             result = module(*args, **settings)
             if key in self._sends and key not in self.found:
                 self.found[key] = result
-                return self._given(name, result, 0, kept=True)
+                return self._given(name, result, 0)
             return result
         has_parameters = next(module.parameters(), None) is not None
         given = origins.of((args, settings)) if has_parameters else 0
@@ -186,7 +184,7 @@ class ForwardRun:
             origins.mark(result, given or own)
         known = origins.of(result)
         if known & (OWN | LAST) and not known & (LATER | EARLIER) and not origins.has_result(name):
-            return self._given(name, result, known & (OWN | LAST), kept=True)  # and not what it was computed of
+            return self._given(name, result, known & (OWN | LAST))  # and not what it was computed of
         return result
 
     def read_own(self, key: str, tensor: Tensor) -> Tensor:
@@ -202,7 +200,7 @@ class ForwardRun:
         """What stands for a tensor of a module of another stage: the received one, or zeros without memory."""
         received = self._extras.get(_RESULT + key)
         if isinstance(received, Tensor):
-            return received
+            return received if self.origins is None else self._given(key, received, OWN)
         before, now = self._formats()
         device = next((leaf.device for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)), None)
         dtype = now if now is not None and tensor.dtype == before else tensor.dtype
@@ -225,7 +223,7 @@ class ForwardRun:
     def pass_other(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """What a module returns that is no part, and is on other stages: what arrived, or zeros."""
         received = self._extras.get(_RESULT + name)
-        return self.zeros(twin, args, settings, EARLIER) if received is None else received
+        return self.zeros(twin, args, settings, EARLIER) if received is None else self._given(name, received, OWN)
 
     def pass_earlier(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """What a part of an earlier stage returns: what arrived, or zeros."""
@@ -237,9 +235,9 @@ class ForwardRun:
             if found is not None:
                 for key, values in self.arrived.get("collected", {}).items():
                     found[key] = list(values)
-            return self.arrived["value"]
+            return self._given(name, self.arrived["value"], OWN)
         if _RESULT + name in self._extras:
-            return self._extras[_RESULT + name]
+            return self._given(name, self._extras[_RESULT + name], OWN)
         return self._absent(name, twin, (args, settings), EARLIER)
 
     def pass_later(
