@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
@@ -14,7 +14,7 @@ from pipeloom.cli import main
 from pipeloom.errors import SplitError
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.plan.partition import Problem, Profile, parse_profile, partition_layers
-from pipeloom.split import profile_layers, profile_model, split
+from pipeloom.split import profile_graph, profile_layers, profile_model, split
 
 
 class Pair(nn.Module):
@@ -223,3 +223,44 @@ def test_the_command_measures_and_writes_what_it_measured(capsys, tmp_path):
     assert "batch=0: must be at least 1 sequence" in capsys.readouterr().err
     assert main([*words, *model, "--write-profile", str(tmp_path)]) == 2
     assert ": Is a directory. Use a writable path." in capsys.readouterr().err
+
+
+class Branches(nn.Module):
+    """An encoder that two layers of a decoder read, and weights that encoder and decoder share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.third.weight = self.first.weight
+        self.scale = nn.BatchNorm1d(8)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory = self.encoder(source)
+        here = self.second(self.first(target) + memory)
+        return self.scale(self.third(here + memory))
+
+
+def test_a_traced_model_is_a_graph_of_calls():
+    torch.manual_seed(0)
+    model = Branches()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    example = (torch.randn(4, 8), torch.randn(4, 8))
+    rows, ties, edges = profile_graph(model, example, num_rounds=1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    names = [row.name for row in rows]
+    encoder, first, second, third, scale = map(names.index, ("encoder", "first", "second", "third", "scale"))
+    readers = {target for source, target in edges if source == encoder}
+    assert len(readers) == 2
+    assert all(source < target for source, target in edges)
+    assert {first, second, third} & {source for source, _ in edges} == {first, second, third}
+    assert all(row.forward_seconds > 0 and row.backward_seconds >= 0 for row in rows)
+    assert rows[encoder].activation_bytes == rows[scale].activation_bytes == 4 * 8 * 4
+    assert rows[encoder].parameter_bytes == 2 * 72 * 4
+    assert sum(row.parameter_bytes for row in rows) == 4 * (64 + sum(p.numel() for p in model.parameters()))
+    assert ties == [(64 * 4, (first, third))]
+    profile = Profile.of(rows, ties, edges=edges)
+    assert parse_profile(profile.to_json()) == profile
+    found = partition_layers(profile, [(2, 1e12)])
+    assert found.all_cuts
+    assert sum(stage.replicas for stage in found.stages) == 2

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pipeloom.split.profile import LayerTime, profile_layers
     from pipeloom.split.stage_module import StageModule
     from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
+    from pipeloom.split.traced.timing import profile_graph
 
 # Module -> its public names, loaded at first use.
 _LAZY = {
@@ -17,6 +18,7 @@ _LAZY = {
     "pipeloom.split.profile": "LayerTime profile_layers",
     "pipeloom.split.stage_module": "StageModule",
     "pipeloom.split.stages": "Stages TiedParameter profile_model split",
+    "pipeloom.split.traced.timing": "profile_graph",
 }
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Tie",
     "TiedParameter",
     "partition",
+    "profile_graph",
     "profile_layers",
     "profile_model",
     "register_layout",

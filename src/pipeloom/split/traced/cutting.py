@@ -8,7 +8,6 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import SplitError
-from pipeloom.split.profile import Clock, untouched
 from pipeloom.split.traced.export import Trace, trace_modes
 from pipeloom.split.traced.segments import (
     Segment,
@@ -16,11 +15,11 @@ from pipeloom.split.traced.segments import (
     calls_of,
     cut_at,
     find_segments,
-    measure,
     operations,
     written,
 )
 from pipeloom.split.traced.stage import Code, Name, Part, TracedStage
+from pipeloom.split.traced.timing import measure
 
 Agree = Callable[[list[float]], list[float]]  # times as measured by the first process
 
@@ -92,28 +91,7 @@ def _weights(model: nn.Module, trace: Trace, segments: Sequence[Segment], exampl
         return sizes
     if cut != "time":
         raise SplitError(f"cut={cut!r}: a traced model is cut by 'time', by 'parameters', or at names of modules.")
-    tensors = _tensors(model, trace)
-    clock = Clock([model], example, lambda: 0.0)
-    training = model.training
-    with untouched([model], clock.cuda):
-        leaves, _ = trace.rules.signature.leaves(example)
-        known = {name: tensors[target] for name, target in trace.held.items()}
-        known |= dict(zip(trace.inputs, leaves, strict=True))
-
-        def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
-            if node.op == "get_attr":
-                return getattr(trace.graph_module, str(node.target))
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-
-        seconds = measure(segments, known, trace.inputs, run)
-    assert model.training is training
-    return seconds
-
-
-def _tensors(model: nn.Module, trace: Trace) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    return tensors | trace.constants
+    return [each.forward_seconds + each.backward_seconds for each in measure(model, trace, segments, example)]
 
 
 def _mark(node: fx.Node) -> tuple[tuple[str, ...], str]:

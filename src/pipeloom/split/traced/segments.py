@@ -1,12 +1,10 @@
-"""The places where a traced graph may be cut, and the time that each segment between them takes.
+"""The places where a traced graph may be cut.
 
 A segment is a call of a module, with the operations between two calls as segments of their own. Segments are calls of
 the outermost modules; where these are too few to balance, of the modules inside.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
-from time import perf_counter
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -217,60 +215,3 @@ def _bytes_across(segments: Sequence[Segment]) -> list[float]:
         for boundary in range(made + 1, last + 1):
             crossing[boundary] += size
     return crossing
-
-
-def _looked_up(values: Mapping[str, Any]) -> Callable[[fx.Node], Any]:
-    return lambda node: values[node.name]
-
-
-def measure(
-    segments: Sequence[Segment],
-    known: Mapping[str, Any],
-    inputs: Sequence[str],
-    run: Callable[[fx.Node, Any, Any], Any],
-    num_rounds: int = 3,
-) -> list[float]:
-    """Seconds of forward and backward of each segment.
-
-    Args:
-        segments: in order.
-        known: values of the placeholders by name.
-        inputs: those that are inputs of the model, which may change them in place.
-        run: calls the target of a node with arguments.
-        num_rounds: rounds whose median is taken, after one that is discarded.
-    """
-    values: dict[str, Any] = dict(known)
-    last_use = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
-    for index, segment in enumerate(segments):
-        for node in segment.nodes:
-            for source in node.all_input_nodes:
-                last_use[source] = index
-    seconds = []
-    for index, segment in enumerate(segments):
-        times = []
-        for _ in range(num_rounds + 1):
-            own = values | {name: values[name].clone() for name in inputs if isinstance(values[name], Tensor)}
-            sources = [t for t in known.values() if isinstance(t, Tensor) and t.requires_grad]
-            read = {source.name for node in segment.nodes for source in node.all_input_nodes} - {*known}
-            for name in read & values.keys():
-                if isinstance(values[name], Tensor) and values[name].is_floating_point():
-                    leaf = values[name].detach().requires_grad_()
-                    sources.append(leaf)
-                    own[name] = leaf.clone()
-            begun = perf_counter()
-            for node in segment.nodes:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), _looked_up(own))
-                own[node.name] = run(node, args, kwargs)
-            ends = [
-                own[node.name] for node in segment.nodes if any(last_use.get(user, -1) > index for user in node.users)
-            ] or [own[segment.nodes[-1].name]]
-            roots = [end for end in ends if isinstance(end, Tensor) and end.requires_grad]
-            if roots and sources:
-                torch.autograd.grad(roots, sources, [torch.ones_like(root) for root in roots], allow_unused=True)
-            times.append(perf_counter() - begun)
-        seconds.append(median(times[1:]))
-        values |= {
-            node.name: own[node.name].detach() if isinstance(own[node.name], Tensor) else own[node.name]
-            for node in segment.nodes
-        }
-    return seconds
