@@ -203,7 +203,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(kind):
         split(build("gpt2", add_cross_attention=True), 2, parts_of_sequences=True)
     albert = transformers.AlbertModel(transformers.AlbertConfig(**{**SMALL, "num_hidden_layers": 2}))
     with pytest.raises(
-        SplitError, match=r"^AlbertModel with model_type='albert' .*register_layout, or pass layers=\.$"
+        SplitError, match=r"^AlbertModel with model_type='albert' .*example=.*register_layout, or layers=\.$"
     ):
         split(albert, 2)
     assert split(albert, 1).modules == [albert]

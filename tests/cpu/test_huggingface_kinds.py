@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 
-from tests.cpu.huggingface_kinds import KINDS, RUNS, difference
+import pipeloom as pl
+from pipeloom.errors import SplitError
+from tests.cpu.huggingface_kinds import KINDS, RUNS, batch_of, difference
 
 FEW = ("bert", "resnet", "deberta-v2", "t5", "whisper", "clip", "wav2vec2 (stable)", "mamba", "llava")
 
@@ -14,6 +17,27 @@ FEW = ("bert", "resnet", "deberta-v2", "t5", "whisper", "clip", "wav2vec2 (stabl
 @pytest.mark.parametrize(("kind", "run"), [(kind, RUNS[index % 3]) for index, kind in enumerate(FEW)], ids=str)
 def test_a_kind_trains_as_its_model_trains_itself(kind, run):
     assert difference(kind, [run]) <= 1e-12
+
+
+def test_a_model_whose_layers_share_parameters_is_traced():
+    import transformers
+
+    sizes = {"vocab_size": 64, "embedding_size": 8, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"), 0.0)
+    config = transformers.AlbertConfig(num_hidden_layers=2, **sizes, **dropout)
+    batch, model = batch_of("roberta"), transformers.AlbertForSequenceClassification(config).double().train()
+    expected = model(**batch).loss
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    schedule = pl.schedules.build("zb-h1", num_ranks=2, num_microbatches=2)
+    example = {name: value[:2] for name, value in batch.items()}
+    with pytest.raises(SplitError, match="example="):
+        pl.Pipeline(model, schedule)
+    with pl.Pipeline(model, schedule, example=example, cut="parameters") as pipe:
+        torch.testing.assert_close(pipe.step(batch), expected.detach())
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients.get(name))
 
 
 @pytest.mark.whole_grid

@@ -72,8 +72,8 @@ def find_decoder(model: nn.Module, num_stages: int) -> Decoder | None:
             return None
         raise SplitError(
             f"{type(model).__name__} with model_type={getattr(config, 'model_type', None)!r} cannot be split: no "
-            "base_model_pp_plan of its configuration names its modules. Declare their order with "
-            "pipeloom.register_layout, or pass layers=."
+            "base_model_pp_plan of its configuration names its modules, and it has no list of blocks. Trace it: pass "
+            "inputs as example=; or declare the order of its modules with pipeloom.register_layout, or layers=."
         )
     if getattr(config, "add_cross_attention", False):
         raise SplitError(
