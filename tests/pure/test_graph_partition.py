@@ -22,6 +22,7 @@ from pipeloom.plan.partition import (
     partition_synchronous,
     pivot_seconds,
 )
+from pipeloom.plan.partition.cuts import MOST_CUTS, Cuts
 
 Stages = list[tuple[tuple[int, ...], int]]  # layers and replicas
 
@@ -194,6 +195,26 @@ def test_a_chain_with_edges_is_partitioned_like_one_without():
             plain, graph = (partition_layers(each, levels, memory_cap=200.0) for each in (chain, chain_of(chain)))
             assert graph.period_seconds == pytest.approx(plain.period_seconds, rel=1e-12)
             assert [s.replicas for s in graph.stages] == [s.replicas for s in plain.stages]
+
+
+def test_in_a_graph_with_too_many_cuts_short_layers_stay_together():
+    """Three branches of fifteen layers have 4,096 cuts."""
+    rng = random.Random(0)
+    rows = [(f"layer {k}", rng.uniform(0.1, 1.0), 1.0, rng.uniform(0.1, 1.0), 1.0) for k in range(47)]
+    rows[7] = ("short", 1e-3, 1e-3, 1.0, 1.0)
+    inside = [(layer, layer + 1) for layer in range(1, 45) if layer % 15]
+    graph = Profile.of(rows, edges=[*((0, k) for k in (1, 16, 31)), *inside, *((k, 46) for k in (15, 30, 45))])
+    cuts = Cuts(graph)
+    assert not cuts.complete
+    assert 200 < cuts.count <= MOST_CUTS
+    found = partition_layers(graph, [(6, 0.5)])
+    assert not found.all_cuts
+    of = {layer: k for k, stage in enumerate(found.stages) for layer in found.order[stage.first : stage.last + 1]}
+    assert sorted(of) == list(range(47))
+    assert all(of[source] <= of[target] for source, target in graph.edges)
+    stages = stages_of(found.order, [(s.first, s.last, s.replicas) for s in found.stages])
+    assert period_of(graph, stages, 0.5) == pytest.approx(found.period_seconds)
+    assert of[7] in (of[6], of[8])
 
 
 def test_a_graph_with_too_many_cuts_is_cut_in_its_own_order():

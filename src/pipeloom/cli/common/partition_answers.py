@@ -262,7 +262,7 @@ def _few_cuts(all_cuts: bool) -> list[str]:
     """A line where not all cuts of a graph were tried."""
     if all_cuts:
         return []
-    return [f"the graph has more than {MOST_CUTS:,} cuts: only those in the order of the profile were tried"]
+    return [f"the graph has more than {MOST_CUTS:,} cuts, of which some were tried"]
 
 
 def _with_processes(plan: Plan, layers: SharedLayers | None) -> Plan:

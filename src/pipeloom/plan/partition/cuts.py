@@ -32,7 +32,9 @@ MOST_CUTS = 2_000
 class Cuts:
     """The cuts of a profile.
 
-    A graph with more than `MOST_CUTS` down-sets is cut only between layers in the order of the profile.
+    In a graph with more than `MOST_CUTS` down-sets, the shortest layers are kept together with the only layer that
+    reads them, where this is its only input, until there are few enough. If there are still too many (branches side
+    by side), the graph is cut only between layers in the order of the profile.
 
     Attributes:
         count: number of cuts, without that in front of all layers.
@@ -60,8 +62,7 @@ class Cuts:
         found = _down_sets(inputs, self._free)
         if found is None:
             self.complete = False
-            counted = (0 if self._free >> layer & 1 else 1 << layer for layer in range(self._num_layers))
-            found = sorted(set(accumulate(counted, int.__or__, initial=0)))
+            found = _coarser_sets(profile.layers, profile.edges, self._free) or _in_order(len(inputs), self._free)
         self._sets = np.array([[bits >> layer & 1 for layer in range(self._num_layers)] for bits in found], dtype=bool)
         self.count, self.sizes = len(found) - 1, self._sets.sum(axis=1)
         self.crossing = self._crossing(profile.edges)[1:]
@@ -143,6 +144,42 @@ def _down_sets(inputs: Sequence[int], free: int) -> list[int] | None:
             return None
         current = larger
     return found
+
+
+def _in_order(num_layers: int, free: int) -> list[int]:
+    """The first layers, as bits."""
+    counted = (0 if free >> layer & 1 else 1 << layer for layer in range(num_layers))
+    return sorted(set(accumulate(counted, int.__or__, initial=0)))
+
+
+def _coarser_sets(layers: Sequence[LayerProfile], edges: Sequence[tuple[int, int]], free: int) -> list[int] | None:
+    """Down-sets that do not separate short layers from their only reader; None if they are too many as well."""
+    group_of = {layer: layer for layer in range(len(layers)) if not free >> layer & 1}
+    while True:
+        seconds, members = dict.fromkeys(group_of.values(), 0.0), dict.fromkeys(group_of.values(), 0)
+        for layer, group in group_of.items():
+            seconds[group] += layers[layer].forward_seconds + layers[layer].backward_seconds
+            members[group] |= 1 << layer
+        needs: dict[int, set[int]] = {group: set() for group in members}
+        readers: dict[int, set[int]] = {group: set() for group in members}
+        for source, target in edges:
+            if source in group_of and group_of[source] != group_of[target]:
+                needs[group_of[target]].add(group_of[source])
+                readers[group_of[source]].add(group_of[target])
+        groups = list(members)
+        found = _down_sets([sum(1 << groups.index(need) for need in needs[group]) for group in groups], 0)
+        if found is not None:
+            parts = ([part for number, part in enumerate(members.values()) if bits >> number & 1] for bits in found)
+            return sorted((sum(each) for each in parts), key=lambda bits: (bits.bit_count(), bits))
+        alone = [(min(readers[group]), group) for group in groups if len(readers[group]) == 1]
+        pairs = sorted((seconds[a] + seconds[b], a, b) for b, a in alone if len(needs[b]) == 1)
+        if not pairs:
+            return None
+        merged: dict[int, int] = {}
+        for _, first, second in pairs[: 1 + len(pairs) // 4]:
+            if not {first, second} & (merged.keys() | merged.values()):
+                merged[second] = first
+        group_of = {layer: merged.get(group, group) for layer, group in group_of.items()}
 
 
 def _range_sums(values: Sequence[float], ties: Sequence[Tie] = ()) -> Array:

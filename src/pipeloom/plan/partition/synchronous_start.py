@@ -24,6 +24,7 @@ Stage = tuple[int, int, int]  # the cuts in front of it and behind it, replicas
 
 _LONGER = np.geomspace(1.0, 4.0, 25)  # T over the lower bound
 _PRICES = (0.0, 0.01, 0.1, 0.5, 1.0, 3.0)  # of a second, in ranks of an even stage per second of it
+_FEW_CUTS = 300  # with more, a part of these is tried
 _LATER = (0.0, 0.25, 0.5, 0.75)  # how much more ranks than in proportion the last stage gets
 
 
@@ -59,7 +60,7 @@ def least_step_seconds(costs: StageCosts) -> float:
         if high > 1e120:
             return 0.0
     low = high / 2 if high > 1e-9 else 0.0
-    while high - low > 1e-9 * high and high > 1e-12:
+    while high - low > 1e-6 * high and high > 1e-12:
         middle = (low + high) / 2
         low, high = (low, middle) if needed_ranks(replicas_within(costs, middle))[-1] <= costs.ranks else (middle, high)
     return low
@@ -73,8 +74,10 @@ def first_partitions(
     found: dict[tuple[Stage, ...], float] = {}
     even = costs.ranks / max(float(work[0, -1]), 1e-300)
     seen: set[tuple[int, ...]] = set()
-    for longer, price in product(_LONGER, _PRICES):
-        least_replicas = replicas_within(costs, least * longer)
+    every = 1 if costs.cuts.count <= _FEW_CUTS else 3
+    for longer, price in product(_LONGER[::every], _PRICES[::every]):
+        if price == _PRICES[0]:
+            least_replicas = replicas_within(costs, least * longer)
         rate = price * even * costs.ranks / max(1, costs.cuts.count)
         with np.errstate(invalid="ignore", divide="ignore"):
             replicas = np.maximum(least_replicas, np.sqrt(rate * work))
