@@ -60,6 +60,14 @@ def test_bars_are_stacked_at_one_scale():
     ]
 
 
+def test_a_much_longer_bar_does_not_hide_the_others():
+    slow = ShownPlan(name="usual choice", cells=(), seconds={"computing": 100.0, "bubble": 300.0, "tensor": 0.0})
+    found = page(others=[slow])
+    assert "usual choice (not to scale)" in page_of(found)
+    widths = re.findall(r'style="width:([\d.]+)%;background', found)
+    assert widths == ["18.75", "6.25", "18.75", "12.50", "25.00", "75.00"]
+
+
 def test_memory_of_many_ranks_is_drawn_in_groups():
     text = page_of(page(peak_bytes=[3.0 * 2**30] * 100 + [2.0**30] * 28, memory_bytes=None))
     assert "ranks 0 to 99 3 GiB ranks 100 to 127 1 GiB" in text

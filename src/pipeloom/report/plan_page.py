@@ -22,6 +22,7 @@ _COLOURS = (
     "#7a6ff0",
     "#8c564b",
 )
+_LONGEST = 4.0  # of the bars at one scale, beside the best plan's
 _MOST_BARS = 64  # ranks whose memory is drawn one by one
 
 
@@ -67,7 +68,8 @@ def plan_html(
         refused: number of configurations by reason.
         others: plans whose time is compared, beside those of the table.
     """
-    longest = max(sum(plan.seconds.values()) for plan in (*plans, *others))
+    totals = [sum(plan.seconds.values()) for plan in (*plans, *others)]
+    longest = min(max(totals), _LONGEST * totals[0])
     memory, note = _memory(peak_bytes, memory_bytes), ""
     if memory_bytes is not None:
         note += f" The full width is {bytes_text(memory_bytes)}, which a plan may use of a device."
@@ -92,18 +94,20 @@ def plan_html(
 
 
 def _bar(plan: ShownPlan, names: Sequence[str], colours: Mapping[str, str], longest: float) -> dict[str, object]:
-    """The parts of one stacked bar, with their widths in percent of the longest one."""
+    """The parts of one stacked bar, with their widths in percent of the longest one; a longer one has its own scale."""
     total = sum(plan.seconds.values())
+    full = max(longest, total)
     parts = [
         {
-            "width": f"{100 * plan.seconds[name] / longest:.2f}",
+            "width": f"{100 * plan.seconds[name] / full:.2f}",
             "colour": colours[name],
             "tip": f"{name}: {seconds_text(plan.seconds[name])}, {percent_text(plan.seconds[name] / total)}",
         }
         for name in names
         if plan.seconds[name] > 0
     ]
-    return {"name": plan.name, "total": seconds_text(total), "parts": parts}
+    name = plan.name if total <= longest else f"{plan.name} (not to scale)"
+    return {"name": name, "total": seconds_text(total), "parts": parts}
 
 
 def _memory(peaks: Sequence[float], capacity: float | None) -> list[dict[str, str]]:
