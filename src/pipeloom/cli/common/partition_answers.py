@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pipeloom.cli.common.inside_options import inside_text, plan_fields
 from pipeloom.cli.common.planning import planned_options, stream_command, train_command
 from pipeloom.common.quantities import bytes_text, counted, seconds_text, table_lines
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, shortened
 from pipeloom.plan.partition import (
     Partition,
     Profile,
@@ -30,6 +30,7 @@ from pipeloom.plan.shared_layers import SharedLayers
 from pipeloom.schedules import find, steady_length
 
 _MOST_SIMULATED = 50_000  # forwards per step; larger steps are not simulated
+_MOST_SHOWN = 40  # characters of a layer's name
 _NEARLY = 1.001  # relative difference below which two periods count as equal
 _Levels = Sequence[tuple[int, float]]
 _Options = Mapping[str, Any]
@@ -133,6 +134,9 @@ class StreamAnswer:
         except InputError as error:
             return [f"pipeloom cannot train this: {error}"]
         here = bool(self._options)
+        in_python = f"train it in Python: pl.Pipeline(model, {_in_python(plan, path)})"
+        if self._profile.edges is not None:
+            return [in_python]
         gpt = is_gpt(self._profile)
         tied = {"model.tie_embeddings": True} if gpt and self._profile.ties else {}
         try:
@@ -140,7 +144,7 @@ class StreamAnswer:
             lines = [f"{'train it' if here else 'train a GPT of pipeloom'}: {command}"]
         except InputError as error:
             lines = [f"pipeloom train cannot run this: {error}"]
-        return lines if here else [f"train it in Python: pl.Pipeline(model, {_in_python(plan, path)})", *lines]
+        return lines if here else [in_python, *lines]
 
     def _compared(self, name: str, other: Partition | None, missing: str) -> str:
         """A line on another partition; `missing` says why there is none."""
@@ -306,9 +310,12 @@ def _stage(profile: Profile, first: int, last: int, replicas: int) -> dict[str, 
 
 def _layers(profile: Profile, first: int, last: int) -> tuple[str, str]:
     """The layers of a stage by number and by name, on one line: control characters are escaped."""
-    names = dict.fromkeys(profile.layers[layer].name for layer in (first, last))
-    shown = (letter if letter.isprintable() else repr(letter)[1:-1] for letter in " .. ".join(names))
-    return f"{first}-{last}", "".join(shown)
+    names = dict.fromkeys(_shown(profile.layers[layer].name) for layer in (first, last))
+    return f"{first}-{last}", " .. ".join(names)
+
+
+def _shown(name: str) -> str:
+    return shortened("".join(each if each.isprintable() else repr(each)[1:-1] for each in name), _MOST_SHOWN)
 
 
 def _seconds(seconds: float) -> str:
