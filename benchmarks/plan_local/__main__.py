@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from statistics import median
@@ -10,87 +11,152 @@ from typing import Any
 
 from benchmarks.common.processes import Crew
 from benchmarks.common.report import Parts, environment, markdown, save, table
-from benchmarks.plan_local.cases import CASES, SCHEDULES, STRATEGIES, Case, configurations, label
-from benchmarks.plan_local.subject import Trainer, mean_layers
+from benchmarks.plan_local.cases import CASES, Case, configurations, label
+from benchmarks.plan_local.subject import Trainer
 
 from pipeloom.plan.architecture import Architecture
-from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.cluster import Cluster, parse_cluster
+from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import find_cluster
+from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
+from pipeloom.plan.memory import memory_of_ranks
+
+KINDS = ("profile", "tables")
+_QUIET = 0.1  # of the cores' time that others may use during a measurement
+_MOST_TRIES = 3  # rounds over those that count
+_NEAR = 1.05  # chosen over fastest
 
 
-def measure(case: Case, crew: Crew, cluster: Cluster, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each configuration of a case: predicted seconds by tables and by profile, and measured ones."""
-    rates = cluster.beside(case.processes).rates
-    found = list(configurations(case, tuple(arguments.schedules), tuple(arguments.strategies)))
-    sizes = sorted({of.microbatch_size for of in found})
-    layers = mean_layers(crew.call("layers", case.config, sizes, rates))
+def measure(case: Case, crew: Crew, cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The layers of a model as measured, and for each configuration predicted seconds and bytes, and measured ones."""
+    rows = [build(case, crew, cluster, of) for of in configurations(case)]
+    layers = measure_layers(case, crew, cluster)
+    take_turns(crew, rows, arguments, cluster.measured.cores if cluster.measured else 1)
+    crew.call("close_all")
+    predict(case, cluster, layers, rows)
+    return {"summary": summary(rows), "layers": layers.to_mapping(), "rows": rows}
+
+
+def build(case: Case, crew: Crew, cluster: Cluster, of: Configuration) -> dict[str, Any]:
+    """The row of a configuration, which is built, with the bytes of its step on the process that holds most."""
+    crew.call("build", label(of), case.config, of)
+    costs = CostModel(model=Architecture.of_gpt(case.config), cluster=cluster)
+    ranks = memory_of_ranks(costs.program(of), costs.memory_model(of))
+    return {
+        "label": label(of),
+        "bytes": max(sum(each.values()) for each in crew.call("memory", label(of))),
+        "predicted_bytes": max(sum(rank.kinds.values()) for rank in ranks),
+        "measured": [],
+        "disturbed": [],
+    }
+
+
+def measure_layers(case: Case, crew: Crew, cluster: Cluster) -> LayerTimes:
+    """Measure the layers of the model, side by side on as many processes as there are cores."""
+    sizes = sorted({of.microbatch_size for of in configurations(case)})
+    answers = crew.call("layers", case.config, sizes, cluster.beside(case.processes).rates)
+    return mean_layers([each for each in answers if each is not None])
+
+
+def predict(case: Case, cluster: Cluster, layers: LayerTimes, rows: list[dict[str, Any]]) -> None:
+    """Predict the step of each configuration."""
     model = Architecture.of_gpt(case.config)
-    tables, profile = CostModel(model=model, cluster=cluster), CostModel(model=model, cluster=cluster, measured=layers)
-    rows: list[dict[str, Any]] = []
-    for of in found:
-        predicted = profile.predict(of)
-        rows.append(
-            {
-                "label": label(of),
-                "tables": tables.predict(of).step_seconds,
-                "profile": predicted.step_seconds,
-                "update": predicted.update_seconds,
-                "work": of.devices // of.pipeline * of.microbatches * sum(map(sum, profile.stage_seconds(of))),
-                "measured": [],
-                "cpu": [],
-            }
-        )
-        crew.call("build", label(of), case.config, of)
-    for _ in range(arguments.rounds):
+    models = {
+        "profile": CostModel(model=model, cluster=cluster, measured=layers),
+        "tables": CostModel(model=model, cluster=cluster),
+    }
+    for of, row in zip(configurations(case), rows, strict=True):
+        predictions = {kind: costs.predict(of) for kind, costs in models.items()}
+        row["predicted"] = {kind: each.step_seconds for kind, each in predictions.items()}
+        row["update"] = predictions["profile"].update_seconds
+        row["stages"] = models["profile"].stage_seconds(of)
+        row["bubble"] = predictions["profile"].timeline.bubble_fraction
+
+
+def take_turns(crew: Crew, rows: list[dict[str, Any]], arguments: argparse.Namespace, cores: int) -> None:
+    """Measure steps of all configurations in rounds; one during which others used the cores is repeated."""
+    for _ in range(_MOST_TRIES * arguments.rounds):
         for row in rows:
-            steps = crew.call("steps", row["label"], arguments.steps)
-            for each in zip(*steps, strict=True):
-                seconds, busy = zip(*each, strict=True)
-                row["measured"].append(max(seconds))
-                row["cpu"].append(sum(busy))
+            if len(row["measured"]) >= arguments.rounds * arguments.steps:
+                continue
+            answers = crew.call("steps", row["label"], arguments.steps)
+            whole = answers[0]["whole"]
+            others = answers[0]["machine"] - sum(each["own"] for each in answers)
+            key = "measured" if others < _QUIET * cores * whole else "disturbed"
+            row[key] += [max(each) for each in zip(*(answer["steps"] for answer in answers), strict=True)]
     for row in rows:
         row["busy"] = crew.call("busy", row["label"])
-    crew.call("close_all")
-    return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a case shows: the chosen plan over the best, and predicted over measured steps, by kind of prediction."""
-    measured = [median(row["measured"]) for row in rows]
-    best = min(measured)
-    shown: dict[str, Any] = {"best": rows[measured.index(best)]["label"], "configurations": len(rows)}
-    for kind in ("tables", "profile"):
-        predicted = [row[kind] for row in rows]
+    """What a case shows: the chosen plan over the fastest one, and predicted over measured steps and bytes."""
+    measured = [median(row["measured"] or row["disturbed"]) for row in rows]
+    fastest = min(measured)
+    shown: dict[str, Any] = {
+        "fastest": rows[measured.index(fastest)]["label"],
+        "configurations": len(rows),
+        "disturbed": sum(not row["measured"] for row in rows),
+        "bytes": _spread([row["predicted_bytes"] / row["bytes"] for row in rows]),
+    }
+    for kind in KINDS:
+        predicted = [row["predicted"][kind] for row in rows]
         chosen = predicted.index(min(predicted))
-        ratios = sorted(a / b for a, b in zip(predicted, measured, strict=True))
         shown[kind] = {
             "chosen": rows[chosen]["label"],
-            "over_best": measured[chosen] / best,
-            "least": ratios[0],
-            "median": median(ratios),
-            "most": ratios[-1],
+            "over_fastest": measured[chosen] / fastest,
+            "ratios": _spread([a / b for a, b in zip(predicted, measured, strict=True)]),
         }
     return shown
 
 
+def _spread(ratios: list[float]) -> list[float]:
+    """The least, the median and the most."""
+    return [min(ratios), median(ratios), max(ratios)]
+
+
 def tables(results: dict[str, Any]) -> Parts:
+    header = ("case", "prediction", "chosen", "fastest", "chosen / fastest", "steps", "bytes")
     rows = []
     for name, of_case in results.items():
-        for kind in ("profile", "tables"):
-            shown = of_case["summary"][kind]
-            ratios = " ".join(f"{shown[key]:.2f}" for key in ("least", "median", "most"))
-            best = of_case["summary"]["best"]
-            rows.append((name, kind, shown["chosen"], best, f"{shown['over_best']:.3f}", ratios))
-    header = (
-        "case",
-        "prediction",
-        "chosen",
-        "fastest",
-        "chosen / fastest",
-        "predicted / measured: least, median, most",
+        shown = of_case["summary"]
+        for kind in KINDS:
+            found = shown[kind]
+            cells = found["chosen"], shown["fastest"], f"{found['over_fastest']:.3f}", _words(found["ratios"])
+            rows.append((name, kind, *cells, _words(shown["bytes"])))
+    return [
+        *(f"{kind}: {_all(results, kind)}" for kind in KINDS),
+        "*steps*, *bytes*: predicted over measured: least, median, most of all configurations.",
+        table(header, rows),
+    ]
+
+
+def _words(spread: list[float]) -> str:
+    return " ".join(f"{each:.2f}" for each in spread)
+
+
+def _all(results: dict[str, Any], kind: str) -> str:
+    """All cases in one sentence."""
+    near = sum(each["summary"][kind]["over_fastest"] <= _NEAR for each in results.values())
+    ratios = _ratios(results, kind)
+    return (
+        f"chosen plan within 5 % of the fastest in {near} of {len(results)} cases; predicted / measured step "
+        f"{median(ratios):.2f} in the median of {len(ratios)} configurations, {min(ratios):.2f} to {max(ratios):.2f}"
     )
-    return [table(header, rows)]
+
+
+def _ratios(results: dict[str, Any], kind: str) -> list[float]:
+    rows = [row for each in results.values() for row in each["rows"]]
+    return [row["predicted"][kind] / median(row["measured"] or row["disturbed"]) for row in rows]
+
+
+def write(path: Path, settings: dict[str, Any], machine: dict[str, Any], known: dict[str, Any]) -> None:
+    """Save all cases so far, and print their tables."""
+    results = {case.name: known[case.name] for case in CASES if case.name in known}
+    if results:
+        parts = tables(results)
+        save(path, settings, machine, results, parts)
+        print(markdown(parts), flush=True)
 
 
 def main() -> None:
@@ -98,24 +164,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a configuration in a round")
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="their numbers")
+    parser.add_argument("--again", action="store_true", help="measure cases that the output has already")
     parser.add_argument("--cluster", default="local", help="local, or a cluster file")
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--predict", action="store_true", help="predict again what was measured; measure nothing")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no case begins after this many")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "plan_local.json")
     arguments = parser.parse_args()
     machine, cluster, start = environment(), find_cluster(arguments.cluster, "--cluster"), time.monotonic()
-    results: dict[str, Any] = {}
-    for processes in sorted({CASES[number].processes for number in arguments.cases}):
+    settings = {"rounds": arguments.rounds, "steps": arguments.steps, "cluster": cluster.to_json()}
+    saved = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"results": {}}
+    known, wanted = saved["results"], [CASES[number] for number in arguments.cases]
+    missing = [case for case in wanted if arguments.again or case.name not in known]
+    if arguments.predict:
+        machine, settings, missing = saved["environment"], saved["settings"], []
+        cluster = parse_cluster(settings["cluster"])
+        for case in (each for each in wanted if each.name in known):
+            of_case = known[case.name]
+            predict(case, cluster, LayerTimes.from_mapping(of_case["layers"]), of_case["rows"])
+            of_case["summary"] = summary(of_case["rows"])
+    for processes in sorted({case.processes for case in missing}):
         with Crew(f"{processes} processes", processes, Trainer) as crew:
-            for case in (CASES[number] for number in arguments.cases):
-                if case.processes == processes and time.monotonic() - start < arguments.seconds:
-                    rows = measure(case, crew, cluster, arguments)
-                    results[case.name] = {"summary": summary(rows), "rows": rows}
-                    print(markdown(tables({case.name: results[case.name]})), flush=True)
-    parts = tables(results)
-    settings = {"rounds": arguments.rounds, "steps": arguments.steps}
-    save(arguments.output, settings, machine, results, parts)
+            for case in missing:
+                if case.processes != processes or time.monotonic() - start > arguments.seconds:
+                    continue
+                known[case.name] = measure(case, crew, cluster, arguments)
+                write(arguments.output, settings, machine, known)
+    write(arguments.output, settings, machine, known)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from pipeloom.parallel import Precision
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration, even_blocks
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
-STRATEGIES = ("ddp", "zero1")
+_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+_STRATEGIES = ("ddp", "zero1")
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ CASES = [
 ]
 
 
-def configurations(
-    case: Case, names: tuple[str, ...] = SCHEDULES, strategies: tuple[str, ...] = STRATEGIES
-) -> Iterator[Configuration]:
+def configurations(case: Case) -> Iterator[Configuration]:
     """Every configuration of degrees along pp, dp and tp, micro-batches, schedules and strategies that can run."""
     count, batch = case.processes, case.batch
     for data in _divisors(count):
@@ -56,8 +54,8 @@ def configurations(
                 continue
             for size in _divisors(batch // data):
                 microbatches = batch // data // size
-                for name in names if pipeline > 1 else names[:1]:
-                    for strategy in strategies if data > 1 else strategies[:1]:
+                for name in _SCHEDULES if pipeline > 1 else _SCHEDULES[:1]:
+                    for strategy in _STRATEGIES if data > 1 else _STRATEGIES[:1]:
                         of = _configuration(case, name, pipeline, data, tensor, size, microbatches, strategy)
                         if of is not None:
                             yield of

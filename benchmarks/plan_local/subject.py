@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import pipeloom as pl
+from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.models import GPT, GPTConfig, loss_fn, materialize
 from pipeloom.parallel.tensor.parallelize import parallelize
 from pipeloom.plan.costs.configuration import Configuration
@@ -29,6 +29,8 @@ class Trainer:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._made: dict[str, tuple[pl.Pipeline, BarrierStep, Any]] = {}
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._meshes: dict[tuple[int, int, int], pl.Mesh] = {}
 
     def layers(self, config: GPTConfig, samples: list[int], rates: Rates) -> LayerTimes | None:
         """The layers of a model; as many processes measure as there are cores."""
@@ -41,7 +43,10 @@ class Trainer:
 
     def build(self, name: str, config: GPTConfig, of: Configuration) -> None:
         """The pipeline and the optimizer of a configuration."""
-        mesh = pl.Mesh(pp=of.pipeline, dp=of.data, tp=of.inside.tensor)
+        degrees = of.pipeline, of.data, of.inside.tensor
+        if degrees not in self._meshes:  # each has process groups, whose threads wake up a hundred times per second
+            self._meshes[degrees] = pl.Mesh(pp=of.pipeline, dp=of.data, tp=of.inside.tensor)
+        mesh = self._meshes[degrees]
         schedule = pl.schedules.build(
             of.schedule,
             num_ranks=of.pipeline,
@@ -66,83 +71,73 @@ class Trainer:
         stepper = BarrierStep(pipeline, optimizer, max_norm=1.0)
         torch.manual_seed(mesh.coordinate("dp"))
         batch = torch.randint(config.vocabulary_size, (2, of.microbatches * of.microbatch_size, config.sequence_length))
-        self._made[name] = pipeline, stepper, batch
+        self._made[name], self._optimizers[name] = (pipeline, stepper, batch), optimizer
 
-    def steps(self, name: str, count: int) -> list[tuple[float, float]]:
-        """Seconds of some steps, from a barrier to the end of the update, and CPU seconds of this process."""
+    def steps(self, name: str, count: int) -> dict[str, Any]:
+        """Seconds of some steps, from a barrier to the end of the update, after those for warm-up.
+
+        And of all of them, the warm-up included: seconds, CPU seconds of this process, CPU seconds of the machine.
+        """
         _, stepper, (inputs, targets) = self._made[name]
         found = []
+        dist.barrier()
+        begun, own, machine = time.perf_counter(), time.process_time(), _machine_seconds()
         for _ in range(_WARM_UP + count):
             dist.barrier()
-            start, before = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
             stepper.step(inputs, targets)
-            found.append((time.perf_counter() - start, time.process_time() - before))
-        return found[_WARM_UP:]
+            found.append(time.perf_counter() - start)
+        return {
+            "steps": found[_WARM_UP:],
+            "whole": time.perf_counter() - begun,
+            "own": time.process_time() - own,
+            "machine": _machine_seconds() - machine,
+        }
 
     def busy(self, name: str) -> dict[str, float]:
-        """Seconds of the actions of the last step, by op."""
-        found: dict[str, float] = {}
-        for _, row in self._made[name][0].records:
-            for action, start, end in row:
-                found[action.op] = found.get(action.op, 0.0) + end - start
+        """Seconds of the actions of the last step, by op, and from the first to the end of the last one ("span")."""
+        (_, row), *_ = self._made[name][0].records
+        found = {"span": max(end for _, _, end in row) - min(start for _, start, _ in row)}
+        for action, start, end in row:
+            found[action.op] = found.get(action.op, 0.0) + end - start
         return found
 
     def memory(self, name: str) -> dict[str, float]:
-        """Bytes that one more step holds, by kind."""
+        """Most bytes that two steps hold, by kind."""
         pipeline, stepper, (inputs, targets) = self._made[name]
-        from pipeloom.autograd.saved_bytes import SavedBytes
-
+        stepper.step(inputs, targets)  # which makes the optimizer's states
         kept = SavedBytes.beyond(*pipeline.modules())
         pipeline.memory.record_peaks()
-        found: dict[str, float] = {}
+        sums = [0]
 
         def look() -> torch.Tensor:
-            held, peak = pipeline.memory.held_bytes(), pipeline.memory.peak_bytes()
-            found.update(parameters=held.parameters, gradients=peak.gradients)
+            sums.append(sum(p.grad.nbytes for p in pipeline.parameters() if p.grad is not None))
             return torch.empty(0)
 
         with kept.counting():
             stepper.step(inputs, targets, look)
+        held, peak = pipeline.memory.held_bytes(), pipeline.memory.peak_bytes()
         pipeline.memory.record_peaks(False)
-        states = (value for state in stepper._optimizer.state.values() for value in state.values())
-        found["optimizer"] = sum(value.nbytes for value in states if value.dim())
-        found["activations"] = kept.peak or 0.0
-        return found
+        states = (value for state in self._optimizers[name].state.values() for value in state.values())
+        return {
+            "parameters": held.parameters,
+            "masters": held.masters,
+            "gradients": max(peak.gradients, *sums),
+            "gathered": peak.gathered,
+            "optimizer": sum(value.nbytes for value in states if value.dim()),
+            "activations": kept.peak,
+        }
 
     def close_all(self) -> None:
         """End all pipelines."""
         for pipeline, *_ in self._made.values():
             pipeline.close()
         self._made.clear()
+        self._optimizers.clear()
 
 
-def mean_layers(found: list[LayerTimes | None]) -> LayerTimes:
-    """The slowest of the processes that measured the same."""
-    every = [each for each in found if each is not None]
-    first = every[0]
-    rows = {
-        samples: row._replace(
-            **{
-                name: tuple(
-                    sum(column) / len(every)
-                    for column in zip(*(getattr(each.rows[samples], name) for each in every), strict=True)
-                )
-                for name in ("embedding", "head")
-            },
-            blocks={
-                kind: tuple(
-                    sum(column) / len(every)
-                    for column in zip(*(each.rows[samples].blocks[kind] for each in every), strict=True)
-                )
-                for kind in row.blocks
-            },
-            split=sum(each.rows[samples].split for each in every) / len(every),
-        )
-        for samples, row in first.rows.items()
-    }
-    return replace(
-        first,
-        rows=rows,
-        update=sum(each.update for each in every) / len(every),
-        step_seconds=sum(each.step_seconds for each in every) / len(every),
-    )
+def _machine_seconds() -> float:
+    """CPU seconds of all processes of this machine so far, and those that its host took away."""
+    with open("/proc/stat", encoding="ascii") as stat:
+        user, nice, system, _, _, irq, soft_irq, stolen = map(int, stat.readline().split()[1:9])
+    return (user + nice + system + irq + soft_irq + stolen) / os.sysconf("SC_CLK_TCK")

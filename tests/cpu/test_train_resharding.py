@@ -20,7 +20,7 @@ from pipeloom.processes.launcher import Membership
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.config.validate import validate
-from pipeloom.train.trainer import train
+from pipeloom.train.loop import train
 
 from .test_train import local, metrics, metrics_so_far, story, text, words
 

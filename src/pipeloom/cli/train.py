@@ -16,6 +16,7 @@ _EXAMPLES = """
 pipeloom train
 pipeloom train --parallel.pipeline 4 --schedule gpipe --batch.size 64 --batch.microbatches 16
 pipeloom train --parallel.data 2 --parallel.data_strategy zero2 --precision.dtype bf16
+pipeloom train --parallel auto --processes 2
 pipeloom train --data.path '/usr/share/doc/**/*.txt' --steps 1000 --output_dir runs/doc
 pipeloom train --model.pretrained DIR --data.path 'chats/*.jsonl' --model.lora 16 --output_dir runs/chat
 pipeloom train --config runs/doc/config.yaml --resume_from_checkpoint latest --steps 2000
@@ -51,14 +52,16 @@ def main(argv: Sequence[str]) -> int:
         if member is not None and member.black_box is not None:
             config = TrainConfig.from_json(os.environ[_VALIDATED])
         else:
+            from pipeloom.train.config.automatic import for_processes, without_plan
             from pipeloom.train.config.schedule import resolve_data_degree
             from pipeloom.train.config.validate import validate
 
-            config = resolve_data_degree(parse(argv), member.world_size if member else None)
-            validate(config, world_size=member.world_size if member else None)
+            size = member.world_size if member else None
+            config = for_processes(resolve_data_degree(parse(argv), size), size)
+            validate(without_plan(config), world_size=size)
         if member is None and not config.local:
             return _launch(config, argv)
-        from pipeloom.train.trainer import train
+        from pipeloom.train.loop import train
 
         train(config, member)
         if member is not None:

@@ -95,9 +95,15 @@ def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rendezvous.join(member, backend)
-    shared = make_mesh(config, member.world_size) if member.world_size > config.num_ranks else None
-    yield Group(member.rank, member.world_size, device, shared)
+    group = Group(member.rank, member.world_size, device)
+    yield group if config.parallel.auto else with_layout(group, config)
     dist.destroy_process_group()  # not after an error: others may be gone
+
+
+def with_layout(group: Group, config: TrainConfig) -> Group:
+    """The processes of a group at their places in the mesh of a configuration; a collective call."""
+    shared = make_mesh(config, group.size) if group.size > config.num_ranks else None
+    return Group(group.rank, group.size, group.device, shared)
 
 
 def make_mesh(config: TrainConfig, num_processes: int) -> Mesh:

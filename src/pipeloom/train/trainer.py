@@ -1,4 +1,4 @@
-"""`train`: the loop of `pipeloom train`. `Trainer`: its steps on one process."""
+"""`Trainer`: one process of a run of `pipeloom train`."""
 
 import json
 import statistics
@@ -14,92 +14,26 @@ from torch.utils._pytree import tree_map
 
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.quantities import counted
-from pipeloom.errors import InputError, RunError
-from pipeloom.parallel import OffloadedOptimizer, run_threads
+from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.launcher import Membership
 from pipeloom.report import write_report
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import in_use
-from pipeloom.train.config.memory import chosen_words, under_cap
-from pipeloom.train.config.schedule import AUTO, samples_of_replica
+from pipeloom.train.config.schedule import samples_of_replica
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Part
-from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.data.text import MODEL_DIR
-from pipeloom.train.fine_tuning.packing import check_packing
 from pipeloom.train.fine_tuning.saving import save_pretrained
 from pipeloom.train.flush_steps import FlushSteps
 from pipeloom.train.generation import generate
 from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.output.directory import prepare_output, writing
-from pipeloom.train.output.display import Display, display
+from pipeloom.train.output.display import Display
 from pipeloom.train.output.reporters import Reporters
-from pipeloom.train.process_group import Group, join
+from pipeloom.train.process_group import Group
 from pipeloom.train.run_parts import RunParts, TokenBatch
 from pipeloom.train.stream_steps import StreamSteps
 from pipeloom.transport.values import MicroBatches
-
-
-def train(config: TrainConfig, member: Membership | None) -> None:
-    """Train as one rank of `member`'s run, or as all ranks in this process; `validate` has passed.
-
-    In this process, a thread acts as each process of the run where several share a stage.
-
-    Raises:
-        RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
-    """
-    if config.num_threads > 1:
-        run_threads(config.num_threads, lambda: _train(config, None))
-    else:
-        _train(config, member)
-
-
-def _train(config: TrainConfig, member: Membership | None) -> None:
-    with ExitStack() as stack:
-        group = stack.enter_context(join(member, config))
-        checkpoint = run_checkpoints.agreed_checkpoint(config, group)
-        note = None
-        if config.parallel.slices == AUTO:
-            from pipeloom.train.measured_slices import choose_slices  # here: imports the planner
-
-            config, note = choose_slices(config, group, checkpoint)
-        choice = None
-        if config.memory.cap is not None:
-            vocabulary_size = run_tokenizer(config).vocabulary_size
-            config, choice = under_cap(config, vocabulary_size, device=group.device.type)
-        trainer = stack.enter_context(Trainer(config, group, member))
-        done = trainer.resume(checkpoint)
-        if config.data.packing:
-            check_packing(trainer.run)
-        try:
-            with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
-                trainer.open_output(shown)
-                if note:
-                    shown.say(note)
-                if choice is not None:
-                    shown.say(f"under memory.cap: {chosen_words(config)}")
-                first = done + 1
-                for last in range(first, config.steps + 1):
-                    evaluates, saves = (
-                        bool(every) and (last % every == 0 or last == config.steps)
-                        for every in (config.eval_steps, config.save_steps)
-                    )
-                    if not (evaluates or saves or last == config.steps):
-                        continue
-                    for row in trainer.steps(first, last, shown):
-                        shown.step(row)
-                    if evaluates:
-                        shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
-                    if saves:
-                        shown.say(f"step {last}  saved {run_checkpoints.save(trainer.run, last)}")
-                    first = last + 1
-            trainer.report(shown)
-            if config.model.pretrained is not None:
-                shown.say(f"model: {trainer.save_model()}")
-            if config.sample_tokens:
-                shown.say(f"sample:\n{trainer.sample()}")
-        except InputError as error:  # options are valid: now it is a failure, such as a full disk
-            raise RunError(str(error)) from error
 
 
 class Trainer:

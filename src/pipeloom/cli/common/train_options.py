@@ -37,6 +37,8 @@ MOST_USED = (
 )
 _TITLES = ("most used", "data", "model", "parallel", "batch", "optimizer", "memory", "output")  # in the help
 _HELP_WIDTH = 76  # of the text behind an option, on a terminal of 120 columns
+_GROUP, _AUTO = "--parallel", "auto"  # a group of options, and the value of all of it
+_GROUP_VARIABLE = f"{ENV_PREFIX}PARALLEL"
 _MAY_BE_EMPTY = frozenset({"sample_prompt"})
 
 
@@ -74,13 +76,15 @@ def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
 
     Raises InputError for a wrong file or variable, SystemExit with code 2 and one line for a value of a wrong type.
     """
-    files, flags = _take_config_files(parser, argv)
+    files, flags = _take_config_files(parser, _of_groups(argv))
     layers = [(f"--config={file}: ", _read_file(file)) for file in files]
     given = None  # the options that were given, without defaults
     for parser.place, layer in [*layers, ("environment: ", _read_environment(os.environ))]:
         given = parser.parse_object(layer, namespace=given, env=False, defaults=False)
     parser.place = ""
     given = parser.parse_args(flags, namespace=given, env=False, defaults=False)
+    if given.get("parallel.auto") and (pipeline := given.get("parallel.pipeline")) is not None:
+        raise InputError(f"parallel.pipeline={pipeline}: --parallel auto chooses it. Remove one of them.")
     if (path := given.get("plan")) is not None:
         given = parser.parse_object(given, namespace=_read_plan(parser, path, given), env=False, defaults=False)
     values: Namespace = parser.parse_object(given, env=False)
@@ -147,6 +151,26 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _of_groups(argv: Sequence[str]) -> list[str]:
+    """``--parallel auto``, a value of a whole group, as the option that it stands for.
+
+    Raises:
+        InputError: another value.
+    """
+    found: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != _GROUP:
+            found.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if value != _AUTO:
+            raise InputError(f"{_GROUP}={value}: must be {_AUTO}, or an option of the group, such as {_GROUP}.data.")
+        found.append(f"{_GROUP}.auto=true")
+    return found
+
+
 def _take_config_files(parser: Parser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Take ``--config FILE`` out of `argv`."""
     files, flags = [], []
@@ -175,6 +199,8 @@ def _read_file(file: str) -> dict[str, Any]:
     try:
         with open(file, encoding="utf-8") as stream:
             content = yaml.load(stream, _UniqueKeys)
+        if isinstance(content, dict) and content.get("parallel") == _AUTO:
+            content["parallel"] = {"auto": True}
         rows = list(flat(content)) if isinstance(content, Mapping) else []
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, no such date
         raise InputError(f"--config={file}: cannot be read as YAML: {unwrapped(str(error))}.") from error
@@ -206,8 +232,11 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The options among the variables by dotted key: ``PIPELOOM_MODEL__LAYERS=8`` is ``model.layers``."""
     variables = {ENV_PREFIX + key.upper().replace(".", "__"): key for key, *_ in options()}
     found = {}
+    if environment.get(_GROUP_VARIABLE) == _AUTO:
+        found["parallel.auto"] = "true"
     for variable in sorted(environment):
-        if not variable.startswith(ENV_PREFIX) or variable == f"{ENV_PREFIX}CONFIG":
+        own = variable == f"{ENV_PREFIX}CONFIG" or (variable == _GROUP_VARIABLE and "parallel.auto" in found)
+        if not variable.startswith(ENV_PREFIX) or own:
             continue
         key = variables.get(variable)
         if key is None:

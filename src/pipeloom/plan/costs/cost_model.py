@@ -59,7 +59,7 @@ class CostModel:
     cluster: Cluster
     software: Software = PIPELOOM
     measured: LayerTimes | None = None
-    _layers: dict[object, tuple[Seconds, Seconds, dict[bool, Seconds], float]] = field(
+    _layers: dict[object, tuple[Seconds, Seconds, dict[bool, Seconds], float, Seconds]] = field(
         default_factory=dict, repr=False, compare=False
     )
     _kept: dict[object, list[Mapping[Recompute, float]]] = field(default_factory=dict, repr=False, compare=False)
@@ -85,8 +85,8 @@ class CostModel:
 
     def _of_layers(
         self, of: Configuration, recompute: Recompute
-    ) -> tuple[Seconds, Seconds, dict[bool, Seconds], float]:
-        """Embedding, head, blocks without and with experts, and bytes of a message."""
+    ) -> tuple[Seconds, Seconds, dict[bool, Seconds], float, Seconds]:
+        """Embedding, head, blocks without and with experts, bytes of a message, and a stage beside its layers."""
         far = of.strides["dp"] if of.inside.expert > 1 else 0
         beside = of.devices if self.cluster.measured else 1
         sizes = of.microbatch_size, of.element, of.imbalance, of.slices, beside
@@ -96,9 +96,10 @@ class CostModel:
             times = self.times(of, recompute)
             kinds = {self.model.has_experts(index) for index in range(self.model.layers)}
             blocks = {experts: times.block(experts=experts) for experts in kinds}
-            found = times.embedding(), times.head(), blocks, times.message_bytes()
+            found = times.embedding(), times.head(), blocks, times.message_bytes(), _NOTHING
             if self.measured is not None and self.measured.element == of.element:
-                found = *scaled_layers(self.measured, times, kinds), found[3]
+                embedding, head, blocks, stage = scaled_layers(self.measured, times, kinds)
+                found = embedding, head, blocks, times.message_bytes(), stage
             self._layers[key] = found
         return found
 
@@ -153,7 +154,8 @@ class CostModel:
 
     def costs(self, of: Configuration) -> Costs:
         """Seconds and bytes of every stage, for the simulator."""
-        stages, memory = self.stage_seconds(of), self.memory_model(of)
+        more = self._of_layers(of, of.recompute_of(0))[4]
+        stages, memory = [each + more for each in self.stage_seconds(of)], self.memory_model(of)
         parameters, gradients = stage_bytes(memory, of.replicas)
         split = 1.0 if self.measured is None else self.measured.split(of.microbatch_size)
         return Costs(

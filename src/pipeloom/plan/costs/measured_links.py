@@ -4,6 +4,7 @@ A sender copies its message into memory that its receiver reads, so it is busy f
 of collectives need cores that computations would use.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from pipeloom.plan.cluster import Cluster
@@ -19,6 +20,16 @@ def _together(measured: Measured, processes: int) -> Rates | None:
     """The entry with collectives whose number of processes is nearest from above; None where there is none."""
     several = [each for each in measured.rates if each.processes > 1 and "all_reduce" in each.curves]
     return next((each for each in several if each.processes >= processes), several[-1] if several else None)
+
+
+def without_collectives(cluster: Cluster) -> Cluster:
+    """A measured machine whose collectives take no time."""
+    assert cluster.measured is not None
+    rates = tuple(
+        replace(each, curves={name: curve for name, curve in each.curves.items() if not name.startswith("all_")})
+        for each in cluster.measured.rates
+    )
+    return replace(cluster, measured=replace(cluster.measured, rates=rates))
 
 
 def measured_ring(cluster: Cluster, *, sums: bool) -> LinkRate:

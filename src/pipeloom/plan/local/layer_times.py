@@ -4,9 +4,10 @@ They replace the times of kernels where the same micro-batch was measured. Elsew
 what they are off at the nearest measured micro-batch.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any, NamedTuple, Self
 
 Three = tuple[float, float, float]  # seconds of F, I and W, whose backwards run as a whole
 
@@ -17,12 +18,14 @@ class LayerSeconds(NamedTuple):
     Attributes:
         embedding, head: seconds; the head with the last norm and the loss.
         blocks: of blocks without experts (False) and with them (True).
+        stage: of a stage beside its layers: what the runtime and autograd do once per computation.
         split: seconds of a split backward of a block over those of a whole one.
     """
 
     embedding: Three
     head: Three
     blocks: Mapping[bool, Three]
+    stage: Three = (0.0, 0.0, 0.0)
     split: float = 1.0
 
 
@@ -50,3 +53,80 @@ class LayerTimes:
     def split(self, samples: int) -> float:
         """Seconds of a split backward over those of a whole one, for micro-batches of `samples`."""
         return max(1.0, self.nearest(samples)[1].split) if self.rows else 1.0
+
+    def scaled(self, forward: float, backward: float, update: float) -> Self:
+        """With forwards, backwards, and updates with all else that ends a step, this many times as long."""
+
+        def times(three: Three) -> Three:
+            return three[0] * forward, three[1] * backward, three[2] * backward
+
+        rows = {
+            samples: row._replace(
+                embedding=times(row.embedding),
+                head=times(row.head),
+                blocks={kind: times(block) for kind, block in row.blocks.items()},
+                stage=times(row.stage),
+            )
+            for samples, row in self.rows.items()
+        }
+        return replace(self, rows=rows, update=update * self.update, step_seconds=update * self.step_seconds)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As a JSON object; `from_mapping` reads it back."""
+        rows = {
+            str(samples): [
+                row.embedding,
+                row.head,
+                [row.blocks.get(kind) for kind in (False, True)],
+                row.stage,
+                row.split,
+            ]
+            for samples, row in self.rows.items()
+        }
+        return {"element": self.element, "rows": rows, "update": self.update, "step_seconds": self.step_seconds}
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_mapping`."""
+        rows = {
+            int(samples): LayerSeconds(
+                _three(embedding),
+                _three(head),
+                {bool(kind): _three(block) for kind, block in enumerate(blocks) if block is not None},
+                _three(stage),
+                split,
+            )
+            for samples, (embedding, head, blocks, stage, split) in data["rows"].items()
+        }
+        return cls(**{**data, "rows": rows})
+
+
+def _three(values: Sequence[float]) -> Three:
+    forward, inputs, weights = values
+    return forward, inputs, weights
+
+
+def mean_layers(found: Sequence[LayerTimes]) -> LayerTimes:
+    """The mean over processes that measured the same layers, of the micro-batch sizes that all have."""
+    first = found[0]
+
+    def mean(column: Sequence[Three]) -> Three:
+        return _three([fmean(values) for values in zip(*column, strict=True)])
+
+    rows = {}
+    for samples, row in first.rows.items():
+        every = [each.rows[samples] for each in found if samples in each.rows]
+        if len(every) == len(found):
+            rows[samples] = LayerSeconds(
+                mean([each.embedding for each in every]),
+                mean([each.head for each in every]),
+                {kind: mean([each.blocks[kind] for each in every]) for kind in row.blocks},
+                mean([each.stage for each in every]),
+                fmean(each.split for each in every),
+            )
+    return LayerTimes(
+        element=first.element,
+        rows=rows,
+        update=fmean(each.update for each in found),
+        step_seconds=fmean(each.step_seconds for each in found),
+    )

@@ -297,6 +297,8 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if config.parallel.expert == 1:
         for name in ("expert_axes", "expert_exchange"):
             yield f"parallel.{name}", "with one expert-parallel rank", "raise --parallel.expert"
+    if not config.parallel.auto:
+        yield from ((name, "without --parallel auto", "add it") for name in ("processes", "replan"))
     if config.model.pretrained is None:
         fix = "add --model.pretrained"
         yield from ((key, "with a new GPT", fix) for key in ("data.packing", "model.lora"))

@@ -227,6 +227,8 @@ def unused_data_options(config: TrainConfig) -> list[str]:
 
 def process_names(config: TrainConfig) -> list[str]:
     """The name of each process in messages."""
+    if config.parallel.auto:  # their places follow from the plan
+        return [f"process {rank}" for rank in range(config.num_processes)]
     shape = config.mesh_shape()
     names = []
     for place in map(shape.coordinates, range(shape.num_processes)):

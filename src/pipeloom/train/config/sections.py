@@ -92,6 +92,7 @@ class ParallelConfig:
     expert: int = option(1, "expert-parallel degree: processes per set of experts")
     expert_axes: Literal["data", "context", "data,context"] = option("data", "axes of experts")
     expert_exchange: Literal["counts", "capacity"] = option("counts", "how tokens are sent to experts")
+    auto: bool = option(False, "plan for the processes of the run; also --parallel auto")
     order: str = option("dp,pp", "mesh axes, outermost first; unnamed cp, tp are last", value="AXES")
 
 

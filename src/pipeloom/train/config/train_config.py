@@ -49,6 +49,10 @@ class TrainConfig:
     plan: str | None = option(
         None, "plan file written with --out; sets the options in it", value="FILE", unset="none", group="parallel"
     )
+    processes: int | None = option(
+        None, "processes of --parallel auto", unset="torchrun's, or the cores", group="parallel"
+    )
+    replan: bool = option(False, "with --parallel auto: plan again at each checkpoint", group="parallel")
     steps: int = option(200, "number of optimizer steps", group="batch")
     seed: int = option(0, "seed of weights, sample order, dropout and sampling", group="data")
     output_dir: str = option("runs/train", "directory of metrics, report and checkpoints", value="DIR", group="output")
@@ -123,6 +127,8 @@ class TrainConfig:
     @property
     def num_processes(self) -> int:
         """Processes of the run."""
+        if self.parallel.auto:
+            return self.processes or 1
         return self.num_ranks * self.data_degree * self.stage_processes
 
     @property

@@ -25,7 +25,9 @@ CONFIG_HEAD = "# pipeloom "  # the first characters of config.yaml in an output 
 MODEL_DIR = "model"  # of a fine-tuned model, in an output directory
 
 # What a run writes. An output directory may also have text files of the user.
+PLAN_NAME, PLAN_TIMES_NAME = "plan.json", "plan_times.json"
 RUN_FILES = (
+    *(PLAN_NAME, PLAN_TIMES_NAME),
     *("metrics.jsonl", "config.yaml", "environment.json", "memory.json", "report.html"),
     *("timelines.json", "timeline.json.gz", "tracking.json", "tensorboard"),
     MODEL_DIR,

@@ -1,9 +1,10 @@
-"""Measures the layers of pipeloom's GPT as the runtime runs them: in a pipeline of three stages in this process."""
+"""Measures the layers of pipeloom's GPT as the runtime runs them: in a pipeline of four stages in this process."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,12 +20,19 @@ from pipeloom.plan.local.measured import Rates
 from pipeloom.train.machine.kernels import clock
 from pipeloom.training import BarrierStep, Pipeline
 
-_STAGES = 3  # a block and the embedding, a block, a block and the head
+_STAGES = 4  # a block and the embedding, a block, several blocks, a block and the head
+_MOST_BLOCKS = 5  # of the stage with several; as many as the model has fill caches as the model does
 _MICROBATCHES = 4
 
 
 def measure_layers(
-    config: GPTConfig, samples: Sequence[int], *, precision: Precision, rates: Rates, rounds: int = 3
+    config: GPTConfig,
+    samples: Sequence[int],
+    *,
+    precision: Precision,
+    rates: Rates,
+    rounds: int = 3,
+    seconds: float = 30.0,
 ) -> LayerTimes:
     """Measure each of the micro-batch sizes `samples`, ascending.
 
@@ -34,15 +42,20 @@ def measure_layers(
         precision: number formats.
         rates: of this machine, to which updates are compared.
         rounds: measured steps after one for warm-up.
+        seconds: no size begins that would end later, taken that it needs twice the time of the one before.
     """
     rows: dict[int, LayerSeconds] = {}
     updates, others = list[float](), list[float]()
+    begun = started = perf_counter()
     with torch.random.fork_rng(devices=[]):
         for size in samples:
-            row, update, other = _measured(config, size, precision, rates, rounds)
-            rows[size] = row
+            rows[size], update, other = _measured(config, size, precision, rates, rounds)
             updates.append(update)
             others.append(other)
+            now = perf_counter()
+            if now + 2 * (now - started) > begun + seconds:
+                break
+            started = now
     element = 2 if precision.has_masters else 4
     return LayerTimes(element=element, rows=rows, update=median(updates), step_seconds=median(others))
 
@@ -50,29 +63,35 @@ def measure_layers(
 def _measured(
     config: GPTConfig, samples: int, precision: Precision, rates: Rates, rounds: int
 ) -> tuple[LayerSeconds, float, float]:
-    kinds = [replace(config, layers=_STAGES, tie_embeddings=False, experts=0)] if config.experts == 0 else []
-    if config.experts:
-        kinds.append(replace(config, layers=_STAGES, tie_embeddings=False, experts_every=1))
-        if config.experts_every > 1:
-            kinds.append(_dense(kinds[0]))
+    several = min(max(2, config.layers - (_STAGES - 1)), _MOST_BLOCKS)
+    same = replace(config, layers=_STAGES - 1 + several, tie_embeddings=False, experts_every=1)
+    kinds = [same]
+    if config.experts and config.experts_every > 1:
+        kinds.append(_dense(same))
     blocks: dict[bool, Three] = {}
-    ends: tuple[Three, Three] | None = None
+    others: tuple[Three, Three, Three] | None = None
     split, update, other = 1.0, 1.0, 0.0
     for kind in kinds:
-        run = _Run(kind, samples, precision)
+        run = _Run(kind, samples, several, precision)
         whole, update, other = run.whole(rounds, rates)
         inputs, weights = run.split(rounds)
-        blocks[kind.experts > 0] = _shared_out(whole[1], inputs, weights)
-        split = (inputs + weights) / max(whole[1][1], 1e-12)
-        if ends is None:
-            first, last = (
-                _shared_out(tuple(max(0.0, a - b) for a, b in zip(whole[stage], whole[1], strict=True)), 1.0, 1.0)
-                for stage in (0, 2)
-            )
-            first = first[0], 0.0, first[1] + first[2]  # an embedding has no gradient of its input
-            ends = first, last
-    assert ends is not None
-    return LayerSeconds(*ends, blocks, split), update, other
+        block, stage = _parted(whole[1], whole[2], several)
+        blocks[kind.experts > 0] = _shared_out(block, inputs, weights)
+        split = (inputs + weights) / max(whole[2][1], 1e-12)
+        if others is None:
+            first, last = (tuple(max(0.0, a - b) for a, b in zip(whole[at], whole[1], strict=True)) for at in (0, 3))
+            others = (first[0], 0.0, first[1]), _shared_out(last, 1.0, 1.0), (stage[0], stage[1], 0.0)
+    assert others is not None
+    first, last, stage = others  # an embedding has no gradient of its input
+    return LayerSeconds(first, last, blocks, stage, split), update, other
+
+
+def _parted(single: Sequence[float], several: Sequence[float], count: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Seconds of a block, and of a stage beside its blocks, from stages with 1 and with `count` blocks."""
+    blocks = [
+        (many - one) / (count - 1) if many > one else many / count for one, many in zip(single, several, strict=True)
+    ]
+    return blocks, [max(0.0, one - block) for one, block in zip(single, blocks, strict=True)]
 
 
 def _dense(config: GPTConfig) -> GPTConfig:
@@ -113,8 +132,8 @@ class _ActionTimes:
 class _Run:
     """The pipelines of one model and micro-batch size."""
 
-    def __init__(self, config: GPTConfig, samples: int, precision: Precision) -> None:
-        self._config, self._precision = config, precision
+    def __init__(self, config: GPTConfig, samples: int, several: int, precision: Precision) -> None:
+        self._config, self._several, self._precision = config, several, precision
         shape = 2, samples * _MICROBATCHES, config.sequence_length
         self._inputs, self._targets = torch.randint(config.vocabulary_size, shape).unbind(0)
 
@@ -125,7 +144,7 @@ class _Run:
             model,
             schedules.build(schedule, num_ranks=_STAGES, num_microbatches=_MICROBATCHES),
             loss_fn=loss_fn,
-            cut=[1] * _STAGES,
+            cut=[1, 1, self._several, 1],
             transport="loopback",
             precision=self._precision if self._precision.has_masters else None,
             blackbox=times,
@@ -152,15 +171,15 @@ class _Run:
             others.append(ended[-1] - begun - times.total)
         pipeline.close()
         found = [
-            (min(row[stage, Op.F] for row in rows[1:]), min(row[stage, Op.B] for row in rows[1:]))
+            (median(row[stage, Op.F] for row in rows[1:]), median(row[stage, Op.B] for row in rows[1:]))
             for stage in range(_STAGES)
         ]
         parameters = sum(parameter.numel() for parameter in pipeline.parameters())
         table = rates.curve("update", parameters)
-        return found, min(updates[1:]) / table if table else 1.0, max(0.0, min(others[1:]))
+        return found, median(updates[1:]) / table if table else 1.0, max(0.0, median(others[1:]))
 
     def split(self, rounds: int) -> tuple[float, float]:
-        """Seconds of I and of W of a block."""
+        """Seconds of I and of W of the stage with several blocks."""
         pipeline, times = self._pipeline("zb-h1")
         rows = []
         for _ in range(1 + rounds):
@@ -169,5 +188,5 @@ class _Run:
             for parameter in pipeline.parameters():
                 parameter.grad = None
         pipeline.close()
-        inputs, weights = (min(row.get((1, op), 0.0) for row in rows[1:]) for op in (Op.I, Op.W))
+        inputs, weights = (median(row.get((2, op), 0.0) for row in rows[1:]) for op in (Op.I, Op.W))
         return (inputs, weights) if inputs and weights else (1.0, 1.0)

@@ -1,0 +1,243 @@
+"""`RunPlanner`: chooses the plan of a run from measured layers, compares it with the steps, and chooses again."""
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.quantities import counted, percent_text
+from pipeloom.errors import InputError, PipeloomError
+from pipeloom.ir import Schedule
+from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.cluster import Cluster, parse_cluster
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
+from pipeloom.plan.local.saved import local_path, notices
+from pipeloom.plan.plan import Plan
+from pipeloom.plan.train_options import options_of_plan
+from pipeloom.train.auto.best_plan import Chosen, best_plan, predicted_times
+from pipeloom.train.auto.plan_times import PlanTimes
+from pipeloom.train.auto.same_losses import same_losses
+from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.data.opening import run_tokenizer
+from pipeloom.train.data.text import PLAN_NAME, PLAN_TIMES_NAME
+from pipeloom.train.machine.layers import measure_layers
+from pipeloom.train.machine.measure import measure_machine
+from pipeloom.train.output.directory import writing
+from pipeloom.train.process_group import Group
+from pipeloom.train.run_parts import RunParts
+
+_COMPARED_AFTER = 10  # steps of this process with a plan; the first one warms up
+_RECENT = 20  # steps whose median is compared
+_MOST_SAMPLES = 16  # of a measured micro-batch; larger ones take in proportion
+_GAIN = 0.05  # by which another plan must be predicted faster
+
+
+class RunPlanner:
+    """The plan of a run; every process has one and calls the same methods.
+
+    Args:
+        config: of the run, with ``parallel.auto`` or ``plan``.
+        group: its processes.
+
+    Attributes:
+        notes: lines about the choice.
+    """
+
+    def __init__(self, config: TrainConfig, group: Group) -> None:
+        self._asked, self._group = config, group
+        self._config = config
+        self._times: PlanTimes | None = None  # predicted
+        self._plan: Plan | None = None
+        self._costs: CostModel | None = None
+        self._of: Configuration | None = None  # of the plan, on process 0
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._number = 0
+        self.notes: list[str] = []
+
+    def first(self) -> TrainConfig:
+        """The configuration with a plan: measured and searched with ``parallel.auto``, else the given one."""
+        if not self._asked.parallel.auto:
+            assert self._asked.plan is not None
+            self._plan = Plan.load(self._asked.plan)
+            seconds = self._plan.predicted_step_seconds
+            self._times = None if seconds is None else PlanTimes(step=seconds)
+            return self._asked
+        self._costs, said = self._measured_costs()
+        found: dict[str, Any] | None = None
+        if self._group.rank == 0:
+            try:
+                chosen = best_plan(self._asked, self._costs, self._group.size, self._refusal)
+                found = self._answer(chosen, [*said, f"plan for {_processes(self._group.size)}: {chosen.words}"])
+            except PipeloomError as error:  # the others wait for an answer
+                found = {"error": str(error)}
+        return self._taken(found)
+
+    def _answer(self, chosen: Chosen, notes: Sequence[str]) -> dict[str, Any]:
+        self._of = chosen.of
+        return {"plan": chosen.plan.to_json(), "times": chosen.times.to_mapping(), "notes": list(notes)}
+
+    def _taken(self, found: dict[str, Any] | None) -> TrainConfig:
+        """The configuration that process 0 found, on every process."""
+        answer = self._group.gather_json(found)[0]
+        if "error" in answer:
+            raise InputError(answer["error"])
+        self._plan, self.notes = Plan.from_json(answer["plan"]), answer["notes"]
+        self._times = PlanTimes.from_mapping(answer["times"])
+        self._config = planned_config(self._asked, self._plan)
+        return self._config
+
+    def _refusal(self, plan: Plan) -> str | None:
+        if isinstance(plan.schedule, Schedule):
+            return "the orders of the schedule are in a file"
+        try:
+            planned_config(self._asked, plan)
+        except PipeloomError as error:
+            return str(error)
+        return None
+
+    def _measured_costs(self) -> tuple[CostModel, list[str]]:
+        """Costs of the model on this machine, the same on every process; a collective call."""
+        asked, group, said, text = self._asked, self._group, list[str](), ""
+        if group.rank == 0:
+            text = _saved(said).to_json()
+        cluster = parse_cluster(group.gather_json(text)[0]).beside(group.size)
+        rates, measured = cluster.rates, cluster.measured
+        assert rates is not None
+        assert measured is not None
+        sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
+        mine: LayerTimes | None = None
+        if group.rank < measured.cores:  # others wait, so that each has a core
+            samples = [1 << power for power in range(_MOST_SAMPLES.bit_length()) if 1 << power <= asked.batch.size]
+            mine = measure_layers(sizes, samples, precision=asked.number_format, rates=rates)
+        every = group.gather_json(None if mine is None else mine.to_mapping())
+        layers = mean_layers([LayerTimes.from_mapping(each) for each in every if each is not None])
+        return CostModel(model=Architecture.of_gpt(sizes), cluster=cluster, measured=layers), said
+
+    # Steps of the plan
+
+    def begin(self, run: RunParts) -> None:
+        """The steps of a plan begin."""
+        self._run, self._number = run, 0
+        self._steps.clear()
+        if run.schedule.microbatches_per_update is not None:
+            self._times = None  # a plan predicts a stream per micro-batch
+        if self._asked.parallel.auto:
+            assert self._plan is not None
+            self._write(PLAN_NAME, self._plan.to_json())
+
+    def observe(self, row: Mapping[str, Any]) -> str | None:
+        """Take the metrics of a step; a line that compares steps and plan after some of them, once."""
+        if self._times is None:
+            return None
+        self._number += 1
+        if self._number > 1:
+            self._steps.append((row["step_seconds"], row["bubble_fraction"]))
+        if self._number != _COMPARED_AFTER:
+            return None
+        measured = self._measured()
+        found = {"measured": measured.to_mapping(), "predicted": self._times.to_mapping()}
+        self._write(PLAN_TIMES_NAME, json.dumps(found, indent=1))
+        return f"plan after {counted(self._number, 'step')}: {measured.beside(self._times)}"
+
+    def _write(self, name: str, text: str) -> None:
+        if self._group.rank == 0:
+            with writing(path := self._run.output_dir / name):
+                write_whole(path, text + "\n")
+
+    def _measured(self) -> PlanTimes:
+        seconds, bubbles = zip(*self._steps, strict=True)
+        work = self._config.num_microbatches / self._config.num_ranks
+        stages = self._run.predictor.stage_seconds()
+        return PlanTimes.measured(median(seconds), median(bubbles), stages, work=work)
+
+    def again(self) -> TrainConfig | None:
+        """After a checkpoint with ``replan``, the configuration of a faster plan with the same losses; None: none.
+
+        The measured layers and updates are corrected by what the steps take over their prediction. Another plan must
+        then be predicted faster by more than 5 %.
+        """
+        if not self._asked.replan or self._number < _COMPARED_AFTER:
+            return None
+        found: dict[str, Any] | None = None
+        if self._group.rank == 0:
+            found = self._better()
+        stays = self._group.gather_json(found is None)[0]
+        return None if stays else self._taken(found)
+
+    def _better(self) -> dict[str, Any] | None:
+        assert self._costs is not None
+        assert self._costs.measured is not None
+        assert self._plan is not None
+        assert self._of is not None
+        assert self._times is not None
+        layers = self._costs.measured.scaled(*_ratios(self._measured(), self._times))
+        costs = CostModel(model=self._costs.model, cluster=self._costs.cluster, measured=layers)
+        running, of = predicted_times(costs, self._of), self._of
+        fixed = {
+            "pipeline": of.pipeline,
+            "data": of.data,
+            "tensor": of.inside.tensor,
+            "microbatches": of.microbatches,
+            "strategy": of.strategy,
+        }
+
+        def refusal(plan: Plan) -> str | None:
+            if (why := self._refusal(plan)) is not None:
+                return why
+            return None if same_losses(self._config, planned_config(self._asked, plan)) else "other losses"
+
+        try:
+            chosen = best_plan(self._asked, costs, self._group.size, refusal, fixed)
+        except InputError:
+            return None
+        gain = 1 - chosen.times.step / running.step
+        if gain <= _GAIN:
+            return None
+        return self._answer(chosen, [f"planned again, {percent_text(gain)} faster: {chosen.words}"])
+
+
+def _ratios(measured: PlanTimes, predicted: PlanTimes) -> tuple[float, float, float]:
+    """Measured over predicted seconds of forwards, backwards and updates."""
+    pairs = [(getattr(measured, name), getattr(predicted, name)) for name in ("forward", "backward", "update")]
+    forward, backward, update = (value / guess if value and guess else 1.0 for value, guess in pairs)
+    return forward, backward, update
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"
+
+
+def planned_config(asked: TrainConfig, plan: Plan) -> TrainConfig:
+    """The configuration with the options of a plan.
+
+    Raises:
+        InputError: the run cannot have them.
+    """
+    mapping = asked.to_mapping()
+    mapping["parallel"]["auto"] = False
+    for key, value in options_of_plan(plan).items():
+        section, _, name = key.rpartition(".")
+        (mapping[section] if section else mapping)[name] = value
+    config = replace(TrainConfig.from_mapping(mapping), processes=None, replan=False)
+    validate_settings(config)
+    return config
+
+
+def _saved(said: list[str]) -> Cluster:
+    """The measurement of this machine, made now where there is none that fits; what was measured goes into `said`."""
+    path = local_path()
+    if path.exists():
+        cluster = parse_cluster(path.read_text(encoding="utf-8"))
+        if len(notices(cluster)) == 1:
+            return cluster
+    cluster = measure_machine()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(cluster.to_json() + "\n", encoding="utf-8")
+    said += notices(cluster)
+    return cluster

@@ -1,0 +1,135 @@
+"""`train`: the loop of `pipeloom train`: steps, evaluations, checkpoints, and another plan where one is chosen."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeloom.errors import InputError, RunError
+from pipeloom.parallel import run_threads
+from pipeloom.processes.launcher import Membership
+from pipeloom.train import run_checkpoints
+from pipeloom.train.config.memory import chosen_words, under_cap
+from pipeloom.train.config.schedule import AUTO
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.data.opening import run_tokenizer
+from pipeloom.train.fine_tuning.packing import check_packing
+from pipeloom.train.output.display import Display, display
+from pipeloom.train.process_group import Group, join, with_layout
+from pipeloom.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pipeloom.train.auto.run_planner import RunPlanner
+
+
+def train(config: TrainConfig, member: Membership | None) -> None:
+    """Train as one rank of `member`'s run, or as all ranks in this process; `validate` has passed.
+
+    In this process, a thread acts as each process of the run where several share a stage.
+
+    Raises:
+        RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
+    """
+    if config.num_threads > 1:
+        run_threads(config.num_threads, lambda: _train(config, None))
+    else:
+        _train(config, member)
+
+
+def _train(config: TrainConfig, member: Membership | None) -> None:
+    with join(member, config) as group:
+        planner = None
+        if config.parallel.auto or config.plan is not None:
+            from pipeloom.train.auto.run_planner import RunPlanner  # here: imports the planner
+
+            planner = RunPlanner(config, group)
+        train_group(config, group, member, planner)
+
+
+def train_group(config: TrainConfig, group: Group, member: Membership | None, planner: "RunPlanner | None") -> None:
+    """Train as one process of a group that exists.
+
+    Args:
+        config: of the run, perhaps with ``parallel.auto``.
+        group: its processes; with ``parallel.auto``, not in a mesh yet.
+        member: see `train`.
+        planner: chooses the plan, and compares it with the steps; None without a plan.
+    """
+    checkpoint: Path | None = run_checkpoints.agreed_checkpoint(config, group)
+    automatic = config.parallel.auto
+    if planner is not None:
+        config = planner.first()
+    while True:
+        layout = with_layout(group, config) if automatic else group
+        found = _train_on(config, layout, member, checkpoint, planner)
+        if found is None:
+            return
+        config, checkpoint = found
+
+
+def _train_on(
+    config: TrainConfig,
+    group: Group,
+    member: Membership | None,
+    checkpoint: Path | None,
+    planner: "RunPlanner | None",
+) -> tuple[TrainConfig, Path] | None:
+    """Train to the last step, or until another plan is better: its configuration, and the checkpoint to go on from."""
+    note = None
+    if config.parallel.slices == AUTO:
+        from pipeloom.train.auto.measured_slices import choose_slices  # here: imports the planner
+
+        config, note = choose_slices(config, group, checkpoint)
+    choice = None
+    if config.memory.cap is not None:
+        vocabulary_size = run_tokenizer(config).vocabulary_size
+        config, choice = under_cap(config, vocabulary_size, device=group.device.type)
+    with Trainer(config, group, member) as trainer:
+        done = trainer.resume(checkpoint)
+        if config.data.packing:
+            check_packing(trainer.run)
+        try:
+            with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
+                trainer.open_output(shown)
+                for line in planner.notes if planner else []:
+                    shown.say(line)
+                if note:
+                    shown.say(note)
+                if choice is not None:
+                    shown.say(f"under memory.cap: {chosen_words(config)}")
+                if (found := _steps(trainer, shown, done + 1, planner)) is not None:
+                    return found
+            trainer.report(shown)
+            if config.model.pretrained is not None:
+                shown.say(f"model: {trainer.save_model()}")
+            if config.sample_tokens:
+                shown.say(f"sample:\n{trainer.sample()}")
+        except InputError as error:  # options are valid: now it is a failure, such as a full disk
+            raise RunError(str(error)) from error
+    return None
+
+
+def _steps(
+    trainer: Trainer, shown: Display, first: int, planner: "RunPlanner | None"
+) -> tuple[TrainConfig, Path] | None:
+    """All steps from `first`, with evaluations and checkpoints; as `_train_on`."""
+    config = trainer.config
+    if planner is not None:
+        planner.begin(trainer.run)
+    for last in range(first, config.steps + 1):
+        evaluates, saves = (
+            bool(every) and (last % every == 0 or last == config.steps)
+            for every in (config.eval_steps, config.save_steps)
+        )
+        if not (evaluates or saves or last == config.steps):
+            continue
+        for row in trainer.steps(first, last, shown):
+            shown.step(row)
+            if planner is not None and (line := planner.observe(row)) is not None:
+                shown.say(line)
+        if evaluates:
+            shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
+        if saves:
+            shown.say(f"step {last}  saved {(path := run_checkpoints.save(trainer.run, last))}")
+            if planner is not None and last < config.steps and (other := planner.again()) is not None:
+                return other, path
+        first = last + 1
+    return None

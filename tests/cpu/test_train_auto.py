@@ -1,0 +1,110 @@
+"""`pipeloom train --parallel auto`, and plans that are chosen again: on two processes, with bitwise the same losses."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pipeloom as pl
+from pipeloom.cli.train import parse
+from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
+from pipeloom.plan.local.saved import torch_version, usable_cores
+from pipeloom.train.auto import run_planner
+from pipeloom.train.config.automatic import for_processes
+from pipeloom.train.data.opening import run_tokenizer
+from pipeloom.train.loop import train_group
+from pipeloom.train.process_group import Group
+from tests.pure.test_local_machine import machine
+
+from .ranks import run_ranks
+from .test_train import metrics, run, story, text, words
+
+__all__ = ["text"]  # a fixture
+
+TINY = ("--eval_steps=0", "--sample_tokens=0", "--batch.size=8", "--save_steps=4")
+
+
+def test_a_run_plans_itself(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = machine()
+    here = replace(found.measured, machine=platform.node(), cores=usable_cores(), torch=torch_version())
+    (tmp_path / "pipeloom").mkdir()
+    (tmp_path / "pipeloom" / "local.json").write_text(replace(found, measured=here).to_json())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    out, auto = tmp_path / "run", ("--parallel=auto", "--processes=2", "--steps=11")
+    done = run(text, out, *TINY, *auto)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (chosen,) = (line for line in lines if line.startswith("plan for 2 processes: "))
+    assert " per step predicted" in chosen
+    assert sum(line.startswith("plan after 10 steps: step ") for line in lines) == 1
+    plan = pl.Plan.load(out / "plan.json")
+    assert plan.num_processes == 2
+    assert plan.batch_size == 8
+    times = json.loads((out / "plan_times.json").read_text())
+    assert times["predicted"]["step"] == plan.predicted_step_seconds
+    assert all(times["measured"][name] >= 0 for name in ("step", "forward", "backward", "waits"))
+
+    again = tmp_path / "again"
+    options = ("--steps=11", f"--plan={out / 'plan.json'}")
+    repeated = run(text, again, *TINY, *options)
+    assert repeated.returncode == 0, repeated.stderr
+    assert story(again) == story(out)
+    assert "plan after 10 steps: step " in repeated.stdout
+
+
+def _slow_sums(cluster: Cluster) -> Cluster:
+    """A machine on which replicas cost more than a bubble."""
+    assert cluster.measured is not None
+    slow = {"all_reduce": ((1000.0, 0.01), (1e6, 1.0))}
+    rates = tuple(replace(each, curves={**each.curves, **slow}) for each in cluster.measured.rates)
+    return replace(cluster, measured=replace(cluster.measured, rates=rates))
+
+
+def _planned_twice(rank: int, argv: list[str]) -> str:
+    """One of two processes: the machine turns out to split backwards slowly."""
+    torch.set_num_threads(1)
+    asked = for_processes(parse(argv), 2)
+    run_planner._COMPARED_AFTER = 3
+    layers = LayerSeconds((1e-4, 0.0, 1e-4), (2e-4, 2e-4, 2e-4), {False: (1e-2, 1e-2, 1e-2)})
+
+    class Planner(run_planner.RunPlanner):
+        def _measured_costs(self) -> tuple[CostModel, list[str]]:
+            return self._with(1.0), []
+
+        def _with(self, split: float) -> CostModel:
+            sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
+            times = LayerTimes(element=4, rows={2: layers._replace(split=split)})
+            return CostModel(model=Architecture.of_gpt(sizes), cluster=_slow_sums(machine()).beside(2), measured=times)
+
+        def first(self) -> Any:
+            config = super().first()
+            self._costs = self._with(2.0)
+            return config
+
+    planner = Planner(asked, Group(rank, 2, torch.device("cpu")))
+    train_group(asked, Group(rank, 2, torch.device("cpu")), None, planner)
+    return planner.notes[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks")
+def test_a_plan_that_is_chosen_again_has_the_same_losses(text: Path, tmp_path: Path) -> None:
+    options = ("--parallel=auto", "--processes=2", "--steps=9", "--batch.microbatches=4", "--optimizer.clip_norm=0.5")
+    again, once = (
+        run_ranks(_planned_twice, 2, words(text, tmp_path / name, *TINY, *options, *more)[1:])
+        for name, more in (("again", ("--replan=true",)), ("once", ()))
+    )
+    assert again[0].startswith("planned again, ")
+    assert once[0].startswith("plan for 2 processes: ")
+    assert story(tmp_path / "again") == story(tmp_path / "once")
+    assert [row["step"] for row in metrics(tmp_path / "again")] == list(range(1, 10))
+    first, second = (pl.Plan.load(tmp_path / name / "plan.json") for name in ("once", "again"))
+    assert first.schedule != second.schedule
