@@ -67,6 +67,35 @@ class CostModel:
         default_factory=dict, repr=False, compare=False
     )
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, which stages consist of."""
+        return self.model.layers
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per sample."""
+        return self.model.sequence_length
+
+    @property
+    def can_slice(self) -> bool:
+        """Whether sequences can be sliced."""
+        return True
+
+    @property
+    def expert_degrees(self) -> list[int]:
+        """Expert-parallel degrees that divide the experts."""
+        experts = self.model.experts.experts if self.model.experts else 1
+        return [degree for degree in range(1, experts + 1) if experts % degree == 0]
+
+    def operations(self, of: Configuration) -> float:
+        """Operations of the model per step, of all devices; nothing that is repeated counts."""
+        return self.times(of, Recompute.NONE).operations() / of.microbatch_size * of.batch_size
+
+    def check(self, of: Configuration) -> None:
+        """Raises InputError for sizes that processes cannot share."""
+        of.inside.check(self.model.layer_sizes(of.microbatch_size, 1))
+
     def times(self, of: Configuration, recompute: Recompute) -> StageTimes:
         """The times of layers with one kind of recomputation."""
         return StageTimes(
@@ -245,7 +274,7 @@ class CostModel:
         Raises:
             InputError, ScheduleError: sizes that do not fit.
         """
-        of.inside.check(self.model.layer_sizes(of.microbatch_size, 1))
+        self.check(of)
         program = program or self.program(of)
         if program.schedule.num_stages != of.stages:
             raise InputError(

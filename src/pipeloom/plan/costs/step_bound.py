@@ -6,6 +6,7 @@ Of a rank with stages s, which runs F, I and W of m micro-batches:
     its computations      m times its F, I and W
     after its last I      I of all stages before its first one, their messages, and one W of the first stage of all; or
                           its own W
+    unsplit backwards     after its last B, B of all stages before its first one, and their messages
 
 Slices count as micro-batches of a part of the time. The step also has all F and I of one micro-batch, one after the
 other, and the optimizer's update. Bandwidths of links count, waits for busy links do not. `pipeloom.sim.simulate` never
@@ -41,7 +42,8 @@ def step_bound(costs: CostModel, of: Configuration, schedule: Schedule | None = 
         stages = [Seconds(each.forward, 0.0, 0.0) for each in stages]
     count = of.slices
     each = [Seconds(*(seconds / count for seconds in stage)) for stage in stages] if count > 1 else stages
-    return pipeline_bound(each, placement, of.microbatches * count, message_seconds(costs, of)) + update
+    split = schedule is None or bool(schedule.split_backwards)
+    return pipeline_bound(each, placement, of.microbatches * count, message_seconds(costs, of), split=split) + update
 
 
 def message_seconds(costs: CostModel, of: Configuration) -> float:
@@ -52,7 +54,9 @@ def message_seconds(costs: CostModel, of: Configuration) -> float:
     return (min(map(min, table)) if isinstance(table, tuple) else table) + size / rate
 
 
-def pipeline_bound(stages: Sequence[Seconds], placement: Placement, microbatches: int, message: float) -> float:
+def pipeline_bound(
+    stages: Sequence[Seconds], placement: Placement, microbatches: int, message: float, *, split: bool = True
+) -> float:
     """The bound without update: of the placement and of times per micro-batch.
 
     Args:
@@ -60,7 +64,10 @@ def pipeline_bound(stages: Sequence[Seconds], placement: Placement, microbatches
         placement: where they are.
         microbatches: per step.
         message: seconds of a message between ranks.
+        split: whether backwards may be split into I and W.
     """
+    if not split:
+        stages = [Seconds(each.forward, each.backward_input + each.backward_weight, 0.0) for each in stages]
     forward = [each.forward for each in stages]
     inputs, weights = [each.backward_input for each in stages], [each.backward_weight for each in stages]
     sends = [message * moves for moves in _moves(placement)]

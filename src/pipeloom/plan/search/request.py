@@ -1,0 +1,167 @@
+"""`Request`: what is planned, and what is given. No torch here."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from pipeloom import schedules
+from pipeloom.errors import InputError
+from pipeloom.ir.data_axis import DataStrategy, Granularity
+from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel.options import DType
+from pipeloom.plan.costs.links import ORDER
+
+Objective = Literal["time", "memory", "cost"]
+
+
+def _whole(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise ValueError("must be an integer of at least 1")
+    return int(word)
+
+
+def _kept(word: str) -> int | None:
+    return None if word == "none" else _whole(word)
+
+
+def _flag(word: str) -> bool:
+    if word not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return word == "true"
+
+
+def _one_of(*known: str) -> Callable[[str], str]:
+    def read(word: str) -> str:
+        if word not in known:
+            raise ValueError(f"must be one of {', '.join(known)}")
+        return word
+
+    return read
+
+
+def _order(word: str) -> tuple[str, ...]:
+    names = tuple(word.split(","))
+    if not set(names) <= set(ORDER) or len(set(names)) < len(names):
+        raise ValueError(f"must be different axes of {', '.join(ORDER)}, outermost first")
+    return (*names, *(name for name in ORDER if name not in names))
+
+
+def _blocks(word: str) -> tuple[int, ...]:
+    return tuple(map(_whole, word.split(",")))
+
+
+def _recompute(word: str) -> tuple[str, ...]:
+    return tuple(map(_one_of(*map(str, Recompute)), word.split(",")))
+
+
+FIXABLE: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("pipeline", "data", "tensor", "context", "expert", "chunks"), _whole),
+    **dict.fromkeys(("microbatches", "microbatch_size", "slices"), _whole),
+    "sequence": _flag,
+    "context_kind": _one_of("ring", "ulysses"),
+    "schedule": _one_of(*schedules.SYNCHRONOUS),
+    "recompute": _recompute,
+    "data_strategy": _one_of(*map(str, DataStrategy)),
+    "data_granularity": _one_of(*map(str, Granularity)),
+    "offload": _kept,
+    "order": _order,
+    "blocks": _blocks,
+    "precision": _one_of(*get_args(DType)),
+}
+"""The keys of ``--fix``, and how each value is read."""
+
+
+def parse_fixed(text: str) -> dict[str, Any]:
+    """The values of ``--fix pipeline=8,order=dp,pp,recompute=full``, by key.
+
+    Raises:
+        InputError: an unknown key, a key without a value or twice, or a wrong value.
+    """
+    pairs: list[list[str]] = []
+    for word in text.split(","):
+        key, equals, value = word.partition("=")
+        if equals:
+            pairs.append([key.strip(), value.strip()])
+        elif pairs:
+            pairs[-1][1] += f",{word.strip()}"
+        else:
+            raise InputError(f"--fix={text}: {word!r} has no value. Write key=value, such as pipeline=8.")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key not in FIXABLE:
+            raise InputError(f"--fix={text}: key {key!r} is unknown. Use {', '.join(FIXABLE)}.")
+        if key in found:
+            raise InputError(f"--fix={text}: key {key!r} is duplicated. Remove one.")
+        try:
+            found[key] = FIXABLE[key](value)
+        except ValueError as error:
+            raise InputError(f"--fix {key}={value}: {error}. Change it.") from None
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is planned.
+
+    Attributes:
+        devices: of the cluster that are used.
+        batch_size: global batch size in samples.
+        memory_bytes: of a device; infinite if unknown.
+        fixed: values by key, of `FIXABLE`; the search chooses the others.
+        forbidden: keys of `FIXABLE` that keep their usual value: degree 1, no offload, no recomputation.
+        optimizer: a name of `pipeloom.plan.memory.OPTIMIZERS`.
+        objective: what is minimized: seconds per step, the largest peak, or device-seconds per step.
+        top: number of plans.
+    """
+
+    devices: int
+    batch_size: int
+    memory_bytes: float = math.inf
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    forbidden: frozenset[str] = frozenset()
+    optimizer: str = "adamw"
+    objective: Objective = "time"
+    top: int = 3
+
+    @property
+    def kinds(self) -> tuple[Recompute, ...]:
+        """Kinds of recomputation that a stage may have."""
+        given = self.fixed.get("recompute")
+        return tuple(kind for kind in Recompute if (kind in given if given else self.allows("recompute", kind)))
+
+    def allows(self, key: str, value: Any) -> bool:
+        """Whether a plan may have this value."""
+        if key in self.fixed:
+            return bool(self.fixed[key] == value)
+        return key not in self.forbidden or value in USUAL[key]
+
+
+USUAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("pipeline", "data", "tensor", "context", "expert", "chunks", "slices"), (1,)),
+    "sequence": (False,),
+    "recompute": (Recompute.NONE,),
+    "data_strategy": (DataStrategy.DDP,),
+    "offload": (None,),
+}
+"""What remains of a key of ``--forbid``."""
+
+
+@dataclass
+class Refusals:
+    """Why configurations were not offered, and how many were considered."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    considered: int = 0
+
+    least_bytes: float = math.inf  # of what a device has too little memory for
+
+    def add(self, reason: str, count: int = 1) -> None:
+        self.reasons[reason] += count
+        self.considered += count
+
+    def too_large(self, needed: float) -> None:
+        """Refuse a configuration that needs this many bytes per device."""
+        self.add("more memory than a device has")
+        self.least_bytes = min(needed, self.least_bytes)
