@@ -120,16 +120,18 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 4}, "version=4: this pipeloom reads versions 1 to 3. Make the plan again with this"),
-        ({"version": "1"}, "version='1': this pipeloom reads versions 1 to 3."),
-        ({"version": True}, "version=True: this pipeloom reads versions 1 to 3."),
-        ({"version": 1.0}, "version=1.0: this pipeloom reads versions 1 to 3."),
+        ({"version": 5}, "version=5: this pipeloom reads versions 1 to 4. Make the plan again with this"),
+        ({"version": "1"}, "version='1': this pipeloom reads versions 1 to 4."),
+        ({"version": True}, "version=True: this pipeloom reads versions 1 to 4."),
+        ({"version": 1.0}, "version=1.0: this pipeloom reads versions 1 to 4."),
         ({"tensor": 2}, "the plan: unknown key 'tensor'. Remove it"),
         ({"version": 2, "expert": 2}, "the plan: unknown key 'expert'. Remove it"),
         (
             {"version": 3, "data": 4, "expert": 3},
             "expert=3: must divide the number of processes along data, 4. Use 1, 2",
         ),
+        ({"version": 3, "order": "pp,dp,cp,tp"}, "the plan: unknown key 'order'. Remove it"),
+        ({"version": 4, "order": "pp,dp"}, "order=pp,dp: must name dp, pp, cp, tp, outermost first, each once."),
         ({"version": 3, "expert_axes": "data"}, "expert_axes=data: has no effect with expert=1. Remove it, or raise"),
         (
             {"version": 3, "data": 2, "expert": 2, "tensor": 4, "tensor_layout": "2d"},

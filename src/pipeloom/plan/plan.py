@@ -1,13 +1,14 @@
 """`Plan`: everything that a run needs, as immutable data with a versioned JSON form.
 
-    {"version": 3, "schedule": "1f1b", "pipeline": 4, "microbatches": 8, "data": 2, "cut": [6, 6, 7, 5], ...}
+    {"version": 4, "schedule": "1f1b", "pipeline": 4, "microbatches": 8, "data": 2, "cut": [6, 6, 7, 5], ...}
 
 The planning commands write plans (`pipeloom partition`, `slice`, `memory` and `simulate` with ``--out plan.json``).
 `pipeloom train --plan plan.json` and ``pipeloom.Pipeline(model, plan)`` run them.
 
 Versions: every new key raises the version, and its default is what older plans did. So a newer pipeloom reads older
 plans, and an older pipeloom refuses a newer plan in one line instead of ignoring a degree that it does not know. The
-keys of tensor and context parallelism came with version 2, those of expert parallelism with version 3.
+keys of tensor and context parallelism came with version 2, those of expert parallelism with version 3,
+the order of mesh axes with version 4.
 """
 
 import json
@@ -24,14 +25,16 @@ from pipeloom.common.quantities import bytes_text, seconds_text
 from pipeloom.errors import InputError, folded
 from pipeloom.ir import Schedule
 from pipeloom.ir.text import from_json, to_json
+from pipeloom.parallel.mesh_shape import AXES
 from pipeloom.parallel.options import DataParallel, Precision
 from pipeloom.plan.plan_rules import check_schedule, check_values
 from pipeloom.schedules import build, find, is_file, steady_length
 
-VERSION = 3
+VERSION = 4
 _SINCE = {
     2: ("tensor", "tensor_layout", "tensor_depth", "sequence", "context", "context_kind"),
     3: ("expert", "expert_axes", "expert_exchange"),
+    4: ("order",),
 }
 _build = lru_cache(maxsize=2)(build)  # a plan builds its schedule to check itself, and again for its run
 _SEQUENCES = ("cut", "replicas", "slices", "recompute", "predicted_memory_bytes", "why")
@@ -69,6 +72,7 @@ class Plan:
         expert: expert-parallel degree: processes that share the experts of a layer; no more processes.
         expert_axes: whose processes share experts: "data", "context" or "data,context". None: data.
         expert_exchange: how tokens are sent to experts: "counts" or "capacity". None: counts.
+        order: mesh axes, outermost first, such as "pp,dp,cp,tp". None: dp,pp,cp,tp.
         precision: "fp32", "bf16" or "fp16".
         gradients: format of accumulated gradients: "float32" or "same".
         offload: offload target: "cpu" or "disk:PATH". None leaves all four offload options to the run.
@@ -106,6 +110,7 @@ class Plan:
     expert: int = 1
     expert_axes: Literal["data", "context", "data,context"] | None = None
     expert_exchange: Literal["counts", "capacity"] | None = None
+    order: str | None = None
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     gradients: Literal["float32", "same"] | None = None
     offload: str | None = None
@@ -149,6 +154,11 @@ class Plan:
         """`expert_axes` as `pipeloom.Mesh` names them, in its order."""
         names = {"data": "dp", "context": "cp"}
         return tuple(names[name] for name in (self.expert_axes or "data").split(","))
+
+    @property
+    def mesh_order(self) -> tuple[str, ...]:
+        """`order` as `pipeloom.Mesh` takes it."""
+        return AXES if self.order is None else tuple(self.order.split(","))
 
     @property
     def num_slices(self) -> int:

@@ -9,6 +9,7 @@ from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.ir.recompute import recompute_of_stages
+from pipeloom.parallel.mesh_shape import AXES
 from pipeloom.parallel.options import check_synchronous
 from pipeloom.parallel.tensor.grids.shape import GridShape
 from pipeloom.schedules import find
@@ -43,6 +44,9 @@ def check_values(given: Mapping[str, Any]) -> None:
             f"{samples} samples. Raise it, or lower microbatches.",
         )
     _check_inside(given)
+    order = given.get("order", ",".join(AXES)).split(",")
+    if sorted(order) != sorted(AXES):
+        raise _refusal(given, "order", f"must name {', '.join(AXES)}, outermost first, each once.")
     predictions = {"predicted_step_seconds": given.get("predicted_step_seconds", 0.0)}
     for rank, size in enumerate(given.get("predicted_memory_bytes", ())):
         predictions[f"predicted_memory_bytes[{rank}]"] = size

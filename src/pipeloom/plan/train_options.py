@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeloom.ir import Schedule
+from pipeloom.parallel.mesh_shape import AXES
 from pipeloom.plan.plan import Plan
 from pipeloom.schedules import is_file
 
@@ -37,7 +38,7 @@ _EXPERT = {"expert_axes": "data", "expert_exchange": "counts"}  # and what None 
 _OFFLOAD = ("offload", "offload_states", "offload_parameters", "offload_activations")
 
 
-PLANNED = (*_ALWAYS, *_IF_GIVEN, *(f"parallel.{name}" for name in (*_TENSOR, "context_kind", *_EXPERT)))
+PLANNED = (*_ALWAYS, *_IF_GIVEN, *(f"parallel.{name}" for name in (*_TENSOR, "context_kind", *_EXPERT, "order")))
 PLANNED += (*(f"memory.{name}" for name in _OFFLOAD), "memory.cap")
 
 
@@ -59,6 +60,8 @@ def options_of_plan(plan: Plan, path: str | None = None) -> dict[str, Any]:
         found["parallel.context_kind"] = plan.context_kind or "ring"
     if plan.expert > 1:
         found |= {f"parallel.{name}": getattr(plan, name) or usual for name, usual in _EXPERT.items()}
+    if plan.order is not None:
+        found["parallel.order"] = plan.order
     if plan.offload is not None:
         found |= {f"memory.{name}": getattr(plan, name) for name in _OFFLOAD}
     if plan.recompute is not None:
@@ -99,6 +102,9 @@ def plan_of_options(options: Mapping[str, Any], schedule: Schedule, **predicted:
         given["context_kind"] = options["parallel.context_kind"]
     if given["expert"] > 1:
         given |= {name: options[f"parallel.{name}"] for name in _EXPERT}
+    order = [axis.strip() for axis in options["parallel.order"].split(",")]
+    order += [axis for axis in AXES if axis not in order]
+    given["order"] = None if tuple(order) == AXES else ",".join(order)
     given["schedule"] = schedule if is_file(options["schedule"]) else schedule.name
     given["in_flight"] = given["in_flight"] if stream else None
     return Plan(**{**given, **predicted})

@@ -256,7 +256,9 @@ def _mesh(plan: Plan, mesh: Mesh | None) -> Mesh | None:
                 f"the plan has {name}={getattr(plan, name)}, and no mesh is given. Cut the model with "
                 "pipeloom.parallelize(model, mesh), and pass mesh=."
             )
-        return None if plan.data * plan.context == 1 else Mesh(pp=plan.num_ranks, dp=plan.data, cp=plan.context)
+        if plan.data * plan.context == 1:
+            return None
+        return Mesh(pp=plan.num_ranks, dp=plan.data, cp=plan.context, order=plan.mesh_order)
     for axis, degree in degrees.items():
         if hasattr(mesh, "degree") and mesh.degree(axis) != degree:
             raise InputError(f"mesh has {axis}={mesh.degree(axis)}: the plan has {degree}. Use {axis}={degree}.")

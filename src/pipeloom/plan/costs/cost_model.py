@@ -63,7 +63,7 @@ class CostModel:
         default_factory=dict, repr=False, compare=False
     )
     _kept: dict[object, list[Mapping[Recompute, float]]] = field(default_factory=dict, repr=False, compare=False)
-    _numbers: dict[InsideStage, tuple[float, float, list[float]]] = field(
+    _numbers: dict[InsideStage, tuple[float, float, float, list[float]]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -309,17 +309,23 @@ class CostModel:
         """Elements of the parameters of every stage on one process."""
         found = self._numbers.get(of.inside)
         if found is None:
-            embedding, *blocks, norm, head = (
-                float(sum(layer.parameter_sizes.values()))
-                for layer in transformer_layers(self.model, 1, of.element, of.inside)
-            )
-            found = self._numbers[of.inside] = embedding, norm + head, [0.0, *accumulate(blocks)]
-        first, last, before = found
+            layers = transformer_layers(self.model, 1, of.element, of.inside)
+            embedding, *blocks, norm, head = (float(sum(layer.parameter_sizes.values())) for layer in layers)
+            shared = head if self.model.tie_embeddings else 0.0
+            found = self._numbers[of.inside] = embedding, norm + head, shared, [0.0, *accumulate(blocks)]
+        first, last, shared, before = found
         ends = list(accumulate(of.blocks_of(self.model.layers)))
         stages = [before[end] - before[start] for start, end in pairwise([0, *ends])]
         stages[0] += first
-        stages[-1] += last
+        stages[-1] += last if len(stages) > 1 else last - shared
         return stages
+
+    def held_parameters(self, of: Configuration, stages: Sequence[int]) -> float:
+        """Elements of the parameters of a process with these stages; a shared one counts once."""
+        sizes = self.parameters(of)
+        total = sum(sizes[stage] for stage in stages)
+        both = len(sizes) > 1 and {0, len(sizes) - 1} <= set(stages)
+        return total - self._numbers[of.inside][2] if both else total
 
     def kept_bytes(self, of: Configuration) -> list[float]:
         """Bytes that F of one micro-batch keeps on every stage."""
@@ -343,8 +349,7 @@ class CostModel:
 
     def update_seconds(self, of: Configuration, stages_of: Sequence[Sequence[int]]) -> float:
         """Seconds of the optimizer's update on the rank with most parameters."""
-        sizes = self.parameters(of)
-        held = max(sum(sizes[stage] for stage in stages) for stages in stages_of)
+        held = max(self.held_parameters(of, stages) for stages in stages_of)
         shards = of.replicas if of.strategy.shards_optimizer else 1
         cluster = self.cluster.beside(of.devices)
         if cluster.measured is None or cluster.rates is None:

@@ -9,19 +9,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import inf
 from typing import Any
 
+from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError, PipeloomError
-from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
-from pipeloom.plan.search.memory_choice import in_flight, memory_choices
+from pipeloom.plan.search.memory_choice import Choice, Live, MemoryChoices, in_flight
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.simulated import Simulated, short_microbatches, simulated
-from pipeloom.plan.search.space import Shape, Space, pipeline_seconds
+from pipeloom.plan.search.shapes import Shape, pipeline_seconds
+from pipeloom.plan.search.simulated import Simulated, Step
+from pipeloom.plan.search.space import CanRun, Space, Way
 
 _TOLERANCE = 0.005
-Way = tuple[Configuration, float]  # a mesh with a data strategy, and the seconds of a step at least
+_MOST_TRIES = 4  # of more recomputation, where a simulated rank needs more memory than its closed form
+_SLOWER = "slower than the best plans by a lower bound"
+_SIZES = "the schedule does not support the sizes"
 
 
 @dataclass(kw_only=True)
@@ -33,7 +37,6 @@ class Answer:
         refused: configurations by reason.
         considered: configurations that were refused, discarded by their bound, or simulated.
         simulated: number of simulated ones.
-        next_best: the fastest configuration that was refused for its memory, and the bytes that it needs.
         seconds: of the search.
     """
 
@@ -41,7 +44,6 @@ class Answer:
     refused: dict[str, int] = field(default_factory=dict)
     considered: int = 0
     simulated: int = 0
-    next_best: tuple[float, float, Configuration] | None = None
     seconds: float = 0.0
 
 
@@ -50,6 +52,7 @@ def find_plans(
     request: Request,
     *,
     exhaustive: bool = False,
+    can_run: CanRun = lambda _: None,
     accept: Callable[[Simulated], str | None] = lambda _: None,
 ) -> Answer:
     """The best plans.
@@ -58,59 +61,67 @@ def find_plans(
         costs: of the model on its cluster.
         request: what is planned.
         exhaustive: whether to simulate all configurations.
-        accept: why a plan cannot be offered; None: it can.
+        can_run: why the processes of a stage cannot run the model; None: they can. Asked early, for each way to share
+            a stage.
+        accept: why a plan cannot be offered; None: it can. Asked for plans that would be among the best.
 
     Raises:
         InputError: there is none.
     """
     begin = time.perf_counter()
-    search = _Search(costs, request, exhaustive, accept)
+    search = _Search(costs, request, exhaustive, can_run, accept)
     search.run()
     answer = search.answer
     answer.refused = dict(search.refusals.reasons.most_common())
     answer.considered = search.refusals.considered + answer.simulated
     answer.seconds = time.perf_counter() - begin
     if not answer.plans:
-        raise InputError(_none(request, search))
+        raise InputError(_none(request, search.refusals))
     return answer
 
 
-def _none(request: Request, search: "_Search") -> str:
+def _none(request: Request, refusals: Refusals) -> str:
     """Why there is no plan."""
     asked = f"--devices={request.devices} --batch.size={request.batch_size}"
-    if search.refusals.least_bytes < float("inf"):
-        missing = search.refusals.least_bytes - request.memory_bytes
+    if refusals.least_bytes < inf:
+        missing = refusals.least_bytes - request.memory_bytes
         return (
-            f"{asked}: no plan fits into {request.memory_bytes / 2**30:.4g} GiB per device; the least found needs "
-            f"{missing / 2**30:.3g} GiB more. Use more devices, or devices with more memory."
+            f"{asked}: no plan fits into {bytes_text(request.memory_bytes)} per device; the smallest one found needs "
+            f"{bytes_text(missing)} more. Use more devices, or devices with more memory."
         )
-    reasons = "; ".join(f"{reason} ({number})" for reason, number in search.refusals.reasons.most_common(3))
-    return f"{asked}: no plan can run: {reasons}. Change devices, batch or --fix."
+    reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
+    return f"{asked}: no plan can run: {reasons or 'nothing is left'}. Change devices, batch or --fix."
 
 
 class _Search:
     """The heap and the best so far."""
 
     def __init__(
-        self, costs: CostModel, request: Request, exhaustive: bool, accept: Callable[[Simulated], str | None]
+        self,
+        costs: CostModel,
+        request: Request,
+        exhaustive: bool,
+        can_run: CanRun,
+        accept: Callable[[Simulated], str | None],
     ) -> None:
         self.costs, self.request, self.exhaustive, self.accept = costs, request, exhaustive, accept
         self.refusals, self.answer = Refusals(), Answer()
-        self.space = Space(costs, request, self.refusals)
+        self.space = Space(costs, request, self.refusals, can_run)
         self._heap: list[tuple[float, int, int, Callable[..., Iterator[Any]], tuple[Any, ...]]] = []
         self._number = count()
+        self._done: set[Choice] = set()
 
     def run(self) -> None:
         for of, devices in self.space.groups():
-            self._push(self._score(self.space.group_bound(of, devices), of, devices), 0, self._meshes, of, devices)
+            self._push(self._score(self.space.group_bound(of, devices), 0.0, devices), 0, self._meshes, of, devices)
         while self._heap:
             bound, _, _, expand, node = heapq.heappop(self._heap)
             if bound >= self._most() and not self.exhaustive:
-                self.refusals.add("slower than the best plans by a lower bound", len(self._heap) + 1)
+                self.refusals.add(_SLOWER, len(self._heap) + 1)
                 break
             expand(*node)
 
-    def _score(self, seconds: float, of: Configuration, devices: int, peak: float = 0.0) -> float:
+    def _score(self, seconds: float, peak: float, devices: int) -> float:
         match self.request.objective:
             case "memory":
                 return peak
@@ -122,64 +133,83 @@ class _Search:
     def _most(self) -> float:
         """The value above which a plan is not among the best."""
         plans, top = self.answer.plans, self.request.top
-        return self._value(plans[top - 1]) * (1 - _TOLERANCE) if len(plans) >= top else float("inf")
+        return self._value(plans[top - 1]) * (1 - _TOLERANCE) if len(plans) >= top else inf
 
     def _value(self, plan: Simulated) -> float:
-        return self._score(plan.step_seconds, plan.of, plan.of.devices, max(plan.peak_bytes))
+        return self._score(plan.step_seconds, plan.peak, plan.of.devices)
 
     def _push(self, bound: float, level: int, expand: Callable[..., Any], *node: Any) -> None:
         if bound < self._most() or self.exhaustive:
             heapq.heappush(self._heap, (bound, -level, next(self._number), expand, node))
         else:
-            self.refusals.add("slower than the best plans by a lower bound")
+            self.refusals.add(_SLOWER)
 
     def _meshes(self, of: Configuration, devices: int) -> None:
         for mesh in self.space.meshes(of, devices):
             ways = list(self.space.ways(mesh))
             if ways:
-                least = min(seconds for _, seconds in ways)
-                self._push(self._score(least, mesh, devices), 1, self._shapes, mesh, ways)
+                self._push(self._least(ways, 0.0, devices), 1, self._shapes, mesh, ways)
+
+    def _least(self, ways: Sequence[Way], seconds: float, devices: int) -> float:
+        return min(self._score(max(seconds, way.seconds), way.peak, devices) for way in ways)
 
     def _shapes(self, of: Configuration, ways: Sequence[Way]) -> None:
-        least = min(seconds for _, seconds in ways)
-        for shape in self.space.shapes(of):
-            seconds = max(least, self.space.shape_bound(shape))
-            self._push(self._score(seconds, shape.of, shape.of.devices), 2, self._choices, shape, ways)
+        for shape in self.space.shapes.found(of):
+            bound = self._least(ways, self.space.shapes.bound(shape), of.devices)
+            self._push(bound, 2, self._choices, shape, ways)
 
     def _choices(self, shape: Shape, ways: Sequence[Way]) -> None:
-        of = shape.of
-        number, _ = short_microbatches(of, len(of.blocks or ()))
         try:
-            live = in_flight(of.schedule, of.pipeline, number, of.chunks, of.slices)
+            live = in_flight(shape.of)
         except PipeloomError:
-            self.refusals.add("the schedule does not support the sizes")
+            self.refusals.add(_SIZES)
             return
-        seen: set[Recompute | Sequence[Recompute]] = set()
-        for way, least in ways:
-            each = shape._replace(of=replace(of, strategy=way.strategy, granularity=way.granularity))
-            for chosen in memory_choices(self.costs, each, live, self.request):
-                if chosen.recompute in seen and way.strategy.shards_gradients and self.request.objective != "memory":
-                    continue  # an earlier way communicates less
-                seen.add(chosen.recompute)
-                seconds = pipeline_seconds(self.costs, shape._replace(of=chosen))
-                seconds = max(least, seconds + self.costs.update_seconds(chosen, shape.placement.stages_of))
-                self._push(self._score(seconds, chosen, chosen.devices), 3, self._simulate, chosen)
-        if not seen:
-            self.refusals.too_large(float("inf"))
+        first: dict[object, Candidate] = {}  # by recomputation
+        for way in ways:
+            of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
+            each = shape._replace(of=of)
+            choices, least = MemoryChoices(self.costs, each, live, self.request).found(every=self.exhaustive)
+            if not choices:
+                self.refusals.too_large(least)
+            for choice in choices:
+                found = Candidate(shape=each, choice=choice, live=live, least_seconds=way.seconds)
+                before = first.setdefault(choice.of.recompute, found)
+                if before is not found and of.strategy.shards_gradients and not self._takes_all:
+                    before.instead.append(found)
+                else:
+                    self._offer(found)
 
-    def _simulate(self, of: Configuration) -> None:
-        try:
-            found = simulated(self.costs, of)
-        except PipeloomError:
-            self.refusals.add("the schedule does not support the sizes")
+    @property
+    def _takes_all(self) -> bool:
+        return self.exhaustive or self.request.objective == "memory"
+
+    def _offer(self, found: "Candidate") -> None:
+        of = found.choice.of
+        seconds = pipeline_seconds(self.costs, found.shape._replace(of=of))
+        seconds = max(
+            found.least_seconds, seconds + self.costs.update_seconds(of, found.shape.placement.stages_of)
+        )
+        self._push(self._score(seconds, found.choice.least_bytes, of.devices), 3, self._simulate, found)
+
+    def _simulate(self, candidate: "Candidate") -> None:
+        choice = candidate.choice
+        if choice in self._done:
             return
+        self._done.add(choice)
+        try:
+            step = Step(self.costs, choice.of, choice.schedule_limit)
+            peaks = step.peaks()
+        except PipeloomError:
+            self.refusals.add(_SIZES)
+            return
+        if max(peaks) > self.request.memory_bytes:
+            self._again(candidate, peaks)
+            return
+        for _ in candidate.instead:
+            self.refusals.add("an earlier data strategy that fits communicates less")
+        found = step.simulated(peaks)
         self.answer.simulated += 1
-        peak = max(found.peak_bytes)
-        if peak > self.request.memory_bytes:
-            self.refusals.too_large(peak)
-            seen = self.answer.next_best
-            if seen is None or found.step_seconds < seen[0]:
-                self.answer.next_best = (found.step_seconds, peak, of)
+        if self._value(found) >= self._most() / (1 - _TOLERANCE):
             return
         refusal = self.accept(found)
         if refusal is not None:
@@ -188,3 +218,41 @@ class _Search:
         self.answer.plans.append(found)
         self.answer.plans.sort(key=self._value)
         del self.answer.plans[self.request.top :]
+
+    def _again(self, candidate: "Candidate", peaks: Sequence[float]) -> None:
+        """Recompute more on ranks that need more memory than their closed form, or shard more."""
+        self.refusals.too_large(max(peaks))
+        if candidate.instead:
+            first, *others = candidate.instead
+            self._offer(replace(first, instead=others))
+        if candidate.tries == _MOST_TRIES or "recompute" in self.request.fixed:
+            return
+        most = self.request.memory_bytes
+        before = candidate.beside or [0.0] * len(peaks)
+        more = [size + max(0.0, peak - most) for size, peak in zip(before, peaks, strict=True)]
+        choices, _ = MemoryChoices(self.costs, candidate.shape, candidate.live, self.request, more).found()
+        if choices:
+            self._offer(replace(candidate, choice=choices[0], instead=[], beside=more, tries=candidate.tries + 1))
+
+
+@dataclass(kw_only=True)
+class Candidate:
+    """A configuration of which nothing is open.
+
+    Attributes:
+        shape: without recomputation.
+        choice: with it.
+        live: activations in flight.
+        least_seconds: of a step.
+        instead: those that shard more, and are no faster.
+        beside: bytes of each rank that closed forms do not have, found by an attempt to run it with less recomputation.
+        tries: attempts so far.
+    """
+
+    shape: Shape
+    choice: Choice
+    live: Live
+    least_seconds: float
+    instead: list["Candidate"] = field(default_factory=list)
+    beside: Sequence[float] | None = None
+    tries: int = 0

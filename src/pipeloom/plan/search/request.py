@@ -10,7 +10,7 @@ from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.ir.recompute import Recompute
-from pipeloom.parallel.options import DType
+from pipeloom.parallel.options import DType, GradientDType
 from pipeloom.plan.costs.links import ORDER
 
 Objective = Literal["time", "memory", "cost"]
@@ -69,6 +69,7 @@ FIXABLE: Mapping[str, Callable[[str], Any]] = {
     "order": _order,
     "blocks": _blocks,
     "precision": _one_of(*get_args(DType)),
+    "gradients": _one_of(*get_args(GradientDType)),
 }
 """The keys of ``--fix``, and how each value is read."""
 
@@ -101,6 +102,15 @@ def parse_fixed(text: str) -> dict[str, Any]:
     return found
 
 
+def parse_forbidden(text: str) -> frozenset[str]:
+    """The keys of ``--forbid offload,context``. Raises InputError for one that cannot be forbidden."""
+    keys = [word.strip() for word in text.split(",")]
+    for key in keys:
+        if key not in USUAL:
+            raise InputError(f"--forbid={text}: {key!r} cannot be forbidden. Use {', '.join(USUAL)}.")
+    return frozenset(keys)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is planned.
@@ -110,7 +120,7 @@ class Request:
         batch_size: global batch size in samples.
         memory_bytes: of a device; infinite if unknown.
         fixed: values by key, of `FIXABLE`; the search chooses the others.
-        forbidden: keys of `FIXABLE` that keep their usual value: degree 1, no offload, no recomputation.
+        forbidden: keys of `USUAL` that keep their usual value: degree 1, no offload, no recomputation.
         optimizer: a name of `pipeloom.plan.memory.OPTIMIZERS`.
         objective: what is minimized: seconds per step, the largest peak, or device-seconds per step.
         top: number of plans.

@@ -9,13 +9,14 @@ and memory, which grows with m in schedules such as gpipe, follows in the same w
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm
 
-from pipeloom.ir import Program
+from pipeloom.ir import Program, Schedule
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.memory import memory_of_ranks
-from pipeloom.sim import Timeline, simulate
+from pipeloom.sim import Timeline
 
 _MOST_ACTIONS = 6_000  # forwards and backwards of all ranks of a step that is simulated as a whole
 _WARM_UP = 3  # times the ranks: micro-batches of a short step
@@ -27,20 +28,27 @@ class Simulated:
 
     Attributes:
         of: the configuration.
+        schedule_limit: activations of a rank, in shares of one rank on one micro-batch, that the schedule was built
+            for; None: any number.
         step_seconds: of a step.
         update_seconds: of the optimizer's update.
         peak_bytes: of every rank.
         busy_seconds: of computations, mean of the ranks.
-        data_seconds: that data parallelism makes the step longer.
         timeline: of the longest step that was simulated.
     """
 
     of: Configuration
+    schedule_limit: float | None = None
     step_seconds: float
     update_seconds: float
     peak_bytes: tuple[float, ...]
     busy_seconds: float
     timeline: Timeline
+
+    @property
+    def peak(self) -> float:
+        """Of the rank that needs most."""
+        return max(self.peak_bytes)
 
 
 def short_microbatches(of: Configuration, stages: int) -> tuple[int, int]:
@@ -53,40 +61,86 @@ def short_microbatches(of: Configuration, stages: int) -> tuple[int, int]:
     return of.microbatches - (of.microbatches - least) // group * group, group
 
 
-def simulated(costs: CostModel, of: Configuration, *, whole: bool = False) -> Simulated:
-    """Simulate a step.
+class Step:
+    """One step of a configuration.
 
     Args:
         costs: of the model on its cluster.
         of: the configuration, with `blocks`.
+        schedule_limit: see `Simulated`.
         whole: whether to simulate all micro-batches.
 
     Raises:
         InputError, ScheduleError: sizes that do not fit.
     """
-    number, group = short_microbatches(of, of.stages)
-    if whole:
-        number = of.microbatches
-    seconds, peaks, timeline, program = _step(costs, of, number)
-    if number < of.microbatches:
-        before, lower_peaks, *_ = _step(costs, of, number - group)
-        times = (of.microbatches - number) // group
-        seconds += times * (seconds - before)
-        peaks = [peak + times * max(0.0, peak - less) for peak, less in zip(peaks, lower_peaks, strict=True)]
-    update = costs.update_seconds(of, program.placement.stages_of)
-    return Simulated(
-        of=of,
-        step_seconds=seconds + update,
-        update_seconds=update,
-        peak_bytes=tuple(peaks),
-        busy_seconds=timeline.ideal_seconds * of.microbatches / number,
-        timeline=timeline,
-    )
+
+    def __init__(
+        self, costs: CostModel, of: Configuration, schedule_limit: float | None = None, *, whole: bool = False
+    ) -> None:
+        self._costs, self._of, self._limit = costs, of, schedule_limit
+        number, group = short_microbatches(of, of.stages)
+        number = of.microbatches if whole else number
+        self._times = (of.microbatches - number) // group  # of the group, beside the short step
+        self._short = replace(of, microbatches=number)
+        self._shorter = replace(of, microbatches=number - group)
+
+    def _scheduled(self, of: Configuration) -> Schedule:
+        return self._costs.schedule(of, self._limit)
+
+    @cached_property
+    def _program(self) -> Program:
+        return self._costs.program(self._short, self._scheduled(self._short))
+
+    @cached_property
+    def _shorter_program(self) -> Program:
+        return self._costs.program(self._shorter, self._scheduled(self._shorter))
+
+    def peaks(self) -> tuple[float, ...]:
+        """Peak memory of every rank."""
+        found = self._peaks(self._short, self._program)
+        if self._times:
+            less = self._peaks(self._shorter, self._shorter_program)
+            found = [peak + self._times * max(0.0, peak - other) for peak, other in zip(found, less, strict=True)]
+        return tuple(found)
+
+    def _peaks(self, of: Configuration, program: Program) -> list[float]:
+        return [rank.peak for rank in memory_of_ranks(program, self._costs.memory_model(of))]
+
+    def simulated(self, peaks: tuple[float, ...]) -> Simulated:
+        """With its seconds."""
+        timeline = self._timeline(self._short, self._program)
+        seconds = timeline.makespan
+        if self._times:
+            seconds += self._times * (seconds - self._timeline(self._shorter, self._shorter_program).makespan)
+        update = self._costs.update_seconds(self._of, self._program.placement.stages_of)
+        return Simulated(
+            of=self._of,
+            schedule_limit=self._limit,
+            step_seconds=seconds + update,
+            update_seconds=update,
+            peak_bytes=peaks,
+            busy_seconds=timeline.ideal_seconds * self._of.microbatches / self._short.microbatches,
+            timeline=timeline,
+        )
+
+    def _timeline(self, of: Configuration, program: Program, *, replicas: bool = True) -> Timeline:
+        network = self._costs.network(of)
+        if not replicas:
+            network = replace(
+                network, data_bytes_per_second=None, data_sum_bytes_per_second=None, data_latency_seconds=0.0
+            )
+        return self._costs.timeline(of, program, None, network)
+
+    def without_replicas(self) -> float:
+        """Seconds of the step, without the update, where data parallelism communicates in no time."""
+        seconds = self._timeline(self._short, self._program, replicas=False).makespan
+        if self._times:
+            less = self._timeline(self._shorter, self._shorter_program, replicas=False).makespan
+            seconds += self._times * (seconds - less)
+        return seconds
 
 
-def _step(costs: CostModel, of: Configuration, microbatches: int) -> tuple[float, list[float], Timeline, Program]:
-    short = replace(of, microbatches=microbatches)
-    program = costs.program(short)
-    timeline = simulate(program, costs.costs(short), costs.network(short))
-    peaks = [rank.peak for rank in memory_of_ranks(program, costs.memory_model(short))]
-    return timeline.makespan, peaks, timeline, program
+def simulated(costs: CostModel, of: Configuration, *, whole: bool = False) -> Simulated:
+    """Simulate a step. Raises InputError or ScheduleError for sizes that do not fit."""
+    step = Step(costs, of, whole=whole)
+    return step.simulated(step.peaks())

@@ -1,0 +1,209 @@
+"""Schedules, virtual stages, slices, orders of mesh axes, and blocks per stage of a mesh. No torch here."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import permutations, product
+from math import inf
+from typing import NamedTuple
+
+from pipeloom import schedules
+from pipeloom.errors import PipeloomError, ScheduleError
+from pipeloom.ir import Placement
+from pipeloom.ir.recompute import Recompute
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.links import ORDER
+from pipeloom.plan.costs.step_bound import message_seconds, pipeline_bound
+from pipeloom.plan.search.balance import balanced_blocks
+from pipeloom.plan.search.request import Refusals, Request
+from pipeloom.plan.stage_times import Seconds
+from pipeloom.schedules import Family
+from pipeloom.split.chain_partition import even_parts
+
+LEAST_TOKENS = 256  # of a process or slice
+_ASKED = ("naive", "search")  # considered where they are asked for: never faster, and slow to find
+_MOST_CHUNKS = 16
+_SLICES = (1, 2, 4, 8, 16)
+_SMALL = 16  # ranks of a schedule that shows the shape of larger ones
+
+
+class Shape(NamedTuple):
+    """A configuration with a schedule, and what follows from it."""
+
+    of: Configuration
+    placement: Placement
+    split: bool
+
+
+class Shapes:
+    """All shapes of meshes.
+
+    Args:
+        costs: of the model on its cluster.
+        request: what is planned.
+        refusals: where refused configurations are counted.
+    """
+
+    def __init__(self, costs: CostModel, request: Request, refusals: Refusals) -> None:
+        self._costs, self._request, self._refusals = costs, request, refusals
+        self._layers = costs.num_blocks
+        self._single: dict[object, list[Seconds]] = {}
+        self._bounds: dict[object, float] = {}
+
+    def block_seconds(self, of: Configuration) -> list[Seconds]:
+        """Of single blocks; the first has the embedding and the last the head."""
+        key = of.inside, of.microbatch_size, of.element, of.slices, of.order, of.data, of.pipeline
+        if key not in self._single:
+            single = replace(of, pipeline=self._layers, chunks=1, blocks=None, recompute=Recompute.NONE)
+            self._single[key] = self._costs.stage_seconds(single)
+        return self._single[key]
+
+    def found(self, of: Configuration) -> Iterator[Shape]:
+        """The shapes of a mesh."""
+        fixed = self._request.fixed
+        orders = [fixed["order"]] if "order" in fixed else self.orders(of)
+        for name, family in schedules.SYNCHRONOUS.items():
+            if not self._request.allows("schedule", name) or (name in _ASKED and "schedule" not in fixed):
+                continue
+            if of.pipeline == 1 and name != fixed.get("schedule", "1f1b"):
+                continue  # all of them are the same
+            for chunks, slices in product(self._chunks(family, of.pipeline), self._slices(family, of)):
+                each = replace(of, schedule=name, chunks=chunks, slices=slices)
+                try:
+                    placement, split = shape_of(name, of.pipeline, chunks, slices)
+                except ScheduleError:
+                    self._refusals.add("the schedule does not support the sizes")
+                    continue
+                if placement.num_stages > self._layers:
+                    self._refusals.add("more stages than blocks")
+                    continue
+                for order in orders:
+                    ordered = replace(each, order=order)
+                    for blocks in self._blocks(ordered, placement):
+                        yield Shape(replace(ordered, blocks=blocks), placement, split)
+
+    def _chunks(self, family: Family, pipeline: int) -> list[int]:
+        """Virtual stages per rank; where any number is supported, one is another schedule's."""
+        if family.chunks is not None:
+            numbers = [family.chunks]
+        elif "chunks" in self._request.fixed:
+            numbers = [self._request.fixed["chunks"]]
+        else:
+            least = 1 if "schedule" in self._request.fixed else 2
+            numbers = list(range(least, _MOST_CHUNKS + 1))
+        most = max(1, self._layers // pipeline)
+        return [n for n in numbers if self._request.allows("chunks", n) and (n <= most or family.chunks is not None)]
+
+    def _slices(self, family: Family, of: Configuration) -> list[int]:
+        fixed = self._request.fixed.get("slices")
+        numbers = _SLICES if fixed is None else (fixed,)
+        return [
+            n
+            for n in numbers
+            if (n > 1 if family.sliced and "schedule" not in self._request.fixed else n == 1 or family.sliced)
+            and self._request.allows("slices", n)
+            and self._can_slice(of, n, fixed)
+        ]
+
+    def _can_slice(self, of: Configuration, slices: int, fixed: int | None) -> bool:
+        parts = of.inside.tensor if of.inside.sequence else 1
+        tokens = self._costs.tokens
+        return slices == 1 or (
+            of.inside.context == 1
+            and tokens % (slices * parts) == 0
+            and (fixed is not None or tokens // slices >= LEAST_TOKENS)
+        )
+
+    def _blocks(self, of: Configuration, placement: Placement) -> list[tuple[int, ...]]:
+        """Even ones, and those with the least work of the rank that has most."""
+        given = self._request.fixed.get("blocks")
+        if given is not None:
+            return [given] if len(given) == placement.num_stages and sum(given) == self._layers else []
+        even = tuple(even_parts(self._layers, placement.num_stages))
+        seconds = [sum(each) for each in self.block_seconds(of)]
+        return list(dict.fromkeys((even, balanced_blocks(seconds, placement))))
+
+    def orders(self, of: Configuration) -> list[tuple[str, ...]]:
+        """Orders of the axes of which none has links at least as fast as another's for everything."""
+        degrees = {"dp": of.data, "pp": of.pipeline, "cp": of.inside.context}
+        axes = [axis for axis, degree in degrees.items() if degree > 1]
+        found: dict[tuple[str, ...], tuple[float, ...]] = {}
+        for chosen in permutations(axes):
+            order = (*(axis for axis in ORDER if axis not in (*chosen, "tp")), *chosen, "tp")
+            found[order] = self._link_seconds(replace(of, order=order))
+        unique = {costs: order for order, costs in reversed(found.items())}
+        return [
+            order
+            for costs, order in unique.items()
+            if not any(other != costs and all(map(float.__le__, other, costs)) for other in unique)
+        ]
+
+    def _link_seconds(self, of: Configuration) -> tuple[float, ...]:
+        """Of messages between stages, of data-parallel sums, and of work, whose collectives use links too."""
+        network = self._costs.network(of)
+        rate = network.data_sum_bytes_per_second or network.data_bytes_per_second or inf
+        table = network.latency_seconds
+        latency = max(map(max, table)) if isinstance(table, tuple) else table
+        near = 1 / (network.bytes_per_second or inf)
+        far = [1 / (link.bytes_per_second or inf) for link in network.links]
+        work = sum(map(sum, self._costs.stage_seconds(of)))
+        sums = 1 / rate if of.replicas > 1 else 0.0
+        return (max([near, *far]), near + sum(far), latency, sums, work)
+
+    def bound(self, shape: Shape) -> float:
+        """`pipeline_seconds` without recomputation."""
+        of = shape.of
+        key = of.inside, of.microbatch_size, of.pipeline, of.data, of.order, of.slices, of.blocks, shape[1:]
+        if key not in self._bounds:
+            self._bounds[key] = pipeline_seconds(self._costs, shape)
+        return self._bounds[key]
+
+
+def pipeline_seconds(costs: CostModel, shape: Shape) -> float:
+    """The bound of `pipeline_bound` for a shape."""
+    of = shape.of
+    stages, count = costs.stage_seconds(of), of.slices
+    each = [Seconds(*(seconds / count for seconds in stage)) for stage in stages] if count > 1 else stages
+    message = message_seconds(costs, of)
+    return pipeline_bound(each, shape.placement, of.microbatches * count, message, split=shape.split)
+
+
+@lru_cache(maxsize=4096)
+def shape_of(name: str, ranks: int, chunks: int, slices: int) -> tuple[Placement, bool]:
+    """The placement of a schedule, and whether it splits backwards.
+
+    Raises:
+        ScheduleError: the schedule does not support these numbers.
+    """
+    family = schedules.find(name)
+    number = None if family.chunks else chunks
+    if family.to_measure:
+        return Placement.loop(ranks, chunks), True
+    if ranks > _SMALL and (found := _same_on(name, ranks, chunks, slices)) is not None:
+        return found
+    for microbatches in (ranks, 2 * ranks):
+        try:
+            made = family(num_ranks=ranks, num_microbatches=microbatches, num_chunks=number, num_slices=slices)
+        except PipeloomError as error:
+            refusal = error
+        else:
+            return made.placement, bool(made.split_backwards)
+    raise ScheduleError(str(refusal))
+
+
+def _same_on(name: str, ranks: int, chunks: int, slices: int) -> tuple[Placement, bool] | None:
+    """The shape on many ranks, where that on few ranks is one of the usual ones.
+
+    Raises:
+        ScheduleError: the schedule does not support these numbers.
+    """
+    placement, split = shape_of(name, _SMALL, chunks, slices)
+    if placement == Placement.loop(_SMALL, chunks):
+        return Placement.loop(ranks, chunks), split
+    if placement == Placement.v(_SMALL, chunks):
+        return Placement.v(ranks, chunks), split
+    if placement == Placement.bidirectional(_SMALL):
+        return Placement.bidirectional(ranks), split
+    return None
+
