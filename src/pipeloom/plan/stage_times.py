@@ -90,6 +90,7 @@ class StageTimes:
         order: mesh axes, outermost first.
         software: what computes.
         slices: per micro-batch.
+        free: axes whose collectives take no time.
     """
 
     model: Architecture
@@ -103,6 +104,7 @@ class StageTimes:
     order: Sequence[str] = ORDER
     software: Software = PIPELOOM
     slices: int = 1
+    free: frozenset[str] = frozenset()
 
     @property
     def strides(self) -> dict[str, int]:
@@ -118,7 +120,7 @@ class StageTimes:
         near["ep"] = at[first], inside.expert
         if len(inside.expert_axes) > 1 and inside.expert > inside.context:  # sequences first, then replicas
             near["ep"] = at["dp"], -(-inside.expert // inside.context)
-        return {axis: ring_link(self.cluster, *near[axis]) for axis in near}
+        return {axis: LinkRate() if axis in self.free else ring_link(self.cluster, *near[axis]) for axis in near}
 
     @property
     def _host(self) -> float:

@@ -17,6 +17,7 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.links import data_links, pipeline_network
 from pipeloom.plan.costs.measured_layers import scaled_layers
 from pipeloom.plan.costs.measured_links import measured_network, step_end_seconds
+from pipeloom.plan.costs.shared_sums import shared_sum_seconds
 from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.local.layer_times import LayerTimes
 from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
@@ -283,7 +284,14 @@ class CostModel:
             )
         timeline = self.timeline(of, program)
         update = self.update_seconds(of, program.placement.stages_of)
-        return StepPrediction(step_seconds=timeline.makespan + update, update_seconds=update, timeline=timeline)
+        seconds = timeline.makespan + self.shared_sum_seconds(of, program.placement) + update
+        return StepPrediction(step_seconds=seconds, update_seconds=update, timeline=timeline)
+
+    def shared_sum_seconds(self, of: Configuration, placement: Placement) -> float:
+        """Seconds of the sums of gradients between ranks of a pipeline that hold the same stage."""
+        if all(len(ranks) == 1 for ranks in placement.replicas):
+            return 0.0
+        return shared_sum_seconds(of, placement, self.parameters(of), self.network(of))
 
     def timeline(
         self,

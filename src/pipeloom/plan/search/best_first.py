@@ -93,6 +93,11 @@ def _none(request: Request, refusals: Refusals) -> str:
     return f"{asked}: no plan can run: {reasons or 'nothing is left'}. Change devices, batch or --fix."
 
 
+def _kind(of: Configuration) -> tuple[object, ...]:
+    """What plans that are shown side by side differ in."""
+    return of.inside, of.pipeline, of.data, of.schedule, of.chunks, of.slices, of.microbatch_size
+
+
 class _Search:
     """The heap and the best so far."""
 
@@ -186,9 +191,7 @@ class _Search:
     def _offer(self, found: "Candidate") -> None:
         of = found.choice.of
         seconds = pipeline_seconds(self.costs, found.shape._replace(of=of))
-        seconds = max(
-            found.least_seconds, seconds + self.costs.update_seconds(of, found.shape.placement.stages_of)
-        )
+        seconds = max(found.least_seconds, seconds + self.costs.update_seconds(of, found.shape.placement.stages_of))
         self._push(self._score(seconds, found.choice.least_bytes, of.devices), 3, self._simulate, found)
 
     def _simulate(self, candidate: "Candidate") -> None:
@@ -215,9 +218,8 @@ class _Search:
         if refusal is not None:
             self.refusals.add(refusal)
             return
-        self.answer.plans.append(found)
-        self.answer.plans.sort(key=self._value)
-        del self.answer.plans[self.request.top :]
+        plans = {_kind(plan.of): plan for plan in sorted([*self.answer.plans, found], key=self._value, reverse=True)}
+        self.answer.plans = sorted(plans.values(), key=self._value)[: self.request.top]
 
     def _again(self, candidate: "Candidate", peaks: Sequence[float]) -> None:
         """Recompute more on ranks that need more memory than their closed form, or shard more."""

@@ -2,9 +2,9 @@
 
 Work. A rank computes at least an even share of all F, I and W.
 
-Memory. An activation of stage s is held from its F until its W (or B). Until then the micro-batch runs through all later
-stages and back: the residence of stage s is F and I of s and of all later stages, at least. A rank holds activations in
-`room` bytes. Bytes times seconds of all activations fit into room times step (Little's law), so
+Memory. An activation of stage s is held from its F until its W (or B). Until then the micro-batch runs through all
+later stages and back: the residence of stage s is F and I of s and of all later stages, at least. A rank holds
+activations in `room` bytes. Bytes times seconds of all activations fit into room times step (Little's law), so
 
     step >= m * sum over stages (kept bytes * residence) / sum over ranks (room)
 

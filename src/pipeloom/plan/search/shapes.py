@@ -206,4 +206,3 @@ def _same_on(name: str, ranks: int, chunks: int, slices: int) -> tuple[Placement
     if placement == Placement.bidirectional(_SMALL):
         return Placement.bidirectional(ranks), split
     return None
-

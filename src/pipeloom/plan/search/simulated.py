@@ -33,6 +33,7 @@ class Simulated:
         step_seconds: of a step.
         update_seconds: of the optimizer's update.
         peak_bytes: of every rank.
+        makespan: of a step, without the update.
         busy_seconds: of computations, mean of the ranks.
         timeline: of the longest step that was simulated.
     """
@@ -42,6 +43,7 @@ class Simulated:
     step_seconds: float
     update_seconds: float
     peak_bytes: tuple[float, ...]
+    makespan: float
     busy_seconds: float
     timeline: Timeline
 
@@ -111,14 +113,17 @@ class Step:
         timeline = self._timeline(self._short, self._program)
         seconds = timeline.makespan
         if self._times:
-            seconds += self._times * (seconds - self._timeline(self._shorter, self._shorter_program).makespan)
+            less = self._timeline(self._shorter, self._shorter_program).makespan
+            seconds += self._times * (timeline.makespan - less)
         update = self._costs.update_seconds(self._of, self._program.placement.stages_of)
+        shared = self._costs.shared_sum_seconds(self._of, self._program.placement)
         return Simulated(
             of=self._of,
             schedule_limit=self._limit,
-            step_seconds=seconds + update,
+            step_seconds=seconds + shared + update,
             update_seconds=update,
             peak_bytes=peaks,
+            makespan=seconds,
             busy_seconds=timeline.ideal_seconds * self._of.microbatches / self._short.microbatches,
             timeline=timeline,
         )

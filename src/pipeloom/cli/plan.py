@@ -1,0 +1,129 @@
+"""`pipeloom plan`: the fastest way to train a model on a cluster."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any, get_args
+
+from pipeloom.cli.common.parser import Parser
+from pipeloom.cli.common.planned_model import Checks, add_model_options, planned_model
+from pipeloom.cli.common.planning import train_command
+from pipeloom.common.atomic_file import write_named
+from pipeloom.common.quantities import Bytes, bytes_text, percent_text
+from pipeloom.errors import InputError
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.named_clusters import CLUSTERS, find_cluster
+from pipeloom.plan.costs.software import PIPELOOM, SOFTWARE
+from pipeloom.plan.local.saved import notices
+from pipeloom.plan.memory import OPTIMIZERS
+from pipeloom.plan.search import words
+from pipeloom.plan.search.answer import json_of, plan_of, predicted, row_of
+from pipeloom.plan.search.best_first import find_plans
+from pipeloom.plan.search.comparison import USUAL_NAME, more_memory, usual_plan
+from pipeloom.plan.search.request import FIXABLE, USUAL, Objective, Request, parse_fixed, parse_forbidden
+
+_USABLE = 0.92  # of a device's memory: the rest is for messages, workspaces and fragments
+_DESCRIPTION = """\
+Choose everything for training a transformer on a cluster: pipeline-, data-, tensor-, sequence-, context- and
+expert-parallel degrees and their order over links, schedule, virtual stages, blocks per stage, micro-batches, slices,
+recomputation per stage, ZeRO stage and granularity. Times and memory are predicted, and every plan keeps the rules of a
+run."""
+_EXAMPLES = """
+pipeloom plan --model.config gpt3-175b --cluster dgx-a100-80 --devices 384 --batch.size 1536
+pipeloom plan --model.config llama3-405b --cluster dgx-h100 --devices 16384 --batch.size 2048 --top 5 --out plan.json
+pipeloom plan --model.config config.json --cluster dgx-a100-80 --devices 16 --batch.size 128 --fix tensor=8,slices=1
+pipeloom plan --model.layers 8 --model.width 256 --model.heads 8 --cluster local --devices 2 --batch.size 32
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Search, and print the best plans; returns the exit code."""
+    options = _parser().parse_args(list(argv))
+    for name, value in (("devices", options.devices), ("batch.size", options.batch.size), ("top", options.top)):
+        if value < 1:
+            raise InputError(f"--{name}={value}: must be at least 1.")
+    cluster = find_cluster(options.cluster, "--cluster")
+    fixed = {} if options.fix is None else parse_fixed(options.fix)
+    forbidden = frozenset[str]() if options.forbid is None else parse_forbidden(options.forbid)
+    if (both := next((key for key in fixed if key in forbidden), None)) is not None:
+        raise InputError(f"--forbid={options.forbid}: {both} is in --fix too. Remove it from one of them.")
+    model = planned_model(options.as_dict(), options.batch.size, options.optimizer)
+    costs = CostModel(model=model.model, cluster=cluster, software=SOFTWARE[options.software])
+    checks = Checks(costs, model)
+    request = Request(
+        devices=options.devices,
+        batch_size=options.batch.size,
+        memory_bytes=_memory(options, cluster),
+        fixed=fixed,
+        forbidden=checks.forbidden(forbidden),
+        optimizer=options.optimizer,
+        objective=options.objective,
+        top=options.top,
+    )
+    asked = {"can_run": checks.can_run, "accept": checks.accept}
+    answer = find_plans(costs, request, exhaustive=options.exhaustive, **asked)
+    rows = [row_of(costs, found) for found in answer.plans]
+    plan = plan_of(costs, answer.plans[0].of, answer.plans[0].schedule_limit, **predicted(answer.plans[0]))
+    lines = [] if options.json else _why(costs, request, rows, asked)
+    if options.out is not None:
+        counted = f"It is the fastest of {answer.considered:,} configurations." if options.objective == "time" else ""
+        why = (*words.summary(rows[0]), *([counted] if counted else []), *lines)
+        write_named("--out", options.out, replace(plan, why=why).to_json() + "\n")
+    if options.json:
+        print(json.dumps(json_of(answer, rows), allow_nan=False))
+        return 0
+    for line in [*notices(cluster), *words.lines_of(rows, request.memory_bytes), *lines, *words.counts_of(answer)]:
+        print(line)
+    if options.out is not None:
+        run = "" if model.options is None else f"; run it: {train_command({'plan': options.out, **model.options})}"
+        print(f"wrote {options.out}{run}")
+    return 0
+
+
+def _why(costs: CostModel, request: Request, rows: Sequence[words.Row], asked: Mapping[str, Any]) -> list[str]:
+    """What more memory would give, and why the usual choice lost."""
+    best, lines = rows[0], []
+    if (found := more_memory(costs, request, best["step_seconds"], **asked)) is not None:
+        more, seconds = found
+        faster = percent_text(1 - seconds / best["step_seconds"])
+        lines.append(f"{bytes_text(more)} more per device: {faster} faster")
+    if (usual := usual_plan(costs, request, **asked)) is not None:
+        lines.append(words.against(best, row_of(costs, usual), USUAL_NAME))
+    return lines
+
+
+def _memory(options: Any, cluster: Cluster) -> float:
+    """Bytes of a device that a plan may use."""
+    if options.memory.cap is not None:
+        return float(options.memory.cap)
+    memory = cluster.device.memory_bytes
+    if memory is None:
+        return inf
+    share = options.devices if cluster.measured is not None else 1  # processes of one machine share its memory
+    return _USABLE * memory / share
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="pipeloom plan", description=_DESCRIPTION, examples=_EXAMPLES)
+    option = parser.add_argument
+    option("--cluster", type=str, required=True, metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, local, or a file")
+    option("--devices", type=int, required=True, help="devices of the cluster that are used")
+    option("--batch.size", type=int, required=True, help="global batch size in samples")
+    add_model_options(parser)
+    group = parser.add_argument_group("search")
+    option = group.add_argument
+    option("--fix", type=str, metavar="KEY=VALUE,..", help=f"values that plans must have: {', '.join(FIXABLE)}")
+    option("--forbid", type=str, metavar="KEY,..", help=f"what plans must not have: {', '.join(USUAL)}")
+    option("--objective", choices=list(get_args(Objective)), default="time", help="what is minimized")
+    option("--memory.cap", type=Bytes | None, help="bytes per device (default: 92 % of the device's memory)")
+    option("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="optimizer, for memory and updates")
+    option("--software", choices=list(SOFTWARE), default=PIPELOOM.name, help="kernels and overlap")
+    option("--exhaustive", action="store_true", help="simulate all configurations, to compare")
+    group = parser.add_argument_group("output")
+    option = group.add_argument
+    option("--top", type=int, default=3, help="number of plans")
+    option("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
+    option("--json", action="store_true", help="output as one JSON object")
+    return parser

@@ -1,0 +1,97 @@
+"""`Architecture` of a Hugging Face configuration (config.json). Needs neither torch nor transformers.
+
+A configuration has the names of its family, and leaves out what is its family's default. Read are the names of about
+all decoders of transformers. Not in a configuration, and taken from the activation and the family: whether an MLP is
+gated, whether layers have biases, and which positions a model has. Dropout does not count: fused attention keeps no
+weights.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pipeloom.errors import InputError
+from pipeloom.parallel.expert.sizes import ExpertSizes
+from pipeloom.plan.architecture import Architecture
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
+_MLP = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+_LEARNED = ("gpt2", "gpt_bigcode", "opt", "openai-gpt", "biogpt", "xglm")  # families with learned positions
+_BIASED = (*_LEARNED, "bloom", "gpt_neox", "gptj", "phi", "codegen", "starcoder2", "gpt_neo", "mpt")
+_TIED = (*_LEARNED, "bloom", "falcon", "mpt", "gpt_neo", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
+_GATED = ("gemma", "gemma2", "gemma3_text")  # with GELU
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn")
+
+
+def is_configuration(content: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of a Hugging Face configuration."""
+    return "model_type" in content or "architectures" in content or any(name in content for name in _LAYERS)
+
+
+def architecture_of(content: Mapping[str, Any], option: str) -> Architecture:
+    """The sizes of a decoder.
+
+    Args:
+        content: of config.json.
+        option: that names it, for error messages.
+
+    Raises:
+        InputError: it does not say the number of blocks, the width, the heads or the vocabulary.
+    """
+    inner = content.get("text_config")
+    sizes = {**content, **inner} if isinstance(inner, Mapping) else dict(content)
+
+    def number(names: tuple[str, ...], default: int | None = None) -> int:
+        found = next((sizes[name] for name in names if type(sizes.get(name)) is int and sizes[name] > 0), default)
+        if found is None:
+            raise InputError(
+                f"{option}: has no {names[0]}. Pass the config.json of a decoder, or give --model.* sizes."
+            )
+        return found
+
+    family = str(sizes.get("model_type", ""))
+    width, heads = number(_WIDTH), number(_HEADS)
+    one_key_head = sizes.get("multi_query") is True and not sizes.get("new_decoder_architecture")
+    activation = str(next((sizes[name] for name in _ACTIVATIONS if name in sizes), "silu"))
+    gated = activation in ("silu", "swiglu", "swish") or family in _GATED
+    positions: Literal["learned", "rotary"] = "learned" if family in _LEARNED else "rotary"
+    mlp_width = number(_MLP, 4 * width)
+    return Architecture(
+        name=family or "model",
+        layers=number(_LAYERS),
+        width=width,
+        heads=heads,
+        key_heads=1 if one_key_head else number(_KEY_HEADS, heads),
+        given_head_width=number(("head_dim",), width // heads) if "head_dim" in sizes else None,
+        mlp_width=mlp_width,
+        gated=gated,
+        vocabulary_size=number(("vocab_size", "padded_vocab_size")),
+        sequence_length=number(_POSITIONS, 2048),
+        norm="rms" if any(name in sizes for name in ("rms_norm_eps", "layernorm_epsilon")) else "layer",
+        positions=positions,
+        biases=family in _BIASED,
+        tie_embeddings=bool(sizes.get("tie_word_embeddings", family in _TIED)),
+        experts=_experts(sizes, number, mlp_width, gated=gated),
+        experts_every=number(_EVERY, 1),
+    )
+
+
+def _experts(sizes: Mapping[str, Any], number: Any, mlp_width: int, *, gated: bool) -> ExpertSizes | None:
+    count = next((sizes[name] for name in _EXPERTS if type(sizes.get(name)) is int), 0)
+    if count < 2:
+        return None
+    return ExpertSizes(
+        experts=count,
+        top_k=number(_TOP_K, 1),
+        expert_width=number(_EXPERT_WIDTH, mlp_width),
+        gated=gated,
+        shared=number(_SHARED, 0) if any(sizes.get(name) for name in _SHARED) else 0,
+    )

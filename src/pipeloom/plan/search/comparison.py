@@ -1,0 +1,65 @@
+"""What the best plan is compared with: plans with more memory, and the usual choice. No torch here."""
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from pipeloom.errors import InputError
+from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.search.best_first import find_plans
+from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.simulated import Simulated
+
+USUAL_NAME = "usual choice"
+_FACTORS = (1.1, 1.5)  # of the memory of a device
+_LEAST_GAIN = 0.01
+
+
+def more_memory(costs: CostModel, request: Request, seconds: float, **asked: Any) -> tuple[float, float] | None:
+    """More bytes per device with which a plan is faster, and the seconds of its step; None if there is none.
+
+    Args:
+        costs: of the model on its cluster.
+        request: with the memory that there is.
+        seconds: of the best plan with it.
+        asked: arguments of `find_plans`.
+    """
+    if request.memory_bytes == inf or request.objective != "time":
+        return None
+    for factor in _FACTORS:
+        more = replace(request, memory_bytes=factor * request.memory_bytes, top=1)
+        found = find_plans(costs, more, **asked).plans[0]
+        if found.step_seconds < (1 - _LEAST_GAIN) * seconds and found.peak > request.memory_bytes:
+            return found.peak - request.memory_bytes, found.step_seconds
+    return None
+
+
+def usual_plan(costs: CostModel, request: Request, **asked: Any) -> Simulated | None:
+    """Tensor parallelism in a node, then the fewest stages that fit, 1F1B, micro-batches of one sample.
+
+    That is what arXiv:2104.04473 recommends (section 3). Values of the request that are fixed stay. None where no such
+    plan fits.
+    """
+    node, model = costs.cluster.devices_per_node, costs.model
+    tensor = max(
+        n for n in range(1, node + 1) if model.heads % n == 0 and request.devices % n == 0 and model.mlp_width % n == 0
+    )
+    usual = {
+        "tensor": tensor,
+        "context": 1,
+        "slices": 1,
+        "schedule": "1f1b",
+        "microbatch_size": 1,
+        "data_strategy": "zero1",
+        "recompute": ("full",),
+    }
+    fixed = {**usual, **request.fixed}
+    for pipeline in [request.fixed["pipeline"]] if "pipeline" in request.fixed else range(1, costs.num_blocks + 1):
+        if request.devices % (pipeline * tensor):
+            continue
+        try:
+            few = replace(request, fixed={**fixed, "pipeline": pipeline}, forbidden=frozenset(), top=1)
+            return find_plans(costs, few, **asked).plans[0]
+        except InputError:
+            continue
+    return None

@@ -1,0 +1,137 @@
+"""The answer of a search for people: a table, where the time goes, and why others lost. No torch here."""
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
+
+from pipeloom.common.quantities import bytes_text, number_text, percent_text, seconds_text, table_lines
+from pipeloom.plan.search.best_first import Answer
+
+Row = Mapping[str, Any]  # a plan of ``--json``
+_NAMES = {
+    "compute": "computing",
+    "recompute": "recomputing",
+    "tensor": "tensor-parallel collectives",
+    "context": "context-parallel collectives",
+    "expert": "expert-parallel collectives",
+    "pipeline": "bubble and messages",
+    "data": "data-parallel collectives",
+    "optimizer": "optimizer",
+}
+_LEAST = 0.0005  # of a step: smaller parts are not shown
+
+
+def table_of(rows: Sequence[Row]) -> list[str]:
+    """The plans, best first."""
+    cells = [["", "pipeline", "data", "tensor", "context", "expert", "schedule", "micro-batches", "recompute"]]
+    cells[0] += ["sharded", "step", "MFU", "peak"]
+    for number, row in enumerate(rows, 1):
+        cells.append(
+            [
+                str(number),
+                *(str(row[name]) for name in ("pipeline", "data")),
+                f"{row['tensor']}{' +seq' if row['sequence'] else ''}",
+                *(str(row[name]) for name in ("context", "expert")),
+                schedule_text(row),
+                f"{row['microbatches']} x {row['microbatch_size']}",
+                recompute_text(row),
+                strategy_text(row),
+                seconds_text(row["step_seconds"]),
+                percent_text(row["model_flops_utilization"]),
+                bytes_text(max(row["peak_bytes"])),
+            ]
+        )
+    keep = [0, *(i for i, head in enumerate(cells[0]) if i and not _all_ones(head, cells))]
+    shown = [[line[i] for i in keep] for line in cells]
+    left = [i for i, head in enumerate(shown[0]) if head in ("schedule", "recompute", "sharded")]
+    return table_lines(shown, left=left)
+
+
+def _all_ones(head: str, cells: Sequence[Sequence[str]]) -> bool:
+    column = cells[0].index(head)
+    return head in ("context", "expert") and all(line[column] == "1" for line in cells[1:])
+
+
+def schedule_text(row: Row) -> str:
+    """Such as ``interleaved, 4 chunks``."""
+    if row["pipeline"] == 1:
+        return "-"
+    chunks = f", {row['chunks']} chunks" if row["chunks"] > 1 else ""
+    return f"{row['schedule']}{chunks}" + (f", {row['slices']} slices" if row["slices"] > 1 else "")
+
+
+def recompute_text(row: Row) -> str:
+    """One word, or how many stages have which."""
+    given = row["recompute"]
+    if isinstance(given, str):
+        return given
+    return ", ".join(f"{word} on {given.count(word)}" for word in dict.fromkeys(given))
+
+
+def strategy_text(row: Row) -> str:
+    """Such as ``zero2 per chunk``."""
+    if row["data"] * row["context"] == 1:
+        return "-"
+    per = "" if row["data_granularity"] == "step" else f" per {row['data_granularity']}"
+    return f"{row['data_strategy']}{per}"
+
+
+def degrees_text(row: Row) -> str:
+    """Such as ``pipeline 4 x data 2 x tensor 8``."""
+    names = ("pipeline", "data", "tensor", "context", "expert")
+    return " x ".join(f"{name} {row[name]}" for name in names if row[name] > 1) or "one device"
+
+
+def parts_of(row: Row) -> list[str]:
+    """Where the time of a step goes, the largest part first."""
+    step = row["step_seconds"]
+    parts = sorted(row["seconds"].items(), key=lambda part: -part[1])
+    return [f"{_NAMES[name]} {percent_text(seconds / step)}" for name, seconds in parts if seconds > _LEAST * step]
+
+
+def summary(row: Row) -> list[str]:
+    """The reasons that a plan file has."""
+    return [f"{degrees_text(row)}: {seconds_text(row['step_seconds'])} per step: {', '.join(parts_of(row))}."]
+
+
+def lines_of(rows: Sequence[Row], memory_bytes: float) -> list[str]:
+    """The table, and the time and the memory of the best plan."""
+    best = rows[0]
+    of = "" if memory_bytes == inf else f" of {bytes_text(memory_bytes)}"
+    lines = [
+        *table_of(rows),
+        "",
+        f"plan 1: {number_text(best['tokens_per_second'])} tokens/s; {bytes_text(max(best['peak_bytes']))}{of} per "
+        "device",
+        f"time: {', '.join(parts_of(best))}",
+    ]
+    if best["order"] != "dp,pp,cp,tp":
+        lines.append(f"mesh axes on devices, outermost first: {best['order']}")
+    return lines
+
+
+def counts_of(answer: Answer) -> list[str]:
+    """How many configurations were considered, and why others were not."""
+    lines = [
+        f"{answer.considered:,} configurations considered, {answer.simulated:,} simulated, in "
+        f"{seconds_text(answer.seconds)}. Refused or discarded:"
+    ]
+    return [*lines, *(f"  {count:>9,}  {reason}" for reason, count in answer.refused.items())]
+
+
+def against(best: Row, other: Row, name: str) -> str:
+    """Why `other`, which is called `name`, lost."""
+    slower = other["step_seconds"] / best["step_seconds"] - 1
+    return (
+        f"{name} ({degrees_text(other)}, {schedule_text(other)}, micro-batches {other['microbatches']} x "
+        f"{other['microbatch_size']}, recompute {recompute_text(other)}): {seconds_text(other['step_seconds'])}, "
+        f"{percent_text(slower)} slower: {_lost(best, other)}"
+    )
+
+
+def _lost(best: Row, other: Row) -> str:
+    """The parts that take more time, largest first, as shares of the best plan's step."""
+    more = {name: other["seconds"][name] - best["seconds"][name] for name in best["seconds"]}
+    longer = sorted(((seconds, name) for name, seconds in more.items() if seconds > 0), reverse=True)[:3]
+    words = [f"{_NAMES[name]} +{percent_text(seconds / best['step_seconds'])}" for seconds, name in longer]
+    return ", ".join(words) or "no part is longer"
