@@ -68,6 +68,8 @@ class CostModel:
         default_factory=dict, repr=False, compare=False
     )
 
+    _networks: dict[object, Network] = field(default_factory=dict, repr=False, compare=False)
+
     @property
     def num_blocks(self) -> int:
         """Blocks, which stages consist of."""
@@ -207,19 +209,23 @@ class CostModel:
             at["cp"] if of.data == 1 else at["dp"] // (inside.context if at["dp"] == at["cp"] * inside.context else 1)
         )
         cluster = self.cluster.beside(of.devices)
-        data = data_links(cluster, stride=stride, replicas=of.replicas)
         if cluster.measured is not None:
+            data = data_links(cluster, stride=stride, replicas=of.replicas)
             return measured_network(cluster, self.message_bytes(of) / of.slices, data)
-        busy = self.software.message_seconds / 2
-        return pipeline_network(
-            self.cluster,
-            ranks=of.pipeline,
-            stride=at["pp"],
-            waits=self.software.waits,
-            send_seconds=busy,
-            receive_seconds=busy,
-            **data,
-        )
+        key = stride, of.replicas, of.pipeline, at["pp"]
+        found = self._networks.get(key)
+        if found is None:
+            busy = self.software.message_seconds / 2
+            found = self._networks[key] = pipeline_network(
+                self.cluster,
+                ranks=of.pipeline,
+                stride=at["pp"],
+                waits=self.software.waits,
+                send_seconds=busy,
+                receive_seconds=busy,
+                **data_links(cluster, stride=stride, replicas=of.replicas),
+            )
+        return found
 
     def schedule(self, of: Configuration, memory_limit: float | None = None) -> Schedule:
         """The named schedule, built for the costs where its family does so.

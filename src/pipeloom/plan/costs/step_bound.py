@@ -23,6 +23,7 @@ from pipeloom.ir import Placement, Schedule
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.stage_times import Seconds
+from pipeloom.sim import Network
 
 
 def step_bound(costs: CostModel, of: Configuration, schedule: Schedule | None = None) -> float:
@@ -48,10 +49,16 @@ def step_bound(costs: CostModel, of: Configuration, schedule: Schedule | None = 
 
 def message_seconds(costs: CostModel, of: Configuration) -> float:
     """Least seconds of a message between ranks."""
-    network, size = costs.network(of), costs.message_bytes(of) / of.slices
+    latency, rate = _fastest(costs.network(of))
+    return latency + costs.message_bytes(of) / of.slices / rate
+
+
+@lru_cache(maxsize=4096)
+def _fastest(network: Network) -> tuple[float, float]:
+    """Least latency and highest bandwidth."""
     rate = max([network.bytes_per_second or inf, *(link.bytes_per_second for link in network.links)])
     table = network.latency_seconds
-    return (min(map(min, table)) if isinstance(table, tuple) else table) + size / rate
+    return (min(map(min, table)) if isinstance(table, tuple) else table), rate
 
 
 def pipeline_bound(
@@ -75,13 +82,34 @@ def pipeline_bound(
     back = [0.0, *accumulate(map(add, inputs, sends))]
     last = weights[0]
     bound = sum(forward) + sum(inputs) + 2 * sum(sends) + last
-    if any(len(ranks) > 1 for ranks in placement.replicas):  # the busiest rank is at least as busy as the mean one
-        return max(bound, microbatches * (sum(forward) + sum(inputs) + sum(weights)) / placement.num_ranks)
+    if any(len(ranks) > 1 for ranks in placement.replicas):
+        return max(bound, _shared_stages(stages, placement, microbatches, there, back, split=split))
     for held in placement.stages_of:
         first = held[0]
         chain = there[first] + microbatches * sum(forward[stage] + inputs[stage] for stage in held)
         own = microbatches * sum(weights[stage] for stage in held)
         bound = max(bound, chain + back[first] + (last if first else 0.0), chain + own)
+    return bound
+
+
+def _shared_stages(
+    stages: Sequence[Seconds],
+    placement: Placement,
+    microbatches: int,
+    there: Sequence[float],
+    back: Sequence[float],
+    *,
+    split: bool,
+) -> float:
+    """The bound of the busiest rank where several ranks hold a stage, each for its share of the micro-batches."""
+    bound = 0.0
+    for held in placement.stages_of:
+        work = 0.0
+        for stage in held:
+            share = microbatches // len(placement.replicas[stage])
+            work += share * sum(stages[stage])
+        first = min(held)
+        bound = max(bound, there[first] + work + (0.0 if split else back[first]))
     return bound
 
 

@@ -16,9 +16,9 @@ from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
-from pipeloom.plan.search.memory_choice import Choice, Live, MemoryChoices, in_flight
+from pipeloom.plan.search.memory_choice import Choice, MemoryChoices, in_flight
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import Shape, pipeline_seconds
+from pipeloom.plan.search.shapes import Shape, candidate_seconds
 from pipeloom.plan.search.simulated import Simulated, Step
 from pipeloom.plan.search.space import CanRun, Space, Way
 
@@ -170,14 +170,14 @@ class _Search:
             self.refusals.add(_SIZES)
             return
         first: dict[object, Candidate] = {}  # by recomputation
+        memory = MemoryChoices(self.costs, shape, live, self.request)
         for way in ways:
             of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
-            each = shape._replace(of=of)
-            choices, least = MemoryChoices(self.costs, each, live, self.request).found(every=self.exhaustive)
+            choices, least = memory.found(of, every=self.exhaustive)
             if not choices:
                 self.refusals.too_large(least)
             for choice in choices:
-                found = Candidate(shape=each, choice=choice, live=live, least_seconds=way.seconds)
+                found = Candidate(shape=shape, of=of, choice=choice, memory=memory, least_seconds=way.seconds)
                 before = first.setdefault(choice.of.recompute, found)
                 if before is not found and of.strategy.shards_gradients and not self._takes_all:
                     before.instead.append(found)
@@ -190,7 +190,7 @@ class _Search:
 
     def _offer(self, found: "Candidate") -> None:
         of = found.choice.of
-        seconds = pipeline_seconds(self.costs, found.shape._replace(of=of))
+        seconds = candidate_seconds(self.costs, found.shape._replace(of=of))
         seconds = max(found.least_seconds, seconds + self.costs.update_seconds(of, found.shape.placement.stages_of))
         self._push(self._score(seconds, found.choice.least_bytes, of.devices), 3, self._simulate, found)
 
@@ -232,7 +232,7 @@ class _Search:
         most = self.request.memory_bytes
         before = candidate.beside or [0.0] * len(peaks)
         more = [size + max(0.0, peak - most) for size, peak in zip(before, peaks, strict=True)]
-        choices, _ = MemoryChoices(self.costs, candidate.shape, candidate.live, self.request, more).found()
+        choices, _ = candidate.memory.found(candidate.of, more)
         if choices:
             self._offer(replace(candidate, choice=choices[0], instead=[], beside=more, tries=candidate.tries + 1))
 
@@ -242,9 +242,10 @@ class Candidate:
     """A configuration of which nothing is open.
 
     Attributes:
-        shape: without recomputation.
-        choice: with it.
-        live: activations in flight.
+        shape: without data strategy and recomputation.
+        of: with the data strategy.
+        choice: with both.
+        memory: what the shape can recompute.
         least_seconds: of a step.
         instead: those that shard more, and are no faster.
         beside: bytes of each rank that closed forms do not have, found by an attempt to run it with less recomputation.
@@ -252,8 +253,9 @@ class Candidate:
     """
 
     shape: Shape
+    of: Configuration
     choice: Choice
-    live: Live
+    memory: MemoryChoices
     least_seconds: float
     instead: list["Candidate"] = field(default_factory=list)
     beside: Sequence[float] | None = None

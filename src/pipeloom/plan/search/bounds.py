@@ -1,4 +1,4 @@
-"""Lower bounds of a step for a part of a configuration. No torch here.
+"""Bounds of a step for a part of a configuration. No torch here.
 
 Work. A rank computes at least an even share of all F, I and W.
 
@@ -10,11 +10,19 @@ activations in `room` bytes. Bytes times seconds of all activations fit into roo
 
 Recomputation makes `kept` smaller and the work larger. Every mixture of kinds has work and bytes between those of the
 kinds, so the bound of all mixtures is the least maximum of both along the lines between them.
+
+Data link. With one reduction per step, rank 0 cannot use stage 0 before its first unit is gathered, nor reduce it before
+its last backward begins, and it has no other computations at these two moments: the rest comes in between.
+
+Schedules. `pipeline_bound` holds for any order. Of orders that give up time for memory or for even ranks, the closed
+form of equal stages is known; `schedule_seconds` is that, less a margin.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from math import inf
 
+from pipeloom.ir import Placement
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.stage_times import Seconds
 
@@ -40,26 +48,67 @@ def mixed_seconds(points: Sequence[Point]) -> float:
     return best
 
 
-def recomputed_points(
-    seconds: Mapping[Recompute, Sequence[Seconds]],
-    kept: Mapping[Recompute, Sequence[float]],
-    *,
-    microbatches: int,
-    ranks: int,
-    room: float,
-) -> list[Point]:
-    """For each kind of recomputation, the seconds of a step by work and by memory.
+class Recomputed:
+    """Work and held activations of one micro-batch for each kind of recomputation, of all stages together.
 
     Args:
         seconds, kept: of all stages, by kind; with no kind, residences are shortest.
-        microbatches: per step.
-        ranks: of the pipeline.
-        room: bytes for activations of all ranks together.
     """
-    stays = residences(min(seconds.values(), key=lambda stages: sum(map(sum, stages))))
-    points = []
-    for kind, stages in seconds.items():
-        work = microbatches * sum(map(sum, stages)) / ranks
-        held = sum(size * stay for size, stay in zip(kept[kind], stays, strict=True))
-        points.append((work, microbatches * held / room if room > 0 else float("inf")))
-    return points
+
+    def __init__(
+        self, seconds: Mapping[Recompute, Sequence[Seconds]], kept: Mapping[Recompute, Sequence[float]]
+    ) -> None:
+        stays = residences(min(seconds.values(), key=lambda stages: sum(map(sum, stages))))
+        self._points = [
+            (sum(map(sum, stages)), sum(size * stay for size, stay in zip(kept[kind], stays, strict=True)))
+            for kind, stages in seconds.items()
+        ]
+
+    def points(self, *, microbatches: int, ranks: int, room: float) -> list[Point]:
+        """For each kind, the seconds of a step by work and by memory.
+
+        Args:
+            microbatches: per step.
+            ranks: of the pipeline.
+            room: bytes for activations of all ranks together.
+        """
+        return [
+            (microbatches * work / ranks, microbatches * held / room if room > 0 else inf)
+            for work, held in self._points
+        ]
+
+
+_LIKELY = 0.95  # of a closed form of equal stages, which unequal ones and few micro-batches may beat
+# Bubble of equal stages in multiples of (p - 1) (F + I - W) of a rank, from the formulas of `pipeloom schedules`.
+_BUBBLES = {
+    **dict.fromkeys(("zb-h1", "zb-h2", "zb-auto", "search", "dualpipe", "dualpipev"), 1.0),
+    "zb-v": 0.5,
+    "v-half": 1.5,
+    "v-min": 2.0,
+    "chimera": 2.0,
+}
+
+
+def schedule_seconds(
+    name: str, stages: Sequence[Seconds], placement: Placement, microbatches: int, chunks: int
+) -> float:
+    """What a step of a schedule takes at least, by the closed form of equal stages; 0 where there is none.
+
+    Args:
+        name: of the schedule.
+        stages: seconds of every stage for one micro-batch.
+        placement: where they are.
+        microbatches: per step.
+        chunks: virtual stages per rank.
+    """
+    ranks = placement.num_ranks
+    mean = Seconds(*(sum(part) / ranks for part in zip(*stages, strict=True)))
+    each = mean.forward + mean.backward_input - mean.backward_weight
+    factor = _BUBBLES.get(name, 0.0)
+    if name == "hanayo":
+        each, factor = sum(mean), 4 / (3 * chunks)
+    gaps = ranks - 2 if any(len(holders) > 1 for holders in placement.replicas) else ranks - 1
+    most = max(
+        sum(sum(stages[stage]) / len(placement.replicas[stage]) for stage in held) for held in placement.stages_of
+    )
+    return _LIKELY * (microbatches * most + gaps * factor * max(0.0, each))

@@ -7,9 +7,9 @@ least recomputation is a knapsack per rank: over its stages, the least extra tim
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import inf
-from operator import sub
+from operator import add, sub
 
 from pipeloom import schedules
 from pipeloom.ir import Op, Schedule
@@ -24,7 +24,6 @@ from pipeloom.plan.search.simulated import short_microbatches
 from pipeloom.plan.search.space import state_bytes_per_parameter
 
 Live = Sequence[Counter[int]]  # for each rank, activations per stage at the moment when it holds most
-_KINDS = tuple(Recompute)  # each keeps less than the one before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,79 +87,89 @@ def _live(name: str, ranks: int, microbatches: int, chunks: int, slices: int) ->
 
 
 class MemoryChoices:
-    """What a shape recomputes.
+    """What the stages of a shape recompute.
 
     Args:
         costs: of the model on its cluster.
-        shape: a configuration with data strategy and blocks per stage.
+        shape: a configuration with blocks per stage.
         live: its activations in flight.
         request: what is planned.
-        beside: bytes of each rank that closed forms do not have.
     """
 
-    def __init__(
-        self, costs: CostModel, shape: Shape, live: Live, request: Request, beside: Sequence[float] | None = None
-    ) -> None:
-        self._costs, self._of, self._shape, self._live, self._request = costs, shape.of, shape, live, request
-        beside = beside or [0.0] * len(live)
-        self._always = [size + more for size, more in zip(always_bytes(costs, shape), beside, strict=True)]
-        self._kinds = request.kinds
+    def __init__(self, costs: CostModel, shape: Shape, live: Live, request: Request) -> None:
+        self._costs, self._shape, self._live, self._request = costs, shape, live, request
+        of, self._kinds = shape.of, request.kinds
         self._kept = {
-            kind: [size / self._of.slices for size in costs.kept_bytes(replace(self._of, recompute=kind))]
-            for kind in self._kinds
+            kind: [size / of.slices for size in costs.kept_bytes(replace(of, recompute=kind))] for kind in self._kinds
+        }
+        self._held = {
+            kind: [sum(count * sizes[stage] for stage, count in counts.items()) for counts in live]
+            for kind, sizes in self._kept.items()
         }
 
-    def found(self, *, every: bool = False) -> tuple[list[Choice], float]:
+    @cached_property
+    def _seconds(self) -> dict[Recompute, list[float]]:
+        """Of every stage and one micro-batch."""
+        of = self._shape.of
+        return {kind: list(map(sum, self._costs.stage_seconds(replace(of, recompute=kind)))) for kind in self._kinds}
+
+    def found(
+        self, of: Configuration, beside: Sequence[float] | None = None, *, every: bool = False
+    ) -> tuple[list[Choice], float]:
         """The choice with the least extra time that fits by closed forms, and the bytes that some rank needs at least.
 
         Args:
+            of: the configuration of the shape, with a data strategy.
+            beside: bytes of each rank that closed forms do not have.
             every: whether to return the same kind for all stages too, each of them.
         """
+        always = always_bytes(self._costs, of, self._shape)
+        if beside is not None:
+            always = list(map(add, always, beside))
         stages, given = self._shape.placement.num_stages, self._request.fixed.get("recompute")
         if given is not None and len(given) not in (1, stages):
             return [], inf
-        kinds = list(map(Recompute, given)) if given is not None else []
-        if kinds:
-            candidates = [tuple(kinds * stages if len(kinds) == 1 else kinds)]
+        if given is not None:
+            kinds = tuple(map(Recompute, given))
+            candidates = [kinds * stages if len(kinds) == 1 else kinds]
         else:
-            candidates = [(kind,) * stages for kind in self._kinds]
-            least = self._least()
+            uniform = [(kind,) * stages for kind in self._kinds]
+            least = uniform[-1] if self._request.objective == "memory" else self._least(always)
+            candidates = [least] if least else uniform[-1:]
             if every:
-                candidates = list(dict.fromkeys([*([least] if least else []), *candidates]))
-            elif self._request.objective == "memory":
-                candidates = candidates[-1:]
-            else:
-                candidates = [least] if least else candidates[-1:]
-        choices = [self._choice(each) for each in candidates]
+                candidates = list(dict.fromkeys([*candidates, *uniform]))
+        choices = [self._choice(of, each, always) for each in candidates]
         most = self._request.memory_bytes
         return [each for each in choices if each.least_bytes <= most], min(each.least_bytes for each in choices)
 
-    def _choice(self, recompute: tuple[Recompute, ...]) -> Choice:
-        of = replace(self._of, recompute=recompute, offload=self._request.fixed.get("offload"))
+    def _choice(self, of: Configuration, recompute: tuple[Recompute, ...], always: Sequence[float]) -> Choice:
+        of = replace(of, recompute=recompute, offload=self._request.fixed.get("offload"))
         held = [
-            always + sum(count * self._kept[recompute[stage]][stage] for stage, count in counts.items())
-            for always, counts in zip(self._always, self._live, strict=True)
+            size + sum(count * self._kept[recompute[stage]][stage] for stage, count in counts.items())
+            for size, counts in zip(always, self._live, strict=True)
         ]
         if of.offload is not None:
-            held = self._always
+            held = list(always)
         limit = None
         if schedules.find(of.schedule).to_measure and self._request.memory_bytes < inf:
             share = max(sum(self._kept[recompute[stage]][stage] for stage in counts) for counts in self._live)
-            limit = max(0.0, self._request.memory_bytes - max(self._always)) / share if share else None
+            limit = max(0.0, self._request.memory_bytes - max(always)) / share if share else None
         return Choice(of=of, schedule_limit=limit, least_bytes=max(held))
 
-    def _least(self) -> tuple[Recompute, ...] | None:
+    def _least(self, always: Sequence[float]) -> tuple[Recompute, ...] | None:
         """The least recomputation that fits; None where nothing does."""
         kinds, stages = self._kinds, self._shape.placement.num_stages
-        room = [self._request.memory_bytes - always for always in self._always]
-        first = self._kept[kinds[0]]
-        if all(sum(count * first[stage] for stage, count in counts.items()) <= rest
-               for counts, rest in zip(self._live, room, strict=True)):  # fmt: skip
-            return (kinds[0],) * stages
-        seconds = {kind: list(map(sum, self._costs.stage_seconds(replace(self._of, recompute=kind)))) for kind in kinds}
+        room = [self._request.memory_bytes - size for size in always]
+        for kind in (kinds[0], kinds[-1]):
+            fits = all(held <= rest for held, rest in zip(self._held[kind], room, strict=True))
+            if fits is (kind == kinds[0]):
+                return (kind,) * stages if fits else None
+        seconds = self._seconds
         extra = {kind: list(map(sub, seconds[kind], seconds[kinds[0]])) for kind in kinds}
         chosen = [0] * stages
-        for counts, rest in zip(self._live, room, strict=True):
+        for counts, held, rest in zip(self._live, self._held[kinds[0]], room, strict=True):
+            if held <= rest:
+                continue
             best = knapsack(
                 [
                     [(extra[kind][stage], count * self._kept[kind][stage]) for kind in kinds]
@@ -175,9 +184,9 @@ class MemoryChoices:
         return tuple(kinds[kind] for kind in chosen)
 
 
-def always_bytes(costs: CostModel, shape: Shape) -> list[float]:
+def always_bytes(costs: CostModel, of: Configuration, shape: Shape) -> list[float]:
     """Bytes of every rank beside activations, at least."""
-    of, each = shape.of, state_bytes_per_parameter(shape.of)
+    each = state_bytes_per_parameter(of)
     formats, found = NumberBytes.of(of.precision), []
     fine = of.granularity is Granularity.MICROBATCH and of.replicas > 1
     parameters = costs.parameters(of)

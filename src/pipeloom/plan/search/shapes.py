@@ -1,6 +1,6 @@
 """Schedules, virtual stages, slices, orders of mesh axes, and blocks per stage of a mesh. No torch here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import permutations, product
@@ -15,10 +15,13 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_bound import message_seconds, pipeline_bound
+from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.balance import balanced_blocks
+from pipeloom.plan.search.bounds import schedule_seconds
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Family
+from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 from pipeloom.split.chain_partition import even_parts
 
 LEAST_TOKENS = 256  # of a process or slice
@@ -158,6 +161,27 @@ class Shapes:
         if key not in self._bounds:
             self._bounds[key] = pipeline_seconds(self._costs, shape)
         return self._bounds[key]
+
+
+def candidate_seconds(costs: CostModel, shape: Shape) -> float:
+    """What a step without update takes at least, where nothing but the order of a schedule is open."""
+    of, stages = shape.of, costs.stage_seconds(shape.of)
+    known = schedule_seconds(of.schedule, stages, shape.placement, of.microbatches, of.chunks)
+    return max(pipeline_seconds(costs, shape), known, _link_seconds(costs, shape, stages))
+
+
+def _link_seconds(costs: CostModel, shape: Shape, stages: Sequence[Seconds]) -> float:
+    """Of rank 0 with the gather and the reduction of its first stage, which nothing of it hides."""
+    of = shape.of
+    if of.replicas == 1 or of.inside.expert > 1 or len(shape.placement.replicas[0]) > 1:
+        return 0.0
+    network, data, formats = costs.network(of), of.data_axis(), NumberBytes.of(of.precision)
+    size = costs.parameters(of)[0]
+    gathers = gather_seconds(data, formats.compute * size, network)
+    sums = reduce_seconds(data, formats.gradient * size, network)
+    work = of.microbatches * sum(sum(stages[stage]) for stage in shape.placement.stages_of[0])
+    first = stages[0]
+    return gathers + max(0.0, work - sum(first) / of.slices) + sums
 
 
 def pipeline_seconds(costs: CostModel, shape: Shape) -> float:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataStrategy, Granularity
-from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.options import Precision
 from pipeloom.plan.costs.configuration import Configuration
@@ -24,10 +23,9 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
-from pipeloom.plan.search.bounds import Point, mixed_seconds, recomputed_points
+from pipeloom.plan.search.bounds import Point, Recomputed, mixed_seconds
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import LEAST_TOKENS, Shapes
-from pipeloom.plan.stage_times import Seconds
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
 CanRun = Callable[[Configuration], str | None]  # why a configuration cannot run; None: it can
@@ -80,7 +78,7 @@ class Space:
         self.costs, self.request, self.refusals, self._can_run = costs, request, refusals, can_run
         self.shapes = Shapes(costs, request, refusals)
         self._layers = costs.num_blocks
-        self._by_kind: dict[object, tuple[dict[Recompute, list[Seconds]], dict[Recompute, list[float]]]] = {}
+        self._by_kind: dict[object, Recomputed] = {}
 
     def groups(self) -> Iterator[tuple[Configuration, int]]:
         """Configurations with degrees inside a stage and a micro-batch size, and their number of devices."""
@@ -205,18 +203,18 @@ class Space:
         found = self._by_kind.get(key)
         if found is None:
             single = replace(of, pipeline=self._layers, chunks=1, blocks=None)
-            found = self._by_kind[key] = (
+            found = self._by_kind[key] = Recomputed(
                 {kind: self.costs.stage_seconds(replace(single, recompute=kind)) for kind in kinds},
                 {kind: self.costs.kept_bytes(replace(single, recompute=kind)) for kind in kinds},
             )
-        return recomputed_points(*found, microbatches=of.microbatches, ranks=of.pipeline, room=room)
+        return found.points(microbatches=of.microbatches, ranks=of.pipeline, room=room)
 
     def _link_bound(self, of: Configuration, parameters: float) -> float:
         """Seconds for which the data link of a rank is busy, with the fastest links."""
         if of.replicas == 1 or self.costs.expert_degrees != [1]:
             return 0.0
         formats, data = NumberBytes.of(of.precision), of.data_axis()
-        network = self.costs.network(replace(of, order=("pp", "dp", "cp", "tp")))
+        network = self.costs.network(replace(of, order=("pp", "dp", "cp", "tp"), pipeline=1))
         gathers = gather_seconds(data, formats.compute * parameters, network)
         sums = reduce_seconds(data, formats.gradient * parameters, network)
         if of.granularity is not Granularity.MICROBATCH:
