@@ -1,12 +1,14 @@
-"""Best-first branch and bound over the space of configurations. No torch here.
+"""Branch and bound over the space of configurations. No torch here.
 
-The node with the least bound is expanded next; a configuration is simulated when it is the least. The search ends when
-the least bound exceeds the best simulated values, less a tolerance, so none that is left is better by more than that.
+Every node has a lower bound; nodes whose bound exceeds the best simulated values, less a tolerance, are discarded. The
+node that looks best is expanded next: bounds of partial configurations are less tight, so they count a little more
+(weighted A*, Pohl 1970), and complete ones are simulated early. A search on many devices ends after a number of steps.
+What is left then has a bound too, which says by how much another plan could be faster at most.
 """
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
@@ -23,6 +25,10 @@ from pipeloom.plan.search.simulated import Simulated, Step
 from pipeloom.plan.search.space import CanRun, Space, Way
 
 _TOLERANCE = 0.005
+_FACTORS = (1.12, 1.1, 1.04, 1.0)  # of bounds, by level
+_WEIGHTS = (0.5, 2.0, 1.0, 12.0)  # of steps, by level
+_ALL = 64  # devices for which a search goes on to its end
+_STEPS = 500  # on `_ALL` devices
 _MOST_TRIES = 4  # of more recomputation, where a simulated rank needs more memory than its closed form
 _SLOWER = "slower than the best plans by a lower bound"
 _SIZES = "the schedule does not support the sizes"
@@ -37,6 +43,7 @@ class Answer:
         refused: configurations by reason.
         considered: configurations that were refused, discarded by their bound, or simulated.
         simulated: number of simulated ones.
+        least: no configuration that was not looked at is below it; infinite where none is left.
         seconds: of the search.
     """
 
@@ -44,6 +51,7 @@ class Answer:
     refused: dict[str, int] = field(default_factory=dict)
     considered: int = 0
     simulated: int = 0
+    least: float = inf
     seconds: float = 0.0
 
 
@@ -93,6 +101,11 @@ def _none(request: Request, refusals: Refusals) -> str:
     return f"{asked}: no plan can run: {reasons or 'nothing is left'}. Change devices, batch or --fix."
 
 
+def _steps(devices: int) -> float:
+    """After which a search ends."""
+    return inf if devices <= _ALL else _STEPS * (devices / _ALL) ** 0.35
+
+
 def _kind(of: Configuration) -> tuple[object, ...]:
     """What plans that are shown side by side differ in."""
     return of.inside, of.pipeline, of.data, of.schedule, of.chunks, of.slices, of.microbatch_size
@@ -112,7 +125,8 @@ class _Search:
         self.costs, self.request, self.exhaustive, self.accept = costs, request, exhaustive, accept
         self.refusals, self.answer = Refusals(), Answer()
         self.space = Space(costs, request, self.refusals, can_run)
-        self._heap: list[tuple[float, int, int, Callable[..., Iterator[Any]], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, float, int, Callable[..., Any], tuple[Any, ...]]] = []
+        self._left = inf if exhaustive else _steps(request.devices)
         self._number = count()
         self._done: set[Choice] = set()
 
@@ -120,10 +134,15 @@ class _Search:
         for of, devices in self.space.groups():
             self._push(self._score(self.space.group_bound(of, devices), 0.0, devices), 0, self._meshes, of, devices)
         while self._heap:
-            bound, _, _, expand, node = heapq.heappop(self._heap)
+            _, level, bound, _, expand, node = heapq.heappop(self._heap)
             if bound >= self._most() and not self.exhaustive:
-                self.refusals.add(_SLOWER, len(self._heap) + 1)
+                self.refusals.add(_SLOWER)
+                continue
+            if self._left <= 0 and self.answer.plans:
+                self.answer.least = min(bound, *(each[2] for each in self._heap), inf)
+                self.refusals.add("not looked at: the search ended", len(self._heap) + 1)
                 break
+            self._left -= _WEIGHTS[-level]
             expand(*node)
 
     def _score(self, seconds: float, peak: float, devices: int) -> float:
@@ -145,7 +164,8 @@ class _Search:
 
     def _push(self, bound: float, level: int, expand: Callable[..., Any], *node: Any) -> None:
         if bound < self._most() or self.exhaustive:
-            heapq.heappush(self._heap, (bound, -level, next(self._number), expand, node))
+            key = bound * _FACTORS[level]
+            heapq.heappush(self._heap, (key, -level, bound, next(self._number), expand, node))
         else:
             self.refusals.add(_SLOWER)
 

@@ -11,8 +11,8 @@ activations in `room` bytes. Bytes times seconds of all activations fit into roo
 Recomputation makes `kept` smaller and the work larger. Every mixture of kinds has work and bytes between those of the
 kinds, so the bound of all mixtures is the least maximum of both along the lines between them.
 
-Data link. With one reduction per step, rank 0 cannot use stage 0 before its first unit is gathered, nor reduce it before
-its last backward begins, and it has no other computations at these two moments: the rest comes in between.
+Data link. With one reduction per step, rank 0 cannot use stage 0 before its first unit is gathered, nor reduce it
+before its last backward begins. The rest of its computations comes in between.
 
 Schedules. `pipeline_bound` holds for any order. Of orders that give up time for memory or for even ranks, the closed
 form of equal stages is known; `schedule_seconds` is that, less a margin.

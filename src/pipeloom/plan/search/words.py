@@ -116,6 +116,8 @@ def counts_of(answer: Answer) -> list[str]:
         f"{answer.considered:,} configurations considered, {answer.simulated:,} simulated, in "
         f"{seconds_text(answer.seconds)}. Refused or discarded:"
     ]
+    if answer.least < inf:
+        lines.insert(0, f"The search ended early: no plan takes less than {seconds_text(answer.least)}.")
     return [*lines, *(f"  {count:>9,}  {reason}" for reason, count in answer.refused.items())]
 
 
