@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         objective=options.objective,
         top=options.top,
     )
-    asked = {"can_run": checks.can_run, "accept": checks.accept}
+    asked: dict[str, Any] = {"can_run": checks.can_run, "accept": checks.accept}
     answer = find_plans(costs, request, exhaustive=options.exhaustive, **asked)
     rows = [row_of(costs, found) for found in answer.plans]
     plan = plan_of(costs, answer.plans[0].of, answer.plans[0].schedule_limit, **predicted(answer.plans[0]))

@@ -12,7 +12,7 @@ from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.best_first import Answer
 from pipeloom.plan.search.simulated import Simulated, Step
-from pipeloom.plan.stage_times import Seconds
+from pipeloom.plan.stage_times import Seconds, StageTimes
 
 _AXES = {"tensor": "tp", "context": "cp", "expert": "ep"}
 
@@ -90,10 +90,10 @@ def _collective_seconds(costs: CostModel, of: Configuration, axis: str) -> float
     with_links, without = (replace(times, free=frozenset(names)) for names in ((), (_AXES[axis],)))
     kinds = [costs.model.has_experts(block) for block in range(costs.num_blocks)]
 
-    def total(each: Any) -> float:
+    def total(each: StageTimes) -> float:
         parts: list[Seconds] = [each.embedding(), each.head()]
-        blocks = {experts: sum(each.block(experts=experts)) for experts in set(kinds)}
-        return sum(map(sum, parts)) + sum(blocks[experts] for experts in kinds)
+        blocks = {experts: float(sum(each.block(experts=experts))) for experts in set(kinds)}
+        return float(sum(map(sum, parts))) + sum(blocks[experts] for experts in kinds)
 
     return max(0.0, total(with_links) - total(without))
 

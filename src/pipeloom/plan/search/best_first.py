@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError, PipeloomError
+from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.search.memory_choice import Choice, MemoryChoices, in_flight
@@ -25,10 +26,11 @@ from pipeloom.plan.search.simulated import Simulated, Step
 from pipeloom.plan.search.space import CanRun, Space, Way
 
 _TOLERANCE = 0.005
-_FACTORS = (1.12, 1.1, 1.04, 1.0)  # of bounds, by level
-_WEIGHTS = (0.5, 2.0, 1.0, 12.0)  # of steps, by level
+_FACTORS = (1.25, 1.22, 1.08, 1.0)  # of bounds, by level
+_WEIGHTS = (0.2, 1.0, 0.5, 6.0)  # of steps, by level
+_PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
 _ALL = 64  # devices for which a search goes on to its end
-_STEPS = 500  # on `_ALL` devices
+_STEPS = 350  # on `_ALL` devices
 _MOST_TRIES = 4  # of more recomputation, where a simulated rank needs more memory than its closed form
 _SLOWER = "slower than the best plans by a lower bound"
 _SIZES = "the schedule does not support the sizes"
@@ -138,7 +140,7 @@ class _Search:
             if bound >= self._most() and not self.exhaustive:
                 self.refusals.add(_SLOWER)
                 continue
-            if self._left <= 0 and self.answer.plans:
+            if self._left <= 0 and len(self.answer.plans) == self.request.top:
                 self.answer.least = min(bound, *(each[2] for each in self._heap), inf)
                 self.refusals.add("not looked at: the search ended", len(self._heap) + 1)
                 break
@@ -162,9 +164,9 @@ class _Search:
     def _value(self, plan: Simulated) -> float:
         return self._score(plan.step_seconds, plan.peak, plan.of.devices)
 
-    def _push(self, bound: float, level: int, expand: Callable[..., Any], *node: Any) -> None:
+    def _push(self, bound: float, level: int, expand: Callable[..., Any], *node: Any, penalty: float = 1.0) -> None:
         if bound < self._most() or self.exhaustive:
-            key = bound * _FACTORS[level]
+            key = bound * _FACTORS[level] * penalty
             heapq.heappush(self._heap, (key, -level, bound, next(self._number), expand, node))
         else:
             self.refusals.add(_SLOWER)
@@ -173,7 +175,8 @@ class _Search:
         for mesh in self.space.meshes(of, devices):
             ways = list(self.space.ways(mesh))
             if ways:
-                self._push(self._least(ways, 0.0, devices), 1, self._shapes, mesh, ways)
+                penalty = min(_PENALTIES[way.of.granularity] for way in ways)
+                self._push(self._least(ways, 0.0, devices), 1, self._shapes, mesh, ways, penalty=penalty)
 
     def _least(self, ways: Sequence[Way], seconds: float, devices: int) -> float:
         return min(self._score(max(seconds, way.seconds), way.peak, devices) for way in ways)
@@ -181,7 +184,8 @@ class _Search:
     def _shapes(self, of: Configuration, ways: Sequence[Way]) -> None:
         for shape in self.space.shapes.found(of):
             bound = self._least(ways, self.space.shapes.bound(shape), of.devices)
-            self._push(bound, 2, self._choices, shape, ways)
+            penalty = min(_PENALTIES[way.of.granularity] for way in ways)
+            self._push(bound, 2, self._choices, shape, ways, penalty=penalty)
 
     def _choices(self, shape: Shape, ways: Sequence[Way]) -> None:
         try:
@@ -212,7 +216,9 @@ class _Search:
         of = found.choice.of
         seconds = candidate_seconds(self.costs, found.shape._replace(of=of))
         seconds = max(found.least_seconds, seconds + self.costs.update_seconds(of, found.shape.placement.stages_of))
-        self._push(self._score(seconds, found.choice.least_bytes, of.devices), 3, self._simulate, found)
+        penalty = _PENALTIES[of.granularity]
+        score = self._score(seconds, found.choice.least_bytes, of.devices)
+        self._push(score, 3, self._simulate, found, penalty=penalty)
 
     def _simulate(self, candidate: "Candidate") -> None:
         choice = candidate.choice

@@ -102,8 +102,13 @@ class MemoryChoices:
         self._kept = {
             kind: [size / of.slices for size in costs.kept_bytes(replace(of, recompute=kind))] for kind in self._kinds
         }
+        block = replace(of, pipeline=costs.num_blocks, chunks=1, blocks=None)
+        middle = costs.num_blocks // 2
+        sizes_of = {kind: costs.kept_bytes(replace(block, recompute=kind))[middle] / of.slices for kind in Recompute}
+        # While a backward recomputes a block, its activations are there too.
+        self._again = {kind: sizes_of[Recompute.NONE] - sizes_of[kind] for kind in self._kinds}
         self._held = {
-            kind: [sum(count * sizes[stage] for stage, count in counts.items()) for counts in live]
+            kind: [self._again[kind] + sum(count * sizes[stage] for stage, count in counts.items()) for counts in live]
             for kind, sizes in self._kept.items()
         }
 
@@ -145,7 +150,9 @@ class MemoryChoices:
     def _choice(self, of: Configuration, recompute: tuple[Recompute, ...], always: Sequence[float]) -> Choice:
         of = replace(of, recompute=recompute, offload=self._request.fixed.get("offload"))
         held = [
-            size + sum(count * self._kept[recompute[stage]][stage] for stage, count in counts.items())
+            size
+            + sum(count * self._kept[recompute[stage]][stage] for stage, count in counts.items())
+            + max((self._again[recompute[stage]] for stage in counts), default=0.0)
             for size, counts in zip(always, self._live, strict=True)
         ]
         if of.offload is not None:
@@ -175,13 +182,13 @@ class MemoryChoices:
                     [(extra[kind][stage], count * self._kept[kind][stage]) for kind in kinds]
                     for stage, count in counts.items()
                 ],
-                rest,
+                rest - max(self._again.values()),
             )
             if best is None:
                 return None
-            for stage, kind in zip(counts, best, strict=True):
-                chosen[stage] = max(chosen[stage], kind)
-        return tuple(kinds[kind] for kind in chosen)
+            for stage, number in zip(counts, best, strict=True):
+                chosen[stage] = max(chosen[stage], number)
+        return tuple(kinds[number] for number in chosen)
 
 
 def always_bytes(costs: CostModel, of: Configuration, shape: Shape) -> list[float]:
@@ -192,12 +199,15 @@ def always_bytes(costs: CostModel, of: Configuration, shape: Shape) -> list[floa
     parameters = costs.parameters(of)
     for held in shape.placement.stages_of:
         total, sizes = costs.held_parameters(of, held), [parameters[stage] for stage in held]
+        unit = (parameters[-1] / max(1, of.blocks[-1]) if of.blocks else min(sizes)) * (of.replicas > 1)
         gradients = formats.gradient * total
         if of.strategy.shards_gradients and of.granularity is not Granularity.STEP:
-            gradients = gradients / of.replicas + (0.0 if fine else formats.gradient * min(sizes))
+            gradients = gradients / of.replicas + formats.gradient * (2 * unit if fine else 2 * min(sizes))
         gathered = 0.0
         if of.strategy.shards_parameters and not fine:
-            gathered = formats.compute * (total if of.granularity is Granularity.STEP else min(sizes))
+            gathered = formats.compute * (total if of.granularity is Granularity.STEP else 2 * min(sizes))
+        elif of.strategy.shards_parameters:
+            gathered = formats.compute * 2 * unit
         found.append(each * total + gradients * (of.microbatches > 1) + gathered)
     return found
 

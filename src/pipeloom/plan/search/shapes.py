@@ -25,7 +25,7 @@ from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 from pipeloom.split.chain_partition import even_parts
 
 LEAST_TOKENS = 256  # of a process or slice
-_ASKED = ("naive", "search")  # considered where they are asked for: never faster, and slow to find
+_ASKED = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
 _MOST_CHUNKS = 16
 _SLICES = (1, 2, 4, 8, 16)
 _SMALL = 16  # ranks of a schedule that shows the shape of larger ones
