@@ -105,7 +105,7 @@ def _none(request: Request, refusals: Refusals) -> str:
 
 def _steps(devices: int) -> float:
     """After which a search ends."""
-    return inf if devices <= _ALL else _STEPS * (devices / _ALL) ** 0.35
+    return inf if devices <= _ALL else _STEPS * (devices / _ALL) ** 0.25
 
 
 def _kind(of: Configuration) -> tuple[object, ...]:

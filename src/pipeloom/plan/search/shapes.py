@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pipeloom import schedules
 from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.ir import Placement
+from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
@@ -167,7 +168,20 @@ def candidate_seconds(costs: CostModel, shape: Shape) -> float:
     """What a step without update takes at least, where nothing but the order of a schedule is open."""
     of, stages = shape.of, costs.stage_seconds(shape.of)
     known = schedule_seconds(of.schedule, stages, shape.placement, of.microbatches, of.chunks)
-    return max(pipeline_seconds(costs, shape), known, _link_seconds(costs, shape, stages))
+    return max(pipeline_seconds(costs, shape), known, _link_seconds(costs, shape, stages), _run_seconds(costs, shape))
+
+
+def _run_seconds(costs: CostModel, shape: Shape) -> float:
+    """Of the data link of rank 0 at granularity chunk: virtual stages take turns for every group of p micro-batches."""
+    of = shape.of
+    if of.granularity is not Granularity.CHUNK or of.replicas == 1 or of.inside.expert > 1:
+        return 0.0
+    held = shape.placement.stages_of[0]
+    turns = max(1, of.microbatches // of.pipeline) if len(held) > 1 and of.schedule != "bfs" else 1
+    network, data, formats = costs.network(of), of.data_axis(), NumberBytes.of(of.precision)
+    size = costs.held_parameters(of, held)
+    gathers = gather_seconds(data, formats.compute * size, network) if of.strategy.shards_parameters else 0.0
+    return turns * (2 * gathers + reduce_seconds(data, formats.gradient * size, network))
 
 
 def _link_seconds(costs: CostModel, shape: Shape, stages: Sequence[Seconds]) -> float:

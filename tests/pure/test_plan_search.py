@@ -1,0 +1,217 @@
+"""`pipeloom plan`: the search finds what simulating everything finds, and its plans fit and run."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+
+from pipeloom.cli import main
+from pipeloom.errors import InputError
+from pipeloom.ir import Placement
+from pipeloom.ir.recompute import Recompute
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.plan import Plan
+from pipeloom.plan.search.balance import balanced_blocks
+from pipeloom.plan.search.best_first import Answer, find_plans
+from pipeloom.plan.search.bounds import mixed_seconds
+from pipeloom.plan.search.memory_choice import knapsack
+from pipeloom.plan.search.request import Request, parse_fixed
+from pipeloom.plan.search.simulated import simulated
+from pipeloom.plan.search.words import lines_of
+from pipeloom.train.config.planned import planned_config
+from pipeloom.train.config.train_config import TrainConfig
+from tests.pure.published_runs import cost_model, gpt
+
+GIB = 2.0**30
+MODELS = (gpt(8, 1024, 16, sequence=512, vocabulary=32000), gpt(12, 2048, 16), gpt(16, 1536, 12, vocabulary=50304))
+
+
+def search(
+    model=MODELS[0], devices=8, batch=16, memory=80 * GIB, *, cluster="dgx-a100-80", exhaustive=False, fixed="", **more
+) -> Answer:
+    software = more.pop("software", "pipeloom")
+    request = Request(
+        devices=devices, batch_size=batch, memory_bytes=memory, fixed=parse_fixed(fixed) if fixed else {}, **more
+    )
+    return find_plans(cost_model(model, cluster, software), request, exhaustive=exhaustive)
+
+
+def compare(model, devices, batch, memory, fixed):
+    best = search(model, devices, batch, memory, fixed=fixed, top=1)
+    every = search(model, devices, batch, memory, fixed=fixed, top=1, exhaustive=True)
+    assert best.plans[0].step_seconds <= 1.01 * every.plans[0].step_seconds
+    assert best.plans[0].peak <= memory
+    assert best.simulated <= every.simulated
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "memory", "fixed"),
+    [
+        (MODELS[0], 16, 80 * GIB, "context=1,slices=1,microbatch_size=2"),
+        (MODELS[0], 16, 2 * GIB, "context=1,slices=1,tensor=2,microbatch_size=1"),
+        (MODELS[1], 32, 9 * GIB, "context=1,slices=1,tensor=1,sequence=false,data=2,schedule=1f1b"),
+    ],
+)
+def test_as_good_as_simulating_everything(model, batch, memory, fixed):
+    compare(model, 8, batch, memory, fixed)
+
+
+@pytest.mark.whole_grid
+@pytest.mark.parametrize(
+    ("model", "devices", "batch", "memory"), product(MODELS, (8, 16), (16, 64, 128), (12 * GIB, 80 * GIB))
+)
+def test_small_clusters(model, devices, batch, memory):
+    compare(model, devices, batch, memory, "")
+
+
+def test_layouts_of_gpt_xl_in_order():
+    """GPT-XL on 64 V100: of the layouts that were measured, the fastest one is first."""
+    model = gpt(24, 2048, 16, vocabulary=50304)
+    fixed = "data=8,microbatch_size=1,recompute=full,schedule=1f1b,context=1,sequence=false,data_strategy=ddp"
+    best = search(model, 64, 1024, 16 * GIB, cluster="p3.16xlarge", fixed=fixed, top=4).plans
+    assert [(each.of.pipeline, each.of.inside.tensor) for each in best] == [(4, 2), (8, 1), (2, 4), (1, 8)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "gpipe", "seq1f1b"])
+def test_a_long_step_follows_from_short_ones(schedule):
+    costs = cost_model(MODELS[1], "dgx-a100-80", "pipeloom")
+    chunks = {"interleaved": 3, "zb-v": 2}.get(schedule, 1)
+    of = Configuration(
+        schedule=schedule, pipeline=2, chunks=chunks, microbatches=1800, data=2,
+        slices=2 if schedule == "seq1f1b" else 1, blocks=(12 // (2 * chunks),) * (2 * chunks),
+    )  # fmt: skip
+    short, whole = simulated(costs, of), simulated(costs, of, whole=True)
+    assert short.timeline.num_microbatches < 1800
+    assert short.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
+    assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
+
+
+def test_the_knapsack_is_exact():
+    items = [[(0, 5), (2, 3), (5, 1)], [(0, 4), (1, 2), (9, 0)], [(0, 6), (3, 2)]]
+    for most in range(16):
+        fitting = [
+            (sum(cost for cost, _ in chosen), sum(size for _, size in chosen))
+            for chosen in product(*items)
+            if sum(size for _, size in chosen) <= most
+        ]
+        found = knapsack(items, most)
+        if not fitting:
+            assert found is None
+            continue
+        assert found is not None
+        chosen = [items[item][number] for item, number in enumerate(found)]
+        assert sum(size for _, size in chosen) <= most
+        assert sum(cost for cost, _ in chosen) == min(fitting)[0]
+
+
+def test_blocks_balance_embedding_and_head():
+    assert balanced_blocks([1.0] * 11 + [4.0], Placement.loop(4)) == (4, 4, 3, 1)
+    assert balanced_blocks([1.0] * 8, Placement.loop(4)) == (2, 2, 2, 2)
+
+
+def test_mixtures_of_recomputation_lie_between_its_kinds():
+    assert mixed_seconds([(1.0, 3.0), (2.0, 1.0)]) == pytest.approx(5 / 3)
+    assert mixed_seconds([(1.0, 0.5), (2.0, 0.1)]) == 1.0
+
+
+def test_less_memory_is_never_faster_and_is_kept():
+    steps = []
+    for memory in (80 * GIB, 6 * GIB, 3 * GIB):
+        best = search(MODELS[1], 8, 32, memory, fixed="context=1,slices=1", top=1).plans[0]
+        assert best.peak <= memory
+        steps.append(best.step_seconds)
+    assert steps == sorted(steps)
+
+
+def test_objectives():
+    fixed = "context=1,slices=1,schedule=1f1b,chunks=1"
+    fast = search(fixed=fixed, top=1).plans[0]
+    small = search(fixed=fixed, top=1, objective="memory").plans[0]
+    cheap = search(fixed=fixed, top=1, objective="cost").plans[0]
+    assert small.peak < fast.peak
+    assert cheap.step_seconds * cheap.of.devices <= fast.step_seconds * fast.of.devices
+
+
+def test_a_plan_runs_and_its_file_says_the_same(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    words = "--cluster dgx-a100-80 --devices 8 --batch.size 16 --model.layers 8 --model.width 512 --model.heads 8"
+    more = f"--vocabulary_size 1000 --memory.cap 300MiB --json --out {out} --fix context=1,slices=1"
+    assert main(["plan", *words.split(), *more.split()]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    best, plan = answer["plans"][0], Plan.load(out)
+    assert [each["step_seconds"] for each in answer["plans"]] == sorted(e["step_seconds"] for e in answer["plans"])
+    assert sum(best["seconds"].values()) == pytest.approx(best["step_seconds"])
+    assert max(best["peak_bytes"]) <= 300 * 2**20
+    assert answer["considered"] >= sum(answer["refused"].values())
+    assert (plan.pipeline, plan.data, plan.tensor) == (best["pipeline"], best["data"], best["tensor"])
+    assert plan.num_processes == 8
+    assert plan.predicted_step_seconds == best["step_seconds"]
+    sizes = {"layers": 8, "width": 512, "heads": 8}
+    config = planned_config(TrainConfig.from_mapping({"model": sizes, "batch": {"size": 16}}), plan)
+    assert config.num_processes == 8
+
+
+def test_the_words(capsys):
+    words = "--cluster dgx-a100-80 --devices 8 --batch.size 16 --model.layers 8 --model.width 512 --model.heads 8"
+    assert main(["plan", *words.split(), "--vocabulary_size", "1000", "--fix", "context=1,slices=1,chunks=1"]) == 0
+    said = capsys.readouterr().out
+    assert "tokens/s" in said
+    assert "usual choice" in said
+    assert "configurations considered" in said
+
+
+def test_a_configuration_of_hugging_face(tmp_path, capsys):
+    sizes = {
+        "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "intermediate_size": 1376, "vocab_size": 32000, "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(sizes))
+    words = f"--cluster dgx-h100 --devices 4 --batch.size 8 --model.config {file} --json --fix context=1,slices=1"
+    assert main(["plan", *words.split()]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["devices"] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--cluster dgx-b900 --devices 8 --batch.size 8",
+            "must be p3.16xlarge, dgx-a100-80, dgx-h100, dgx-h200, local",
+        ),
+        ("--cluster dgx-h100 --devices 8 --batch.size 8 --memory.cap 1MiB", "more. Use more devices"),
+        ("--cluster dgx-h100 --devices 7 --batch.size 5 --fix data=7", "do not divide the batch"),
+        ("--cluster dgx-h100 --devices 8 --batch.size 8 --fix pipelin=2", "key 'pipelin' is unknown"),
+        ("--cluster dgx-h100 --devices 8 --batch.size 8 --fix pipeline=x", "must be an integer"),
+        ("--cluster dgx-h100 --devices 8 --batch.size 8 --forbid speed", "cannot be forbidden"),
+        ("--cluster dgx-h100 --devices 0 --batch.size 8", "--devices=0: must be at least 1"),
+        ("--cluster dgx-h100 --devices 8 --batch.size 8 --model.config nothing", "must be gpt3-175b"),
+    ],
+)
+def test_bad_input_is_one_line(words, said, capsys):
+    assert main(["plan", *words.split(), "--vocabulary_size", "1000"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_no_plan_says_what_is_missing():
+    with pytest.raises(InputError, match=r"needs .* more"):
+        search(MODELS[1], 2, 4, 1 * GIB, fixed="context=1,slices=1")
+
+
+def test_recomputation_can_be_forbidden():
+    found = search(fixed="context=1,slices=1", forbidden=frozenset({"recompute"}), top=1).plans[0]
+    assert {found.of.recompute_of(stage) for stage in range(found.of.stages)} == {Recompute.NONE}
+
+
+def test_lines_have_the_plans():
+    from pipeloom.plan.search.answer import row_of
+
+    answer = search(fixed="context=1,slices=1,schedule=1f1b", top=2)
+    costs = cost_model(MODELS[0], "dgx-a100-80", "pipeloom")
+    lines = lines_of([row_of(costs, found) for found in answer.plans], 80 * GIB)
+    assert lines[1].split()[0] == "1"
