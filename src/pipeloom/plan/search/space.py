@@ -249,7 +249,9 @@ def state_bytes_per_parameter(of: Configuration) -> float:
 
 
 def ways_of(of: Configuration, request: Request) -> list[tuple[DataStrategy, Granularity]]:
-    """Data strategies and granularities that have an effect."""
+    """Data strategies and granularities that have an effect; with one replica none has."""
+    if of.replicas == 1:
+        return [(DataStrategy.DDP, Granularity.STEP)]
     ways = [
         (strategy, granularity)
         for strategy, granularity in (*_WAYS, (DataStrategy.PARAMETER_SERVER, Granularity.STEP))
@@ -257,6 +259,4 @@ def ways_of(of: Configuration, request: Request) -> list[tuple[DataStrategy, Gra
         and request.allows("data_granularity", granularity)
         and (strategy is not DataStrategy.PARAMETER_SERVER or "data_strategy" in request.fixed)
     ]
-    if of.replicas == 1:
-        return [(DataStrategy.DDP, Granularity.STEP)] if (DataStrategy.DDP, Granularity.STEP) in ways else []
     return ways
