@@ -144,7 +144,7 @@ def _of_file(name: str) -> Architecture:
         try:
             content = load_json(text)
         except ValueError as error:
-            raise InputError(f"is no JSON ({error}).") from None
+            raise InputError(f"cannot be read as JSON ({error}).") from None
         if isinstance(content, Mapping) and is_configuration(content):
             return architecture_of(content, "the configuration")
         return parse_architecture(text)

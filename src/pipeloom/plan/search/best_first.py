@@ -27,9 +27,12 @@ from pipeloom.plan.search.space import CanRun, Space, Way
 
 _TOLERANCE = 0.005
 _FACTORS = (1.25, 1.22, 1.08, 1.0)  # of bounds, by level
-_WEIGHTS = (0.2, 1.0, 0.5, 6.0)  # of steps, by level
+_WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
 _PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
 _ALL = 64  # devices for which a search goes on to its end
+_MORE = 1.5  # room than what was missing
+_FAR = 1.25  # from the bound of what is left: a search goes on
+_ACTIONS = 1_500  # of a simulated step, that count as one of the search
 _STEPS = 350  # on `_ALL` devices
 _MOST_TRIES = 4  # of more recomputation, where a simulated rank needs more memory than its closed form
 _SLOWER = "slower than the best plans by a lower bound"
@@ -79,8 +82,16 @@ def find_plans(
         InputError: there is none.
     """
     begin = time.perf_counter()
-    search = _Search(costs, request, exhaustive, can_run, accept)
+    coarse = request.devices > _ALL and "data_granularity" not in request.fixed and not exhaustive
+    first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
+    search = _Search(costs, first, exhaustive, can_run, accept)
     search.run()
+    found = search.answer
+    far = not found.plans or found.plans[0].step_seconds > _FAR * found.least
+    if coarse and far and request.objective != "memory":  # finer granularities need less memory, and hide less
+        search = _Search(costs, request, exhaustive, can_run, accept, found.plans)
+        search.run()
+        search.answer.simulated += found.simulated
     answer = search.answer
     answer.refused = dict(search.refusals.reasons.most_common())
     answer.considered = search.refusals.considered + answer.simulated
@@ -123,9 +134,10 @@ class _Search:
         exhaustive: bool,
         can_run: CanRun,
         accept: Callable[[Simulated], str | None],
+        plans: Sequence[Simulated] = (),
     ) -> None:
         self.costs, self.request, self.exhaustive, self.accept = costs, request, exhaustive, accept
-        self.refusals, self.answer = Refusals(), Answer()
+        self.refusals, self.answer = Refusals(), Answer(plans=list(plans))
         self.space = Space(costs, request, self.refusals, can_run)
         self._heap: list[tuple[float, int, float, int, Callable[..., Any], tuple[Any, ...]]] = []
         self._left = inf if exhaustive else _steps(request.devices)
@@ -140,7 +152,7 @@ class _Search:
             if bound >= self._most() and not self.exhaustive:
                 self.refusals.add(_SLOWER)
                 continue
-            if self._left <= 0 and len(self.answer.plans) == self.request.top:
+            if self._left <= 0 and self.answer.plans:
                 self.answer.least = min(bound, *(each[2] for each in self._heap), inf)
                 self.refusals.add("not looked at: the search ended", len(self._heap) + 1)
                 break
@@ -237,6 +249,7 @@ class _Search:
         for _ in candidate.instead:
             self.refusals.add("an earlier data strategy that fits communicates less")
         found = step.simulated(peaks)
+        self._left -= step.actions / _ACTIONS
         self.answer.simulated += 1
         if self._value(found) >= self._most() / (1 - _TOLERANCE):
             return
@@ -257,7 +270,7 @@ class _Search:
             return
         most = self.request.memory_bytes
         before = candidate.beside or [0.0] * len(peaks)
-        more = [size + max(0.0, peak - most) for size, peak in zip(before, peaks, strict=True)]
+        more = [size + _MORE * max(0.0, peak - most) for size, peak in zip(before, peaks, strict=True)]
         choices, _ = candidate.memory.found(candidate.of, more)
         if choices:
             self._offer(replace(candidate, choice=choices[0], instead=[], beside=more, tries=candidate.tries + 1))

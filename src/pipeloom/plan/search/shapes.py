@@ -177,7 +177,7 @@ def _run_seconds(costs: CostModel, shape: Shape) -> float:
     if of.granularity is not Granularity.CHUNK or of.replicas == 1 or of.inside.expert > 1:
         return 0.0
     held = shape.placement.stages_of[0]
-    turns = max(1, of.microbatches // of.pipeline) if len(held) > 1 and of.schedule != "bfs" else 1
+    turns = max(1, of.microbatches * of.slices // of.pipeline) if len(held) > 1 and of.schedule != "bfs" else 1
     network, data, formats = costs.network(of), of.data_axis(), NumberBytes.of(of.precision)
     size = costs.held_parameters(of, held)
     gathers = gather_seconds(data, formats.compute * size, network) if of.strategy.shards_parameters else 0.0

@@ -89,6 +89,12 @@ class Step:
     def _scheduled(self, of: Configuration) -> Schedule:
         return self._costs.schedule(of, self._limit)
 
+    @property
+    def actions(self) -> int:
+        """Forwards and backwards that are simulated."""
+        both = self._short.microbatches + (self._shorter.microbatches if self._times else 0)
+        return 2 * self._of.stages * self._of.slices * both
+
     @cached_property
     def _program(self) -> Program:
         return self._costs.program(self._short, self._scheduled(self._short))

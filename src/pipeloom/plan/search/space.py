@@ -43,6 +43,8 @@ _WAYS = (
     (DataStrategy.ZERO2, Granularity.MICROBATCH),
     (DataStrategy.ZERO3, Granularity.MICROBATCH),
 )
+# Until its reduction at the end of the step, each stage has full gradients, and parameters of zero3 are gathered.
+_AS_ZERO1 = ((DataStrategy.ZERO2, Granularity.STEP), (DataStrategy.ZERO3, Granularity.STEP))
 
 
 class Way(NamedTuple):
@@ -252,11 +254,12 @@ def ways_of(of: Configuration, request: Request) -> list[tuple[DataStrategy, Gra
     """Data strategies and granularities that have an effect; with one replica none has."""
     if of.replicas == 1:
         return [(DataStrategy.DDP, Granularity.STEP)]
-    ways = [
+    same = () if "data_strategy" in request.fixed else _AS_ZERO1
+    return [
         (strategy, granularity)
         for strategy, granularity in (*_WAYS, (DataStrategy.PARAMETER_SERVER, Granularity.STEP))
         if request.allows("data_strategy", strategy)
         and request.allows("data_granularity", granularity)
+        and (strategy, granularity) not in same
         and (strategy is not DataStrategy.PARAMETER_SERVER or "data_strategy" in request.fixed)
     ]
-    return ways
