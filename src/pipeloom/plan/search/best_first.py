@@ -32,8 +32,9 @@ _PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBA
 _ALL = 64  # devices for which a search goes on to its end
 _MORE = 1.5  # room than what was missing
 _FAR = 1.25  # from the bound of what is left: a search goes on
-_ACTIONS = 1_500  # of a simulated step, that count as one of the search
-_STEPS = 350  # on `_ALL` devices
+_MOST_ACTIONS = 60_000  # of a simulated step on more devices
+_ACTIONS = 1_000  # of a simulated step, that count as one of the search
+_STEPS = 200  # on `_ALL` devices
 _MOST_TRIES = 4  # of more recomputation, where a simulated rank needs more memory than its closed form
 _SLOWER = "slower than the best plans by a lower bound"
 _SIZES = "the schedule does not support the sizes"
@@ -239,6 +240,9 @@ class _Search:
         self._done.add(choice)
         try:
             step = Step(self.costs, choice.of, choice.schedule_limit)
+            if step.actions > _MOST_ACTIONS and self._left < inf and "schedule" not in self.request.fixed:
+                self.refusals.add("too many actions to simulate in a search")
+                return
             peaks = step.peaks()
         except PipeloomError:
             self.refusals.add(_SIZES)
