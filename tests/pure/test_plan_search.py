@@ -49,8 +49,8 @@ def compare(model, devices, batch, memory, fixed):
 @pytest.mark.parametrize(
     ("model", "batch", "memory", "fixed"),
     [
-        (MODELS[0], 16, 80 * GIB, "context=1,slices=1,microbatch_size=2,pipeline=4"),
-        (MODELS[0], 16, 2 * GIB, "context=1,slices=1,tensor=2,microbatch_size=1,pipeline=2"),
+        (MODELS[0], 16, 80 * GIB, "context=1,slices=1,microbatch_size=2,pipeline=4,data_strategy=zero1"),
+        (MODELS[0], 16, 2 * GIB, "context=1,slices=1,tensor=2,sequence=true,microbatch_size=1,pipeline=2"),
         (MODELS[1], 32, 9 * GIB, "context=1,slices=1,tensor=1,sequence=false,data=2,schedule=1f1b"),
     ],
 )

@@ -79,7 +79,7 @@ class Recomputed:
 
 
 _LIKELY = 0.95  # of a closed form of equal stages, which unequal ones and few micro-batches may beat
-# Bubble of equal stages in multiples of (p - 1) (F + I - W) of a rank, from the formulas of `pipeloom schedules`.
+# Bubble of equal stages in multiples of (p - 1) F of a rank, from the formulas of `pipeloom schedules`.
 _BUBBLES = {
     **dict.fromkeys(("zb-h1", "zb-h2", "zb-auto", "search", "dualpipe", "dualpipev"), 1.0),
     "zb-v": 0.5,
@@ -103,8 +103,8 @@ def schedule_seconds(
     """
     ranks = placement.num_ranks
     mean = Seconds(*(sum(part) / ranks for part in zip(*stages, strict=True)))
-    each = mean.forward + mean.backward_input - mean.backward_weight
-    factor = _BUBBLES.get(name, 0.0)
+    each = min(mean.forward + mean.backward_input - mean.backward_weight, sum(mean) / 3)
+    factor = _BUBBLES.get(name, 0.0) * min(1.0, microbatches / (2 * ranks))  # the forms hold for many micro-batches
     if name == "hanayo":
         each, factor = sum(mean), 4 / (3 * chunks)
     gaps = ranks - 2 if any(len(holders) > 1 for holders in placement.replicas) else ranks - 1
