@@ -144,7 +144,7 @@ def test_the_orders_of_a_plan_stay_in_its_file(saved, tmp_path, monkeypatch):
 
 def test_a_plan_that_cannot_be_read_is_one_line(tmp_path, capsys):
     (tmp_path / "plan.json").write_text('{"version": 7}')
-    for name, said in (("plan.json", "version=7: this pipeloom reads versions 1 to 3."), ("none.json", "No such file")):
+    for name, said in (("plan.json", "version=7: this pipeloom reads versions 1 to 4."), ("none.json", "No such file")):
         assert main(["train", "--plan", str(tmp_path / name)]) == 2
         error = capsys.readouterr().err
         assert said in error
