@@ -7,6 +7,7 @@ from math import inf
 from typing import Any, get_args
 
 from pipeloom.cli.common.parser import Parser
+from pipeloom.cli.common.plan_page import plan_page
 from pipeloom.cli.common.planned_model import Checks, add_model_options, planned_model
 from pipeloom.cli.common.planning import train_command
 from pipeloom.common.atomic_file import write_named
@@ -66,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
     answer = find_plans(costs, request, exhaustive=options.exhaustive, **asked)
     rows = [row_of(costs, found) for found in answer.plans]
     plan = plan_of(costs, answer.plans[0].of, answer.plans[0].schedule_limit, **predicted(answer.plans[0]))
-    lines = [] if options.json else _why(costs, request, rows, asked)
+    lines, usual = ([], None) if options.json and options.html is None else _why(costs, request, rows, asked)
+    if options.html is not None:
+        write_named("--html", options.html, plan_page(costs, request, answer, rows, lines, usual))
     if options.out is not None:
         counted = f"It is the fastest of {answer.considered:,} configurations." if options.objective == "time" else ""
         why = (*words.summary(rows[0]), *([counted] if counted else []), *lines)
@@ -76,22 +79,27 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for line in [*notices(cluster), *words.lines_of(rows, request.memory_bytes), *lines, *words.counts_of(answer)]:
         print(line)
+    if options.html is not None:
+        print(f"wrote {options.html}")
     if options.out is not None:
         run = "" if model.options is None else f"; run it: {train_command({'plan': options.out, **model.options})}"
         print(f"wrote {options.out}{run}")
     return 0
 
 
-def _why(costs: CostModel, request: Request, rows: Sequence[words.Row], asked: Mapping[str, Any]) -> list[str]:
-    """What more memory would give, and why the usual choice lost."""
+def _why(
+    costs: CostModel, request: Request, rows: Sequence[words.Row], asked: Mapping[str, Any]
+) -> tuple[list[str], words.Row | None]:
+    """What more memory would give, and why the usual choice, which is returned too, lost."""
     best, lines = rows[0], []
     if (found := more_memory(costs, request, best["step_seconds"], **asked)) is not None:
         more, seconds = found
         faster = percent_text(1 - seconds / best["step_seconds"])
         lines.append(f"{bytes_text(more)} more per device: {faster} faster")
-    if (usual := usual_plan(costs, request, **asked)) is not None:
-        lines.append(words.against(best, row_of(costs, usual), USUAL_NAME))
-    return lines
+    if (usual := usual_plan(costs, request, **asked)) is None:
+        return lines, None
+    row = row_of(costs, usual)
+    return [*lines, words.against(best, row, USUAL_NAME)], row
 
 
 def _memory(options: Any, cluster: Cluster) -> float:
@@ -125,5 +133,6 @@ def _parser() -> Parser:
     option = group.add_argument
     option("--top", type=int, default=3, help="number of plans")
     option("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
+    option("--html", type=str, metavar="FILE", help="page to write: plans, time, memory, timeline, refusals")
     option("--json", action="store_true", help="output as one JSON object")
     return parser

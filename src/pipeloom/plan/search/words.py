@@ -22,7 +22,14 @@ _LEAST = 0.0005  # of a step: smaller parts are not shown
 
 
 def table_of(rows: Sequence[Row]) -> list[str]:
-    """The plans, best first."""
+    """The plans as lines, best first."""
+    cells = cells_of(rows)
+    left = [i for i, head in enumerate(cells[0]) if head in ("schedule", "recompute", "sharded")]
+    return table_lines(cells, left=left)
+
+
+def cells_of(rows: Sequence[Row]) -> list[list[str]]:
+    """The heads of the table, and a row per plan."""
     cells = [["", "pipeline", "data", "tensor", "context", "expert", "schedule", "micro-batches", "recompute"]]
     cells[0] += ["sharded", "step", "MFU", "peak"]
     for number, row in enumerate(rows, 1):
@@ -42,9 +49,7 @@ def table_of(rows: Sequence[Row]) -> list[str]:
             ]
         )
     keep = [0, *(i for i, head in enumerate(cells[0]) if i and not _all_ones(head, cells))]
-    shown = [[line[i] for i in keep] for line in cells]
-    left = [i for i, head in enumerate(shown[0]) if head in ("schedule", "recompute", "sharded")]
-    return table_lines(shown, left=left)
+    return [[line[i] for i in keep] for line in cells]
 
 
 def _all_ones(head: str, cells: Sequence[Sequence[str]]) -> bool:
@@ -87,6 +92,11 @@ def parts_of(row: Row) -> list[str]:
     step = row["step_seconds"]
     parts = sorted(row["seconds"].items(), key=lambda part: -part[1])
     return [f"{_NAMES[name]} {percent_text(seconds / step)}" for name, seconds in parts if seconds > _LEAST * step]
+
+
+def named_seconds(row: Row) -> dict[str, float]:
+    """Seconds of the parts of a step, by their names in words."""
+    return {_NAMES[name]: seconds for name, seconds in row["seconds"].items()}
 
 
 def summary(row: Row) -> list[str]:
