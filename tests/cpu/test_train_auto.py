@@ -22,6 +22,7 @@ from pipeloom.train.auto import run_planner
 from pipeloom.train.config.automatic import for_processes
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.loop import train_group
+from pipeloom.train.machine.exchanges import measure_collectives
 from pipeloom.train.process_group import Group
 from tests.pure.test_local_machine import machine
 
@@ -108,3 +109,14 @@ def test_a_plan_that_is_chosen_again_has_the_same_losses(text: Path, tmp_path: P
     assert [row["step"] for row in metrics(tmp_path / "again")] == list(range(1, 10))
     first, second = (pl.Plan.load(tmp_path / name / "plan.json") for name in ("once", "again"))
     assert first.schedule != second.schedule
+
+
+def _collectives(rank: int) -> dict[str, list[tuple[float, float]]]:
+    return measure_collectives(2, [256, 4096, 16384])[0]
+
+
+def test_a_larger_collective_takes_no_less() -> None:
+    for found in run_ranks(_collectives, 2):
+        for curve in found.values():
+            assert [size for size, _ in curve] == [256.0, 4096.0, 16384.0]
+            assert sorted(seconds for _, seconds in curve) == [seconds for _, seconds in curve]

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
+from itertools import accumulate
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,8 @@ def _receiving(rank: int, outgoing: object, incoming: object, layout: object, te
 def measure_collectives(size: int, lengths: Sequence[int]) -> tuple[dict[str, list[tuple[float, float]]], float]:
     """Curves of all-reduces and all-gathers of float32 between all processes, by bytes of the full tensor.
 
-    And the cores that this process uses during the largest ones.
+    And the cores that this process uses during the largest ones. Each time is a lower quartile, and at most that of a
+    larger collective: other processes of the machine only ever make one longer.
     """
     found: dict[str, list[tuple[float, float]]] = {"all_reduce": [], "all_gather": []}
     used = [0.0]
@@ -85,11 +87,17 @@ def measure_collectives(size: int, lengths: Sequence[int]) -> tuple[dict[str, li
             times = []
             dist.barrier()
             begun, before = time.perf_counter(), time.process_time()
-            for _ in range(7):
+            for _ in range(1 + _REPEATS):
                 start = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - start)
-            found[name].append((float(full.nbytes), median(times[1:])))
+            found[name].append((float(full.nbytes), quantiles(times[1:])[0]))
             if length == lengths[-1]:
                 used.append((time.process_time() - before) / (time.perf_counter() - begun))
-    return found, max(used)
+    return {name: _ascending(curve) for name, curve in found.items()}, max(used)
+
+
+def _ascending(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The curve with no entry above a later one."""
+    least = list(accumulate((seconds for _, seconds in reversed(curve)), min))
+    return [(size, seconds) for (size, _), seconds in zip(curve, reversed(least), strict=True)]
