@@ -1,10 +1,13 @@
-"""Times of messages and collectives between the processes of a group."""
+"""Times of messages and collectives between the processes of a group.
+
+Each is a lower quartile, and at most that of a larger message: background load only ever makes one longer.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from statistics import median, quantiles
+from statistics import quantiles
 
 import torch
 import torch.distributed as dist
@@ -47,12 +50,12 @@ def measure_messages(rank: int, size: int, lengths: Sequence[int]) -> tuple[list
                     outgoing.send(layout, tensors)
                     sends.append(time.perf_counter() - begin)
                 trips.append(time.perf_counter() - start)
-            curve.append((4.0 * max(1, length // 4), median(trips[2:]) / 2))
+            curve.append((4.0 * max(1, length // 4), _lower(trips[2:]) / 2))
             if length == lengths[0]:
-                busy = median(sends[2:]), _receiving(rank, outgoing, incoming, layout, tensors)
+                busy = _lower(sends[2:]), _receiving(rank, outgoing, incoming, layout, tensors)
     dist.barrier()
     transport.close()
-    return curve, *busy
+    return _ascending(curve), *busy
 
 
 def _receiving(rank: int, outgoing: object, incoming: object, layout: object, tensors: object) -> float:
@@ -65,14 +68,13 @@ def _receiving(rank: int, outgoing: object, incoming: object, layout: object, te
         start = time.perf_counter()
         incoming.receive()  # type: ignore[attr-defined]
         times.append(time.perf_counter() - start)
-    return median(times)
+    return _lower(times)
 
 
 def measure_collectives(size: int, lengths: Sequence[int]) -> tuple[dict[str, list[tuple[float, float]]], float]:
     """Curves of all-reduces and all-gathers of float32 between all processes, by bytes of the full tensor.
 
-    And the cores that this process uses during the largest ones. Each time is a lower quartile, and at most that of a
-    larger collective: other processes of the machine only ever make one longer.
+    And the cores that this process uses during the largest ones.
     """
     found: dict[str, list[tuple[float, float]]] = {"all_reduce": [], "all_gather": []}
     used = [0.0]
@@ -91,10 +93,14 @@ def measure_collectives(size: int, lengths: Sequence[int]) -> tuple[dict[str, li
                 start = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - start)
-            found[name].append((float(full.nbytes), quantiles(times[1:])[0]))
+            found[name].append((float(full.nbytes), _lower(times[1:])))
             if length == lengths[-1]:
                 used.append((time.process_time() - before) / (time.perf_counter() - begun))
     return {name: _ascending(curve) for name, curve in found.items()}, max(used)
+
+
+def _lower(times: Sequence[float]) -> float:
+    return quantiles(times)[0]
 
 
 def _ascending(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
