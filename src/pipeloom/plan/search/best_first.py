@@ -19,7 +19,7 @@ from pipeloom.errors import InputError, PipeloomError
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
-from pipeloom.plan.search.memory_choice import Choice, MemoryChoices, in_flight
+from pipeloom.plan.search.memory_choice import Choice, Live, MemoryChoices, in_flight
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import Shape, candidate_seconds
 from pipeloom.plan.search.simulated import Simulated, Step
@@ -31,6 +31,7 @@ _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
 _PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
 _ALL = 64  # devices for which a search goes on to its end
 _MORE = 1.5  # room than what was missing
+_RESERVE, _MUCH_MORE, _FEW_TRIES = 0.03, 3.0, 2  # the same on many devices
 _FAR = 1.25  # from the bound of what is left: a search goes on
 _MOST_ACTIONS = 60_000  # of a simulated step on more devices
 _ACTIONS = 1_000  # of a simulated step, that count as one of the search
@@ -210,7 +211,7 @@ class _Search:
         memory = MemoryChoices(self.costs, shape, live, self.request)
         for way in ways:
             of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
-            choices, least = memory.found(of, every=self.exhaustive)
+            choices, least = memory.found(of, self._reserve(live), every=self.exhaustive)
             if not choices:
                 self.refusals.too_large(least)
             for choice in choices:
@@ -220,6 +221,11 @@ class _Search:
                     before.instead.append(found)
                 else:
                     self._offer(found)
+
+    def _reserve(self, live: Live) -> list[float] | None:
+        """Bytes of each rank that stay free at first, where there is no time for many attempts."""
+        most = self.request.memory_bytes
+        return None if self._left == inf or most == inf else [_RESERVE * most] * len(live)
 
     @property
     def _takes_all(self) -> bool:
@@ -270,11 +276,12 @@ class _Search:
         if candidate.instead:
             first, *others = candidate.instead
             self._offer(replace(first, instead=others))
-        if candidate.tries == _MOST_TRIES or "recompute" in self.request.fixed:
+        if candidate.tries == (_MOST_TRIES if self._left == inf else _FEW_TRIES) or "recompute" in self.request.fixed:
             return
         most = self.request.memory_bytes
         before = candidate.beside or [0.0] * len(peaks)
-        more = [size + _MORE * max(0.0, peak - most) for size, peak in zip(before, peaks, strict=True)]
+        factor = _MORE if self._left == inf else _MUCH_MORE
+        more = [size + factor * max(0.0, peak - most) for size, peak in zip(before, peaks, strict=True)]
         choices, _ = candidate.memory.found(candidate.of, more)
         if choices:
             self._offer(replace(candidate, choice=choices[0], instead=[], beside=more, tries=candidate.tries + 1))
