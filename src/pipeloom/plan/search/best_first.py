@@ -249,6 +249,7 @@ class _Search:
             if step.actions > _MOST_ACTIONS and self._left < inf and "schedule" not in self.request.fixed:
                 self.refusals.add("too many actions to simulate in a search")
                 return
+            self._left -= step.actions / _ACTIONS
             peaks = step.peaks()
         except PipeloomError:
             self.refusals.add(_SIZES)
@@ -259,7 +260,6 @@ class _Search:
         for _ in candidate.instead:
             self.refusals.add("an earlier data strategy that fits communicates less")
         found = step.simulated(peaks)
-        self._left -= step.actions / _ACTIONS
         self.answer.simulated += 1
         if self._value(found) >= self._most() / (1 - _TOLERANCE):
             return
