@@ -23,7 +23,8 @@ from pipeloom.train.data.documents import Documents, prepare_documents
 from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.train.optimizers import learning_rate
 from tests.cpu.fine_tuning import records, save_llama, write_lines
-from tests.cpu.test_train import story
+
+from .train_runs import story
 
 STEPS, BATCH = 4, 6
 

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,8 @@ from pipeloom.sim import Timeline
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, tokens
 
-from .test_train import STEP_KEYS, local, metrics, ranks_of, run, story, text, wait_for_steps, words
+from .test_train import STEP_KEYS
+from .train_runs import local, metrics, ranks_of, run, started, story, text, wait_for_steps, words
 
 __all__ = ["text"]  # a fixture
 
@@ -143,12 +142,10 @@ def test_a_stream_offloads_states(text: Path, tmp_path: Path) -> None:
 def test_a_killed_run_leaves_no_file_and_goes_on(text: Path, tmp_path: Path) -> None:
     out, place = tmp_path / "out", tmp_path / "place"
     long = ["--steps=100000", "--eval_steps=0", *_away(place), *PARAMETERS]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pipeloom", *words(text, out, *long)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    wait_for_steps(process, out, 4)
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
-    process.communicate(timeout=120)
+    with started(text, out, *long) as process:
+        wait_for_steps(process, out, 4)
+        os.kill(ranks_of(process)[1], signal.SIGKILL)
+        process.wait()
     assert not list(place.iterdir())
     last = max(row["step"] for row in metrics(out) if row) // 3 * 3
     local(text, out, f"--steps={last + 3}", "--resume_from_checkpoint=latest", *_away(place))

@@ -17,7 +17,7 @@ from pipeloom.errors import InputError
 from pipeloom.models import GPT, init_parameters, loss_fn
 from pipeloom.models.gpt_config import GPTConfig
 
-from .test_train import local, metrics, run, story, text
+from .train_runs import local, metrics, run, story, text
 
 __all__ = ["text"]  # a fixture
 

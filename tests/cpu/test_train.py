@@ -5,15 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,67 +19,26 @@ from pipeloom.cli import main
 from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint import verify
 
-WORDS = [
-    "the",
-    "loom",
-    "weaves",
-    "micro",
-    "batches",
-    "through",
-    "ranks",
-    "and",
-    "stages",
-    "until",
-    "all",
-    "are",
-    "done",
-]
+from .train_runs import (
+    local,
+    metrics,
+    metrics_so_far,
+    printed,
+    ranks_of,
+    run,
+    started,
+    story,
+    text,
+    wait_for_steps,
+    words,
+)  # fmt: skip
+
+__all__ = ["text"]  # a fixture
+
 STEP_KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "bubble_fraction",
     "predicted_bubble_fraction", "peak_memory_bytes", "live_activations",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("text")
-    draw = random.Random(1)
-    for number in range(8):
-        (directory / f"{number}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(200)))
-    return directory
-
-
-def words(text: Path, output_dir: Path, *more: str) -> list[str]:
-    """The command line of a tiny run; options given again in `more` count."""
-    base = {
-        "data.path": text, "output_dir": output_dir, "data.validation_fraction": 0.3, "steps": 9, "save_steps": 3,
-        "eval_steps": 3, "eval_batches": 2, "sample_tokens": 8, "log_steps": 1, "model.layers": 4, "model.width": 16,
-        "model.heads": 2, "model.sequence_length": 16, "batch.size": 6, "batch.microbatches": 4,
-        "optimizer.warmup_steps": 2, "save_total_limit": "null",
-    }  # fmt: skip
-    return ["train", *(f"--{key}={value}" for key, value in base.items()), *more]
-
-
-def run(text: Path, output_dir: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [*(launcher or (sys.executable,)), "-m", "pipeloom", *words(text, output_dir, *more)]
-    # Under the launcher gloo takes the loopback device; torchrun may be about several machines, and asks for names.
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if launcher else None
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)
-
-
-def local(text: Path, output_dir: Path, *more: str) -> None:
-    assert main(words(text, output_dir, "--local", *more)) == 0
-
-
-def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def story(output_dir: Path) -> list[tuple[Any, ...]]:
-    """What must repeat to the last bit."""
-    return [
-        tuple(row.get(key) for key in ("step", "loss", "grad_norm", "lr", "eval_loss")) for row in metrics(output_dir)
-    ]
 
 
 @pytest.fixture(scope="session")
@@ -173,17 +129,10 @@ def test_measured_slices_are_kept_by_the_run_that_goes_on(text: Path, tmp_path: 
 def test_torch_messages_and_an_uneven_cut_train_alike_to_the_last_bit(
     text: Path, reference: Path, tmp_path: Path
 ) -> None:
-    done = run(text, tmp_path / "out", "--parallel.transport", "torch", "--parallel.cut", "3,1", "--schedule", "gpipe")
+    more = ("--parallel.transport", "torch", "--parallel.cut", "3,1", "--schedule", "gpipe")
+    done = run(text, tmp_path / "out", *more, launcher=(sys.executable,))  # new interpreters, as a user starts them
     assert done.returncode == 0, done.stderr
     assert story(tmp_path / "out") == story(reference)
-
-
-def test_torchrun_trains_alike_to_the_last_bit(text: Path, reference: Path, tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = run(text, tmp_path / "out", launcher=torchrun)
-    assert done.returncode == 0, done.stderr
-    assert story(tmp_path / "out") == story(reference)
-    assert done.stdout.count("step 9/9") == 1
 
 
 # Kills rank 0 of the first attempt when checkpoint-6 is in place.
@@ -209,6 +158,7 @@ def test_torchrun_starts_a_run_again_that_goes_on_to_the_last_bit(
     done = run(text, tmp_path / "out", "--resume_from_checkpoint=auto", launcher=torchrun)
     assert done.returncode == 0, done.stderr
     assert "checkpoint-6\n" in done.stdout  # where the second attempt began
+    assert done.stdout.count("step 9/9") == 1
     assert story(tmp_path / "out") == story(reference)
     assert not list((tmp_path / "out").glob("previous-*"))
 
@@ -242,35 +192,14 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output_dir
 
 
-# Makes saving a checkpoint take until the process is ended, with all its files written.
-NEVER_SAVED = """\
-import os, time
-rename = os.rename
-def stuck(source, target, **more):
-    while str(target).endswith("checkpoint-{step}"):
-        time.sleep(1)
-    rename(source, target, **more)
-os.rename = stuck
-"""
-
-
-def never_beyond(step: int, directory: Path) -> dict[str, str]:
-    """The environment of a run that gets to saving checkpoint-`step` and no further; `directory` keeps what does it."""
-    (directory / "sitecustomize.py").write_text(NEVER_SAVED.format(step=step))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))}
-
-
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_a_killed_run_goes_on_to_the_last_bit(text: Path, whole: Path, tmp_path: Path, victim: str) -> None:
     """The kill comes somewhere behind the first checkpoint, and before the run is over, however late it comes."""
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "pipeloom", *words(text, killed, *DROPOUT)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=never_beyond(20, tmp_path)
-    )
-    wait_for_steps(process, killed, 7)
-    os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], signal.SIGKILL)
-    process.communicate(timeout=120)
+    with started(text, killed, *DROPOUT, never_beyond=20) as process:
+        wait_for_steps(process, killed, 7)
+        os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], signal.SIGKILL)
+        process.wait()
     last = len([row for row in metrics_so_far(killed) if "loss" in row])
     assert 7 <= last < 24, "the run was over before it was killed"
     resumed = run(text, killed, *DROPOUT, "--resume_from_checkpoint", "latest")
@@ -284,15 +213,12 @@ def test_a_run_that_ends_in_a_save_leaves_nothing_of_it(
     text: Path, tmp_path: Path, number: signal.Signals, victim: str
 ) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "pipeloom", *words(text, out, "--save_steps=1", "--eval_steps=0")]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=never_beyond(2, tmp_path)
-    )
-    while not list(out.glob(".checkpoint-2.partial-*/manifest.json.sha256")):
-        assert process.poll() is None
-        time.sleep(0.005)
-    os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], number)
-    process.wait(timeout=120)
+    with started(text, out, "--save_steps=1", "--eval_steps=0", never_beyond=2) as process:
+        while not list(out.glob(".checkpoint-2.partial-*/manifest.json.sha256")):
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], number)
+        process.wait()
     assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-1"]
     assert verify(out / "checkpoint-1").step == 1
 
@@ -383,16 +309,15 @@ def test_tied_embeddings_stay_tied_over_processes(text: Path, tmp_path: Path) ->
 
 def test_a_killed_rank_ends_the_run_and_is_named(text: Path, tmp_path: Path) -> None:
     """No process is left: the fixture of all tests looks for them."""
-    command = [sys.executable, "-m", "pipeloom", *words(text, tmp_path / "out", "--steps=100000", "--eval_steps=0")]
-    process = subprocess.Popen([*command, "--parallel.pipeline=4"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    wait_for_steps(process, tmp_path / "out", 3)
-    second = run(text, tmp_path / "out")
-    assert (second.returncode, second.stdout) == (2, "")
-    assert "is in use by another run" in second.stderr
-    os.kill(ranks_of(process)[2], signal.SIGKILL)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 1
-    line = error.decode()
+    long = ("--steps=100000", "--eval_steps=0", "--parallel.pipeline=4")
+    with started(text, tmp_path / "out", *long) as process:
+        wait_for_steps(process, tmp_path / "out", 3)
+        second = run(text, tmp_path / "out")
+        assert (second.returncode, second.stdout) == (2, "")
+        assert "is in use by another run" in second.stderr
+        os.kill(ranks_of(process)[2], signal.SIGKILL)
+        assert process.wait() == 1
+        line = printed(process.stderr)
     assert line.count("\n") == 1, line
     assert "pipeloom: error: rank 2 was killed by SIGKILL" in line
     assert " step " in line
@@ -412,8 +337,6 @@ def test_a_loss_that_is_not_finite_is_shown_and_ends_the_run(
 
 
 def test_a_damaged_checkpoint_is_refused_before_any_rank_starts(text: Path, reference: Path, tmp_path: Path) -> None:
-    import shutil
-
     damaged = tmp_path / "checkpoint-9"
     shutil.copytree(reference / "checkpoint-9", damaged)
     for file in sorted(damaged.iterdir()):
@@ -428,21 +351,3 @@ def test_a_damaged_checkpoint_is_refused_before_any_rank_starts(text: Path, refe
     assert done.returncode == 2
     assert "model.width=32: checkpoint " in done.stderr
     assert "checkpoint-9 has 16; both must be equal. Change the option" in done.stderr
-
-
-def ranks_of(process: subprocess.Popen[Any]) -> list[int]:
-    """The process ids of a launcher's ranks, by rank."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(child) for child in children]
-
-
-def metrics_so_far(output_dir: Path) -> list[dict[str, Any]]:
-    path = output_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def wait_for_steps(process: subprocess.Popen[Any], output_dir: Path, count: int) -> None:
-    while len([row for row in metrics_so_far(output_dir) if "loss" in row]) < count:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)

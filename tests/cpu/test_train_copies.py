@@ -15,7 +15,8 @@ import pytest
 from pipeloom.cli import main
 from pipeloom.ir import Op
 from pipeloom.sim import Timeline
-from tests.cpu.test_train import local, metrics, run, story, text, words
+
+from .train_runs import local, metrics, run, story, text, words
 
 __all__ = ["text"]
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.test_train import local, metrics, text
 from tests.cpu.test_train_copies import assert_alike
+
+from .train_runs import local, metrics, text
 
 __all__ = ["text"]  # a fixture
 

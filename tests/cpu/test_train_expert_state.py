@@ -10,8 +10,8 @@ import torch
 from pipeloom.plan.memory import read_memory
 from pipeloom.train import checkpoint as ck
 
-from .test_train import local, metrics, metrics_so_far, story, text
 from .test_train_resharding import forked
+from .train_runs import local, metrics, metrics_so_far, story, text
 
 __all__ = ["text"]  # a fixture
 

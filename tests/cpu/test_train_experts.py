@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
-from tests.cpu.test_train import local, metrics, run, text, words
+
+from .train_runs import local, metrics, run, text, words
 
 __all__ = ["text"]  # a fixture
 

@@ -22,7 +22,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.config.validate import validate
 from pipeloom.train.loop import train
 
-from .test_train import local, metrics, metrics_so_far, story, text, words
+from .train_runs import local, metrics, metrics_so_far, story, text, words
 
 __all__ = ["text"]  # a fixture
 

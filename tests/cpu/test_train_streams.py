@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -29,13 +27,13 @@ from pipeloom.train.trainer import Trainer
 
 from . import stream_reference
 from .stream_reference import Made, Rule
-from .test_train import (
+from .train_runs import (
     STEP_KEYS,
     local,
     metrics,
     metrics_so_far,
-    never_beyond,
     run,
+    started,
     story,
     text,
     wait_for_steps,
@@ -95,13 +93,10 @@ def test_a_killed_stream_goes_on_to_the_last_bit(text: Path, tmp_path: Path) -> 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = run(text, whole, *more, "--sample_tokens=0")  # processes too: each rank draws its own dropout masks
     assert done.returncode == 0, done.stderr
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pipeloom", *words(text, killed, *more, "--sample_tokens=0")],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=never_beyond(50, tmp_path),
-    )  # fmt: skip
-    wait_for_steps(process, killed, 10)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=120)
+    with started(text, killed, *more, "--sample_tokens=0", never_beyond=50) as process:
+        wait_for_steps(process, killed, 10)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
     last = len([row for row in metrics_so_far(killed) if "loss" in row])
     assert 10 <= last < 60, "the run was over before it was killed"
     resumed = run(text, killed, *more, "--sample_tokens=0", "--resume_from_checkpoint", "latest")

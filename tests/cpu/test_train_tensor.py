@@ -12,9 +12,9 @@ from pipeloom.cli import checkpoint as cli
 from pipeloom.plan.memory import read_memory
 from pipeloom.train import checkpoint as ck
 
-from .test_train import local, metrics, metrics_so_far, story, text
 from .test_train_copies import assert_alike
 from .test_train_resharding import forked
+from .train_runs import local, metrics, metrics_so_far, story, text
 
 __all__ = ["text"]  # a fixture
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import handle_torch_function, has_torch_function
 
 from pipeloom.errors import InputError
@@ -146,6 +145,8 @@ def attention_core(
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     if q.device.type == "cpu":
         return F.scaled_dot_product_attention(q.flip(-2), k, v, _flipped_mask(piece, q), scale=scale).flip(-2)
+    from torch.nn.attention.bias import causal_lower_right  # loads torch._dynamo, which takes seconds
+
     lower_right = causal_lower_right(q.shape[-2], k.shape[-2])
     return F.scaled_dot_product_attention(q, k, v, lower_right, scale=scale)
 
