@@ -11,8 +11,8 @@ from tests.cpu.ranks import run_ranks
 
 
 def num_steps(case: Case, *, whole: bool = False) -> int:
-    """Ten in the `whole` grid where every schedule meets every strategy, three of them in every run of the tests."""
-    return 10 if whole and case.granularity is None else 3
+    """Ten in the `whole` grid where every schedule meets every strategy, two of them in every run of the tests."""
+    return 10 if whole and case.granularity is None else 2
 
 
 def _run_cases(rank: int, cases: list[Case], whole: bool) -> None:

@@ -16,14 +16,16 @@ REPLICATED = ("dualpipe", "chimera")
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_on_loopback(num_ranks: int) -> None:
-    cases = grid(num_ranks, 3)
+    cases = grid(num_ranks, 3)  # of which one of three runs in processes
     expected = set(pl.schedules.SYNCHRONOUS) - (set(REPLICATED) if num_ranks % 2 else set())
     assert {case.family for case in cases} == expected
     least = {(family, num_chunks): min(several) for family, num_chunks, several in sizes(num_ranks)}
     tried = {(case.family, case.num_chunks, case.num_microbatches) for case in cases}
     assert all((*which, m) in tried for which, m in least.items())
+    in_processes = set(_of_processes(num_ranks))
     for case in cases:
-        train_and_compare(case, "loopback")
+        if case not in in_processes:
+            train_and_compare(case, "loopback")
 
 
 def test_the_thinned_grid_has_every_family_with_every_state_of_the_other_factors() -> None:
@@ -35,6 +37,10 @@ def test_the_thinned_grid_has_every_family_with_every_state_of_the_other_factors
         assert len({case.num_microbatches for case in of_family}) > 1, family
 
 
+def _of_processes(num_ranks: int) -> list[Case]:
+    return grid(num_ranks, 3)[::3]
+
+
 def _run_cases(rank: int, cases: list[tuple[Case, str]]) -> None:
     for case, transport in cases:
         train_and_compare(case, transport)
@@ -43,7 +49,7 @@ def _run_cases(rank: int, cases: list[tuple[Case, str]]) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_in_processes(num_ranks: int) -> None:
     """Every family with every number of chunks, by turns over shared memory and over gloo; one pool for all of it."""
-    cases = grid(num_ranks, 1)
+    cases = _of_processes(num_ranks)
     run_ranks(_run_cases, num_ranks, [(case, ("shared-memory", "torch")[i % 2]) for i, case in enumerate(cases)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 import pipeloom as pl
 from pipeloom.ir import check
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
+from tests.cpu.pairwise import pairwise
 from tests.cpu.ranks import run_ranks
 from tests.cpu.test_huggingface import DROPOUT, FAMILIES, LENGTH, assert_same, build, gradients, tokens
 
@@ -60,34 +61,43 @@ def cases(kind: str, ranks: int):
                 yield schedule, samples, lengths, "recompute" if index % 3 == 0 else None
 
 
-def assert_trains(kind: str, ranks: int, transport: str, part: slice = slice(None)) -> None:
-    for schedule, samples, lengths, recompute in islice(cases(kind, ranks), part.start, part.stop, part.step):
-        expected_loss, expected = expected_of(kind, samples)
-        loss, found = run(schedule, model_of(kind, recompute), samples, lengths, transport)
-        assert loss is None or abs(loss - expected_loss) <= 1e-12 * expected_loss
-        assert found
-        assert transport != "loopback" or found.keys() == expected.keys()
-        assert_same(found, {name: expected[name] for name in found})
+def assert_trains(kind: str, transport: str, schedule, samples, lengths, recompute) -> None:
+    expected_loss, expected = expected_of(kind, samples)
+    loss, found = run(schedule, model_of(kind, recompute), samples, lengths, transport)
+    assert loss is None or abs(loss - expected_loss) <= 1e-12 * expected_loss
+    assert found
+    assert transport != "loopback" or found.keys() == expected.keys()
+    assert_same(found, {name: expected[name] for name in found})
 
 
-@pytest.mark.parametrize(("turn", "ranks"), enumerate([1, 2, 4]))
+def assert_all_train(kind: str, ranks: int, transport: str, part: slice = slice(None)) -> None:
+    for case in islice(cases(kind, ranks), part.start, part.stop, part.step):
+        assert_trains(kind, transport, *case)
+
+
+FACTORS = product((1, 2, 4), ("terapipe", "seq1f1b"), range(1, 8), (False, True), (1, 2, 3), (None, "recompute"))
+PAIRS = pairwise([case for case in FACTORS if case[2] > 1 or not case[3]])
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_gradients_of_any_slices_in_one_process(kind, turn, ranks):
-    """Every case once. Steps of 4, since batches and recomputation take turns of 3."""
-    for part in range(turn, 4, 3):
-        assert_trains(kind, ranks, "loopback", slice(part, None, 4))
+def test_gradients_of_any_slices_in_one_process(kind):
+    """Any two values of two factors: ranks, schedules, slices and so on."""
+    for index, (ranks, name, num_slices, uneven, samples, recompute) in enumerate(PAIRS):
+        sizes = {"num_ranks": ranks, "num_microbatches": 1 + index % samples, "num_slices": num_slices}
+        lengths = UNEVEN[num_slices] if uneven else None
+        assert_trains(kind, "loopback", pl.schedules.build(name, **sizes), samples, lengths, recompute)
 
 
 @pytest.mark.whole_grid
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_gradients_of_all_slices_in_one_process(kind, ranks):
-    assert_trains(kind, ranks, "loopback")
+    assert_all_train(kind, ranks, "loopback")
 
 
 def several(rank: int, ranks: int, part: slice, kinds: Sequence[str] = tuple(FAMILIES)) -> None:
     for kind in kinds:
-        assert_trains(kind, ranks, "torch", part)
+        assert_all_train(kind, ranks, "torch", part)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -31,7 +31,8 @@ def test_pairs_of_all_factors_train_as_one_process(case: Case) -> None:
     in_threads(case, updates=UPDATES if has_two and case.schedule == "1f1b" else 0)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("2.5d", marks=pytest.mark.whole_grid), "3d"])  # of 2d: in processes
+@pytest.mark.whole_grid  # of 2d: in processes; with one stage: test_tensor_grid_models
+@pytest.mark.parametrize("layout", ["2.5d", "3d"])
 def test_twenty_updates_on_eight_ranks_per_stage(layout: str) -> None:
     in_threads(Case(layout, "1f1b", "ddp", tied=True, grouped=True), dp=1)
 
@@ -72,6 +73,7 @@ def test_four_processes_train_as_one() -> None:
         Case("ring", "dualpipev", "zero1", True, True),
         Case("ring-self-attention", "1f1b", "zero3", False, False),
         Case("ulysses", "zb-v", "zero3", False, True),
+        updates=5,
     )
 
 
@@ -91,7 +93,7 @@ def test_sixteen_processes_train_as_one(updates: int) -> None:
 
 def _on_four_axes(rank: int, case: Case) -> None:
     with pl.Mesh(**degrees_of(FOUR_AXES, dp=2)) as mesh:
-        train_and_compare(case, mesh, FOUR_AXES)
+        train_and_compare(case, mesh, FOUR_AXES, updates=5)
 
 
 def test_four_axes_at_once() -> None:

@@ -19,8 +19,7 @@ from pipeloom.sim import Timeline
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, tokens
 
-from .test_train import STEP_KEYS
-from .train_runs import local, metrics, ranks_of, run, started, story, text, wait_for_steps, words
+from .train_runs import STEP_KEYS, local, metrics, ranks_of, run, started, story, text, wait_for_steps, words
 
 __all__ = ["text"]  # a fixture
 

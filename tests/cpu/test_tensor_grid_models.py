@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product, starmap
 
 import pytest
 import torch
@@ -81,8 +82,15 @@ def test_a_pipeline_on_a_grid_equals_one_process(shape: GridShape, family: str) 
         assert close(owned(blocks), parameter.grad), name
 
 
-@pytest.mark.parametrize("data", ["ddp", pytest.param("zero1", marks=pytest.mark.whole_grid), "zero3"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+UPDATED = {("2d", "ddp"), ("2d", "zero3"), ("2.5d", "zero3"), ("3d", "ddp")}  # all pairs once: the matrix
+
+
+def _cell(shape: GridShape, data: str):
+    marks = () if (shape.layout, data) in UPDATED else pytest.mark.whole_grid
+    return pytest.param(shape, data, marks=marks, id=f"{shape}-{data}")
+
+
+@pytest.mark.parametrize(("shape", "data"), starmap(_cell, product(SHAPES, ("ddp", "zero1", "zero3"))))
 def test_updates_on_a_grid_equal_one_process(shape: GridShape, data: str) -> None:
     model = make_model(tie_embeddings=data != "zero1", positions="learned").float()
     inputs, targets = batch(4 * shape.batch_blocks)

@@ -20,6 +20,7 @@ from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint import verify
 
 from .train_runs import (
+    STEP_KEYS,
     local,
     metrics,
     metrics_so_far,
@@ -34,11 +35,6 @@ from .train_runs import (
 )  # fmt: skip
 
 __all__ = ["text"]  # a fixture
-
-STEP_KEYS = {
-    "step", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "bubble_fraction",
-    "predicted_bubble_fraction", "peak_memory_bytes", "live_activations",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

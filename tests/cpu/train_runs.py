@@ -41,6 +41,11 @@ WORDS = [
     "done",
 ]
 
+STEP_KEYS = {
+    "step", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "bubble_fraction",
+    "predicted_bubble_fraction", "peak_memory_bytes", "live_activations",
+}  # fmt: skip
+
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
