@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -63,6 +64,15 @@ def same_random_numbers() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def new_objects_alone() -> Iterator[None]:
+    """`gc.get_objects` and `gc.collect` look through what the test makes, not through all that is loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _process_ids() -> set[int]:

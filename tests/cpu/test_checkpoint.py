@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +28,11 @@ from pipeloom.common import tensor_file
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint import directory as checkpoint_directory
+from pipeloom.train.checkpoint.exchange import DistributedExchange
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, SEAL_NAME, seal
 from pipeloom.train.checkpoint.tensor_reader import TensorFiles
 
+from .ranks import run_ranks
 from .thread_exchange import ThreadExchange
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -825,55 +826,27 @@ def test_the_latest_is_not_passed_over_when_it_is_damaged(
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-GLOO_RANK = """
-import sys
-from pathlib import Path
-import torch, torch.distributed as dist
-from pipeloom.errors import CheckpointError
-from pipeloom.train import checkpoint as ck
-from pipeloom.train.checkpoint.exchange import DistributedExchange
 
-rank, size, base = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-dist.init_process_group("gloo", store=dist.FileStore(str(base / "store"), size), rank=rank, world_size=size)
-exchange = DistributedExchange()
-payload = bytes(range(256)) * rank
-assert exchange.all_gather(payload) == [bytes(range(256)) * other for other in range(size)]
-assert exchange.all_gather(b"") == [b""] * size
-torch.manual_seed(rank)
-random = ck.random_state()
-ck.save(base / "out", 4, model={f"w{rank}": torch.full((2,), float(rank))}, random=random, exchange=exchange)
-opened = ck.load(base / "out")
-assert opened.tensor(f"w{size - 1 - rank}")[0] == size - 1 - rank
-assert torch.equal(opened.random(rank, size).tensors["torch"], random.tensors["torch"])
-try:
-    ck.save(base / "out", 5, model={"w": torch.eye(2).to_sparse()} if rank == 1 else {}, exchange=exchange)
-except CheckpointError as error:
-    print(error)
-dist.destroy_process_group()
-"""
+def _save_and_load(rank: int, base: Path) -> str:
+    exchange, size = DistributedExchange(), 2
+    payload = bytes(range(256)) * rank
+    assert exchange.all_gather(payload) == [bytes(range(256)) * other for other in range(size)]
+    assert exchange.all_gather(b"") == [b""] * size
+    torch.manual_seed(rank)
+    random = ck.random_state()
+    ck.save(base / "out", 4, model={f"w{rank}": torch.full((2,), float(rank))}, random=random, exchange=exchange)
+    opened = ck.load(base / "out")
+    assert opened.tensor(f"w{size - 1 - rank}")[0] == size - 1 - rank
+    assert torch.equal(opened.random(rank, size).tensors["torch"], random.tensors["torch"])
+    with pytest.raises(CheckpointError) as caught:
+        ck.save(base / "out", 5, model={"w": torch.eye(2).to_sparse()} if rank == 1 else {}, exchange=exchange)
+    return str(caught.value)
 
 
 def test_processes_under_gloo(tmp_path: Path) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    script = textwrap.dedent(GLOO_RANK)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), "2", str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert outputs[0][0] == outputs[1][0]
-    assert "rank 1: w is torch.float32, torch.sparse_coo" in outputs[0][0]
+    said = run_ranks(_save_and_load, 2, tmp_path)
+    assert said[0] == said[1]
+    assert "rank 1: w is torch.float32, torch.sparse_coo" in said[0]
     assert [entry.path.name for entry in ck.list_checkpoints(tmp_path / "out")] == ["checkpoint-4"]
     ck.verify(tmp_path / "out" / "checkpoint-4")
 

@@ -204,7 +204,7 @@ def _prepare(path: str, cache: Path, start, results) -> None:
 
 
 def test_several_processes_at_once_end_with_the_same(texts: Path, tmp_path: Path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     results, start = context.SimpleQueue(), context.Barrier(3)
     processes = [
         context.Process(target=_prepare, args=(str(texts), tmp_path / "cache", start, results)) for _ in range(3)

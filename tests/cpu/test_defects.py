@@ -87,6 +87,7 @@ def test_evaluation_and_forward_leave_gradients_and_modes_alone(name: str) -> No
         assert not output.requires_grad
 
 
+@pytest.mark.usefixtures("new_objects_alone")
 def test_receive_buffers_are_bounded_and_nothing_is_held_between_steps() -> None:
     """1F1B holds p - d activations, not M; after a step no tensor of an activation's shape is alive anywhere."""
     inputs, targets = torch.randn(16, 7, 8), torch.randn(16, 7, 8)
@@ -374,6 +375,7 @@ def _tensors() -> list[torch.Tensor]:
     return [o for o in gc.get_objects() if type(o) is torch.Tensor]
 
 
+@pytest.mark.usefixtures("new_objects_alone")
 def test_between_i_and_w_only_what_w_needs_is_held() -> None:
     """W of all micro-batches at the end; looked at by each forward, between the I of two micro-batches."""
     m, width, samples = 4, 8, 16

@@ -1,4 +1,4 @@
-"""Examples and the code in the documentation run as they are printed, in one process and under torchrun."""
+"""Examples and the code in the documentation run as they are printed, in one process and in several."""
 
 from __future__ import annotations
 
@@ -73,12 +73,15 @@ def _blocks(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_print_the_same_in_one_process_and_under_torchrun(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_examples_print_the_same_in_one_process_and_in_two(name: str, tmp_path: Path, capsys: Capture) -> None:
     _needs(name)
     script = ROOT / "examples" / name
     alone = _here(script, EXAMPLES[name], capsys)
     assert re.search(r"^step 3  loss \d", alone, re.MULTILINE)
-    assert _torchrun(script, EXAMPLES[name], tmp_path) == alone
+    if name == "train_mlp.py":
+        assert _torchrun(script, EXAMPLES[name], tmp_path) == alone
+    else:
+        assert "".join(run_ranks(_as_rank, 2, script, EXAMPLES[name])) == alone
 
 
 def test_every_example_is_tested() -> None:

@@ -100,9 +100,9 @@ def _kept_bytes(pipe: pl.Pipeline, batch: tuple[Tensor, Tensor]) -> int:
     return max(peaks)
 
 
+@pytest.mark.usefixtures("new_objects_alone")
 def test_what_is_held_falls_to_the_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight micro-batches so many are in memory at once as may be."""
-    gc.collect()  # pieces of earlier tests would be counted until they go
     everything = frozenset((0, b, None) for b in range(8))
     monkeypatch.setattr("pipeloom.engine.worker.moved_keys", lambda program, rank: everything)  # all are noted
     schedule = pl.schedules.build("gpipe", num_ranks=1, num_microbatches=8)

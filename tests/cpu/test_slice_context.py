@@ -227,6 +227,7 @@ def test_micro_batches_interleave():
     assert_same(gradients(model), expected)
 
 
+@pytest.mark.usefixtures("new_objects_alone")
 def test_nothing_lives_on_after_the_last_backward():
     before = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
     model = build("recompute", dropout=0.1)

@@ -66,6 +66,7 @@ def assert_close(pipe: pl.Pipeline, loss: Tensor, expected: tuple[Tensor, dict[s
     assert seen
 
 
+@pytest.mark.usefixtures("new_objects_alone")
 def test_what_slices_keep_for_the_next_goes_with_the_last_slice() -> None:
     kept = []
 
