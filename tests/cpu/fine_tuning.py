@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from .train_runs import WORDS
+
 TURN = "<|{{ m.role }}|>{{ m.content }}<|end|>"
 ASKS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 TEMPLATE = f"{{% for m in messages %}}{TURN}{{% endfor %}}{ASKS}"
@@ -21,21 +23,6 @@ MARKED = (
     + "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
     + ASKS
 )
-_WORDS = [
-    "the",
-    "loom",
-    "weaves",
-    "micro",
-    "batches",
-    "through",
-    "ranks",
-    "and",
-    "stages",
-    "until",
-    "all",
-    "are",
-    "done",
-]
 
 
 def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
@@ -72,7 +59,7 @@ def records(number: int) -> list[dict[str, Any]]:
     draw = random.Random(number)
 
     def words(most: int) -> str:
-        return " ".join(draw.choice(_WORDS) for _ in range(draw.randint(1, most)))
+        return " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, most)))
 
     def turn(role: str, most: int) -> dict[str, str]:
         return {"role": role, "content": words(most)}

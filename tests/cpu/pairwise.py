@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
 from typing import Any, TypeVar
+
+import pytest
 
 Case = TypeVar("Case", bound=tuple[Any, ...])
 
@@ -26,3 +28,10 @@ def pairwise(grid: Sequence[Case]) -> list[Case]:
         met.update(enumerate(case))
         chosen.append(case)
     return chosen
+
+
+def of_grid(*factors: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: the product of the factors, of which all but pairs is marked `whole_grid`."""
+    grid = list(product(*factors))
+    chosen = pairwise(grid)
+    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.whole_grid) for case in grid]

@@ -141,7 +141,7 @@ def test_a_stream_offloads_states(text: Path, tmp_path: Path) -> None:
 def test_a_killed_run_leaves_no_file_and_goes_on(text: Path, tmp_path: Path) -> None:
     out, place = tmp_path / "out", tmp_path / "place"
     long = ["--steps=100000", "--eval_steps=0", *_away(place), *PARAMETERS]
-    with started(text, out, *long) as process:
+    with started(words(text, out, *long)) as process:
         wait_for_steps(process, out, 4)
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         process.wait()

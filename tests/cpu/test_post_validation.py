@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,10 @@ from pipeloom.errors import InputError, StageError
 from pipeloom.ir import Action, Op, Placement
 from pipeloom.passes import lower, repeat_steps, warm_up_lengths
 from pipeloom.training.post_validation.rank_update import RankUpdate
+from tests.cpu.pairwise import of_grid
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
+from tests.cpu.train_runs import launched
 
 mse = nn.functional.mse_loss
 SMALL = 4e-4
@@ -149,9 +149,10 @@ def _compare(transport: str, name: str, optimizer: str, num_ranks: int = 3) -> t
     return stepper.num_rollbacks, stepper.num_repeats
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("transport", ["loopback", "threads"])
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "interleaved"])
+@pytest.mark.parametrize(
+    ("name", "transport", "optimizer"),
+    of_grid(("zb-h1", "zb-h2", "zb-v", "interleaved"), ("loopback", "threads"), OPTIMIZERS),
+)
 def test_one_process_trains_as_with_a_barrier(name: str, transport: str, optimizer: str) -> None:
     rollbacks, repeats = _compare(transport, name, optimizer)
     assert rollbacks == {0: NUM_WRONG_BEFORE_LAST, 1: NUM_WRONG_BEFORE_LAST, 2: 0}
@@ -162,8 +163,17 @@ def _in_processes(rank: int, transport: str, name: str, optimizer: str) -> tuple
     return _compare(transport, name, optimizer, num_ranks=4)
 
 
-@pytest.mark.parametrize("transport", ["shared-memory", "torch"])
-@pytest.mark.parametrize(("name", "optimizer"), [("zb-h2", "adamw"), ("zb-v", "groups"), ("interleaved", "sgd")])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "transport"),
+    [
+        ("zb-h2", "adamw", "shared-memory"),
+        ("zb-v", "groups", "torch"),
+        ("interleaved", "sgd", "shared-memory"),
+        ("interleaved", "sgd", "torch"),
+        pytest.param("zb-h2", "adamw", "torch", marks=pytest.mark.whole_grid),
+        pytest.param("zb-v", "groups", "shared-memory", marks=pytest.mark.whole_grid),
+    ],
+)
 def test_processes_train_as_with_a_barrier(transport: str, name: str, optimizer: str) -> None:
     """With interleaved, the cancellation of rank 3 reaches rank 0 while rank 1 waits for rank 0."""
     answers = run_ranks(_in_processes, 4, transport, name, optimizer)
@@ -390,9 +400,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if "--local" in more:
             assert main(words) == code
         else:
-            done = subprocess.run(
-                [sys.executable, "-m", "pipeloom", *words], capture_output=True, text=True, check=False
-            )
+            done = launched(words)
             assert done.returncode == code, done.stderr
         return directory / name
 

@@ -192,7 +192,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_run_goes_on_to_the_last_bit(text: Path, whole: Path, tmp_path: Path, victim: str) -> None:
     """The kill comes somewhere behind the first checkpoint, and before the run is over, however late it comes."""
     killed = tmp_path / "killed"
-    with started(text, killed, *DROPOUT, never_beyond=20) as process:
+    with started(words(text, killed, *DROPOUT), never_beyond=20) as process:
         wait_for_steps(process, killed, 7)
         os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], signal.SIGKILL)
         process.wait()
@@ -209,7 +209,7 @@ def test_a_run_that_ends_in_a_save_leaves_nothing_of_it(
     text: Path, tmp_path: Path, number: signal.Signals, victim: str
 ) -> None:
     out = tmp_path / "out"
-    with started(text, out, "--save_steps=1", "--eval_steps=0", never_beyond=2) as process:
+    with started(words(text, out, "--save_steps=1", "--eval_steps=0"), never_beyond=2) as process:
         while not list(out.glob(".checkpoint-2.partial-*/manifest.json.sha256")):
             assert process.poll() is None
             time.sleep(0.005)
@@ -306,7 +306,7 @@ def test_tied_embeddings_stay_tied_over_processes(text: Path, tmp_path: Path) ->
 def test_a_killed_rank_ends_the_run_and_is_named(text: Path, tmp_path: Path) -> None:
     """No process is left: the fixture of all tests looks for them."""
     long = ("--steps=100000", "--eval_steps=0", "--parallel.pipeline=4")
-    with started(text, tmp_path / "out", *long) as process:
+    with started(words(text, tmp_path / "out", *long)) as process:
         wait_for_steps(process, tmp_path / "out", 3)
         second = run(text, tmp_path / "out")
         assert (second.returncode, second.stdout) == (2, "")

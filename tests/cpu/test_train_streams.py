@@ -93,7 +93,7 @@ def test_a_killed_stream_goes_on_to_the_last_bit(text: Path, tmp_path: Path) -> 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = run(text, whole, *more, "--sample_tokens=0")  # processes too: each rank draws its own dropout masks
     assert done.returncode == 0, done.stderr
-    with started(text, killed, *more, "--sample_tokens=0", never_beyond=50) as process:
+    with started(words(text, killed, *more, "--sample_tokens=0"), never_beyond=50) as process:
         wait_for_steps(process, killed, 10)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()

@@ -151,10 +151,10 @@ def _never_beyond(step: int) -> None:
 
 
 @contextmanager
-def started(text: Path, output_dir: Path, *more: str, never_beyond: int | None = None) -> Iterator[Fork]:
+def started(words: Sequence[str], never_beyond: int | None = None) -> Iterator[Fork]:
     """A run of processes; one with `never_beyond` gets to saving the checkpoint of that step and no further."""
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
-    command = [sys.executable, "-m", "pipeloom", *words(text, output_dir, *more)]
+    command = [sys.executable, "-m", "pipeloom", *words]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         first = None if never_beyond is None else lambda: _never_beyond(never_beyond)
         process = Fork(command, stdout=out, stderr=errors, first=first)
@@ -169,14 +169,18 @@ def started(text: Path, output_dir: Path, *more: str, never_beyond: int | None =
 def run(text: Path, output_dir: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """A run of processes, and what they print; as new interpreters where a command that starts them is given."""
     if not launcher:
-        with started(text, output_dir, *more) as process:
-            process.wait()
-            return subprocess.CompletedProcess(more, process.wait(), printed(process.stdout), printed(process.stderr))
+        return launched(words(text, output_dir, *more))
     # Under the launcher gloo takes the loopback device; torchrun may be about several machines, and asks for names.
     return subprocess.run(
         [*launcher, "-m", "pipeloom", *words(text, output_dir, *more)],
         capture_output=True, text=True, check=False, timeout=400, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
+
+
+def launched(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    with started(words) as process:
+        code = process.wait()
+        return subprocess.CompletedProcess(words, code, printed(process.stdout), printed(process.stderr))
 
 
 def printed(file: BinaryIO | None) -> str:
