@@ -8,7 +8,7 @@ A value is one micro-batch's (of slices, one slice's; of context-parallel ranks,
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,6 +96,12 @@ def zero_of(output: Any) -> Tensor:
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     terms = [leaf.sum() * 0.0 for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+
+def counts_of_labels(labels: Sequence[Tensor], ignored: int) -> list[int]:
+    """How many labels of each tensor count: those that are not `ignored`."""
+    counts: list[int] = torch.stack([(each != ignored).sum() for each in labels]).tolist()
+    return counts
 
 
 def _metric(name: Any, given: Any, weight: float) -> Metric:

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeloom.autograd.loss_metrics import Mean, Sum, zero_of
+from pipeloom.autograd.loss_metrics import Mean, Sum, counts_of_labels, zero_of
 from pipeloom.errors import InputError, folded
 
 _FACTOR = "label factor"  # marks the targets of a micro-batch that knows its part of all labels
@@ -50,8 +49,7 @@ class LabelMean:
         ]
 
     def _counts(self, targets: Sequence[Any]) -> list[int]:
-        found = torch.stack([(_labels_of(each["targets"]) != self._ignored).sum() for each in targets])
-        return [int(count) for count in found.tolist()]
+        return counts_of_labels([_labels_of(each["targets"]) for each in targets], self._ignored)
 
     def __call__(self, output: Any, targets: Any) -> Any:
         """The loss of a micro-batch or a slice as its part of the whole; of any other targets, that of `loss_fn`."""

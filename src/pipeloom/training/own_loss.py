@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeloom.autograd.loss_metrics import Mean, zero_of
+from pipeloom.autograd.loss_metrics import Mean, counts_of_labels, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError, folded
 from pipeloom.training.output_loss import is_scalar, loss_of_output, values_of
@@ -129,11 +129,9 @@ class OwnLoss:
 
     def _counts(self, targets: Sequence[Any]) -> list[tuple[int, int]]:
         """Labels of each micro-batch that count: as they are, and without the first of each sample."""
-        found = []
-        for each in targets:
-            counted = each[self._labels] != _IGNORED
-            found.append((counted.sum(), (counted[..., 1:] if counted.dim() > 1 else counted).sum()))
-        return [(int(as_they_are), int(shifted)) for as_they_are, shifted in found]
+        labels = [each[self._labels] for each in targets]
+        shifted = [each[..., 1:] if each.dim() > 1 else each for each in labels]
+        return list(zip(counts_of_labels(labels, _IGNORED), counts_of_labels(shifted, _IGNORED), strict=True))
 
     def _shifts(self, output: Any, loss: Tensor, targets: "_Labels") -> bool:
         """Whether a loss that does not use `num_items_in_batch` is the mean over shifted labels."""

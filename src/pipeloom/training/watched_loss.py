@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.autograd.loss_metrics import loss_in, zero_of
+from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.rank_state import LossFn
 
@@ -67,8 +67,7 @@ class WatchedLoss:
         labels = [_labels_of(each) for each in targets]
         if not labels or any(each is None for each in labels):
             return None
-        found: list[int] = torch.stack([(each != self._ignored).sum() for each in labels]).tolist()
-        return found
+        return counts_of_labels(labels, self._ignored)
 
     def __call__(self, output: Any, targets: Any) -> Any:
         if not (isinstance(targets, Mapping) and _MARK in targets):

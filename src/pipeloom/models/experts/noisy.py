@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeloom.models.experts.router import Router, chosen_per_expert
+from pipeloom.models.experts.router import RandomRouter, chosen_per_expert
 from pipeloom.models.experts.routing import Routing, assign
 from pipeloom.models.experts.settings import ExpertSettings
 
 
-class NoisyTopK(Router):
+class NoisyTopK(RandomRouter):
     """Softmax of the `top_k` largest of logits + normal noise * softplus(x @ noise.T) (section 2.1).
 
     In evaluation there is no noise. Two losses balance the experts (section 4 and appendix A): the squared coefficient

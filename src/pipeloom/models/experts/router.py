@@ -5,6 +5,7 @@ Shapes: see `pipeloom.models.experts.routing`. Gates are computed in float32 (fl
 autocast (Switch, arXiv:2101.03961, section 2.4).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -17,7 +18,7 @@ from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
 from pipeloom.slicing.dropout_parts import dropout_parts
 
 
-class Router(nn.Module):
+class Router(nn.Module, ABC):
     """Tokens [N, W] -> `Routing`.
 
     Attributes:
@@ -36,9 +37,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(settings.experts, width))
         self.init_std: dict[str, float] = {}
 
+    @abstractmethod
     def forward(self, x_NW: Tensor, groups: int = 1) -> Routing:
         """Route tokens of which each group of N / `groups` has its own capacity and balance."""
-        raise NotImplementedError
 
     def logits(self, x_NW: Tensor, weight_EW: Tensor | None = None) -> Tensor:
         """[N, E], in float32 or float64."""
@@ -81,9 +82,16 @@ class Router(nn.Module):
             }
         return routing
 
+    def extra_repr(self) -> str:
+        return f"{self.settings.router}, experts={self.settings.experts}, top_k={self.settings.top_k}"
+
+
+class RandomRouter(Router):
+    """A router that draws random numbers in training."""
+
+    @abstractmethod
     def draw(self, like: Tensor) -> Tensor:
         """Random numbers of shape, dtype and device of `like`, from the router's distribution."""
-        raise NotImplementedError
 
     def random(self, like: Tensor) -> Tensor:
         """`draw`. Raises InputError where tensor-parallel ranks are threads, so that their numbers would differ."""
@@ -93,9 +101,6 @@ class Router(nn.Module):
                 "generator, so their random numbers would differ. Use processes, or router 'topk'."
             )
         return self.draw(like)
-
-    def extra_repr(self) -> str:
-        return f"{self.settings.router}, experts={self.settings.experts}, top_k={self.settings.top_k}"
 
 
 def largest(share_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeloom.models.experts.router import Router, chosen_per_expert, largest, mean_share, switch_balance
+from pipeloom.models.experts.router import RandomRouter, Router, chosen_per_expert, largest, mean_share, switch_balance
 from pipeloom.models.experts.routing import Routing, assign
 from pipeloom.models.experts.settings import ExpertSettings
 from pipeloom.models.initialization import STD
@@ -32,7 +32,7 @@ class TopK(Router):
         return self.finished(routing, logits_NE, share_NE, chosen_E=chosen_GE.sum(0), losses=losses)
 
 
-class Switch(Router):
+class Switch(RandomRouter):
     """One expert per token, its gate not normalized (Switch, arXiv:2101.03961, sections 2.2 and 2.4).
 
     In training, the router's input is multiplied by numbers drawn from U(1 - jitter, 1 + jitter). Initial values have a
@@ -67,7 +67,7 @@ class Switch(Router):
         return self.finished(routing, logits_NE, share_NE, chosen_E=chosen_GE.sum(0), losses=losses)
 
 
-class GShard(Router):
+class GShard(RandomRouter):
     """Two experts per token, with gates normalized to 1 (GShard, arXiv:2006.16668, section 2.2 and algorithm 1).
 
     All first choices of a group take their places before all second choices. In training, a second choice of gate g is
