@@ -14,7 +14,7 @@ from pipeloom.passes import lower
 from pipeloom.sim import Costs, simulate
 
 SLICED = [name for name, family in schedules.FAMILIES.items() if family.sliced]
-SIZES = [(p, m, k) for p in range(1, 9) for m in (1, 2, 3, 4, 8) for k in (1, 2, 3, 4, 7)]
+SIZES = [(p, m, k) for p in (1, 2, 3, 5, 8) for m in (1, 2, 3, 4, 8) for k in (1, 2, 3, 4, 7)]
 
 
 def build(name, p, m, k, v=None):
@@ -51,7 +51,7 @@ def test_makespan_and_peak_of_interleaved_slices():
             peaks = [min((v - 1) * p + 2 * (p - 1 - d) + k, m * k * v) for d in range(p)]
             assert list(check(schedule).live_activations) == peaks
             assert simulate(schedule, costs).makespan == pytest.approx((m * k * v + p - 1) * 2.5 / (k * v))
-    assert legal > 50
+    assert legal > 30
 
 
 def test_closed_forms_of_the_table_with_slices():
