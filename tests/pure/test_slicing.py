@@ -107,7 +107,7 @@ def linear(rng: random.Random) -> SliceCosts:
 
 @pytest.mark.parametrize("group", [*range(4), *(pytest.param(g, marks=pytest.mark.whole_grid) for g in range(4, 10))])
 def test_equal_to_brute_force(group):
-    """500 instances, of which 200 in every run: any grid, batch, memory limit; costs of the paper's form and of none."""
+    """500 instances (200 in every run): any grid, batch, memory limit; costs of the paper's form and of none."""
     for seed in range(50 * group, 50 * group + 50):
         rng = random.Random(seed)
         batch = rng.choice((1, 1, 1, 2, 3))
