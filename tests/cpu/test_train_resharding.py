@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import tempfile
-import time
-from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from pipeloom.cli import checkpoint as cli
-from pipeloom.cli.train import parse
-from pipeloom.processes.launcher import Membership
 from pipeloom.train import checkpoint as ck
-from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.config.validate import validate
-from pipeloom.train.loop import train
 
-from .train_runs import local, metrics, metrics_so_far, story, text, words
+from .train_runs import local, metrics, metrics_so_far, printed, ranks_of, started, story, text, wait_for_steps, words
 
 __all__ = ["text"]  # a fixture
 
@@ -33,48 +23,17 @@ COPIES = (
 )
 
 
-def train_until(config: TrainConfig, member: Membership, step: int | None, is_over: Event) -> None:
-    """Train; what is at hand when checkpoint-`step` is put in place waits for the event."""
-    rename = os.rename
-
-    def late(source: Any, target: Any, **more: Any) -> None:
-        if str(target).endswith(f"checkpoint-{step}"):
-            assert is_over.wait(300)
-        rename(source, target, **more)
-
-    os.rename = late  # this process is the test's alone
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as the launcher says
-    train(config, member)
-
-
-def forked(text: Path, output_dir: Path, *more: str, kill_after: int | None = None) -> None:
-    """What the launcher runs, in forked processes, which have torch already; one may be killed after some steps.
+def forked(text: Path, output_dir: Path, *more: str, kill_after: int | None = None) -> str:
+    """What a run of processes prints; rank 2 may be killed after some steps.
 
     However late that is, the run is not over then: it does not get beyond its fourth checkpoint before.
     """
-    config = parse(words(text, output_dir, *more)[1:])
-    validate(config, world_size=None)
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as directory:
-        meeting = f"file://{directory}/meeting"
-        members = [Membership(rank=rank, local_rank=0, world_size=4, meeting=meeting) for rank in range(4)]
-        step, killed = None if kill_after is None else 16, context.Event()
-        ranks = [
-            context.Process(target=train_until, args=(config, member, step, killed), daemon=True) for member in members
-        ]
-        for rank in ranks:
-            rank.start()
+    with started(words(text, output_dir, *more), None if kill_after is None else 16) as process:
         if kill_after is not None:
-            while len([row for row in metrics_so_far(output_dir) if "loss" in row]) < kill_after:
-                assert all(rank.is_alive() for rank in ranks)
-                time.sleep(0.005)
-            ranks[2].kill()
-            killed.set()
-        for rank in ranks:
-            rank.join(timeout=300)
-            rank.kill()
-    codes = [rank.exitcode for rank in ranks]
-    assert codes == ([0] * 4 if kill_after is None else [1, 1, -signal.SIGKILL, 1])
+            wait_for_steps(process, output_dir, kill_after)
+            os.kill(ranks_of(process)[2], signal.SIGKILL)
+        assert process.wait() == (kill_after is not None), printed(process.stderr)
+        return printed(process.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -50,10 +50,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shared_stages_train_as_one_process(
-    text: Path, alone: Path, tmp_path: Path, layout: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    forked(text, tmp_path / "out", *RUN, *LAYOUTS[layout].split())
+def test_shared_stages_train_as_one_process(text: Path, alone: Path, tmp_path: Path, layout: str) -> None:
+    printed = forked(text, tmp_path / "out", *RUN, *LAYOUTS[layout].split())
     assert_alike(alone, tmp_path / "out", 1e-5)
     said, wanted = final(tmp_path / "out"), final(alone)
     assert said.keys() == wanted.keys()
@@ -66,7 +64,6 @@ def test_shared_stages_train_as_one_process(
             if size is not None and kind != "peak":
                 tolerance = 0.05 if kind == "activations" else 1e-3  # rows of rotary tables; empty parameters of zero3
                 assert size == pytest.approx(row.predicted[kind], rel=tolerance, abs=64), (row.process, kind)
-    printed = capfd.readouterr().out
     assert printed.count("step 8/8") == 1, "one process prints"
 
 
@@ -74,9 +71,7 @@ STILL = ("--optimizer.learning_rate=0", "--optimizer.weight_decay=0", "--eval_st
 
 
 @pytest.mark.parametrize("layout", ["pp2-tp2", "cp2-tp2-ulysses-zero3", "2d"])
-def test_threads_of_one_process_train_as_processes_do(
-    text: Path, alone: Path, tmp_path: Path, layout: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_threads_of_one_process_train_as_processes_do(text: Path, alone: Path, tmp_path: Path, layout: str) -> None:
     options = LAYOUTS[layout].split()
     local(text, tmp_path / "out", *RUN, *options)
     assert_alike(alone, tmp_path / "out", 1e-5)
