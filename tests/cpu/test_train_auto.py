@@ -86,6 +86,9 @@ def _planned_twice(rank: int, argv: list[str]) -> str:
             times = LayerTimes(element=4, rows={2: layers._replace(split=split)})
             return CostModel(model=Architecture.of_gpt(sizes), cluster=_slow_sums(machine()).beside(2), measured=times)
 
+        def _refusal(self, plan: pl.Plan) -> str | None:
+            return super()._refusal(plan) if (plan.pipeline, plan.virtual_stages) == (2, 1) else "other sizes"
+
         def first(self) -> Any:
             config = super().first()
             self._costs = self._with(2.0)

@@ -1,27 +1,23 @@
-"""The best plan that a run can have on the processes of one machine. No torch here."""
+"""The best plan that a run can have on its processes, by the search of `pipeloom.plan.search`. No torch here."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from pipeloom import schedules
 from pipeloom.common.quantities import percent_text, seconds_text
-from pipeloom.errors import InputError, PipeloomError
-from pipeloom.ir.data_axis import DataStrategy
-from pipeloom.ir.recompute import Recompute
-from pipeloom.parallel.inside_stage import InsideStage
-from pipeloom.plan.costs.configuration import Configuration, even_blocks
-from pipeloom.plan.costs.cost_model import CostModel, StepPrediction
+from pipeloom.errors import PipeloomError
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.plan import Plan
+from pipeloom.plan.search.answer import plan_of, predicted
+from pipeloom.plan.search.best_first import find_plans
+from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.simulated import Simulated
 from pipeloom.train.auto.plan_times import PlanTimes
-from pipeloom.train.config.schedule import AUTO
 from pipeloom.train.config.train_config import TrainConfig
 
-_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
-_STRATEGIES = (DataStrategy.DDP, DataStrategy.ZERO1)
-_MOST_CHUNKS = 4
-Found = tuple[float, Configuration, StepPrediction]
+_UNMEASURED = frozenset({"slices", "context", "offload"})  # whose times on a machine are not measured
+_TOP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,56 +42,38 @@ def best_plan(
     costs: CostModel,
     processes: int,
     refusal: Callable[[Plan], str | None],
-    fixed: Mapping[str, Any] | None = None,
+    fixed: dict[str, Any] | None = None,
 ) -> Chosen:
-    """The fastest plan that fits into memory.
+    """Search for it.
 
     Args:
         asked: the configuration, with the options that the plan must keep.
         costs: of the model on this machine.
         processes: of the run.
         refusal: why the run cannot have a plan; None: it can.
-        fixed: more values that the plan must have, by the names of `_value`.
+        fixed: more values that the plan must have.
 
     Raises:
-        InputError: there is none.
+        InputError: no plan fits.
     """
-    found, why = list[Found](), "no schedule supports the sizes"
-    for of in _configurations(asked, costs, processes):
-        if any(_value(of, name) != value for name, value in (fixed or {}).items()):
-            continue
+
+    def accept(found: Simulated) -> str | None:
         try:
-            step = costs.predict(of)
+            return refusal(plan_of(costs, found.of, found.schedule_limit))
         except PipeloomError as error:
-            why = str(error)
-            continue
-        found.append((step.step_seconds, of, step))
-    fits = list[tuple[Found, Plan]]()
-    for each in sorted(found, key=lambda each: each[0]):
-        peaks = tuple(costs.peak_bytes(each[1]))
-        if max(peaks) > _memory(asked, costs, processes):
-            why = "memory.cap, or the memory of this machine, is too small"
-            continue
-        plan = _plan_of(each, costs, peaks, asked)
-        if (refused := refusal(plan)) is not None:
-            why = refused
-            continue
-        fits.append((each, plan))
-        if len(fits) == 2:
-            break
-    if not fits:
-        raise InputError(f"processes={processes}: no plan can run: {why}. Use other processes, or give degrees.")
-    (_, of, step), plan = fits[0]
+            return str(error)
+
+    answer = find_plans(costs, _request(asked, costs, processes, fixed or {}), accept=accept)
+    best, *others = answer.plans
     words = (
-        f"{words_of(of)}: {seconds_text(step.step_seconds)} per step predicted, bubble "
-        f"{percent_text(step.timeline.bubble_fraction)}"
+        f"{words_of(best.of)}: {seconds_text(best.step_seconds)} per step predicted, bubble "
+        f"{percent_text(best.timeline.bubble_fraction)}"
     )
-    if len(fits) > 1:
-        (seconds, other, _), _ = fits[1]
-        slower = percent_text(seconds / step.step_seconds - 1)
-        words += f"; next of {len(found):,}: {words_of(other)}, {slower} slower"
-    times = PlanTimes.predicted(step.timeline, step.step_seconds)
-    return Chosen(plan=replace(plan, why=(f"{words}.",)), of=of, times=times, words=words)
+    if others:
+        slower = others[0].step_seconds / best.step_seconds - 1
+        words += f"; next of {answer.considered:,}: {words_of(others[0].of)}, {percent_text(slower)} slower"
+    plan = plan_of(costs, best.of, best.schedule_limit, why=(f"{words}.",), **predicted(best))
+    return Chosen(plan=plan, of=best.of, times=predicted_times(costs, best.of), words=words)
 
 
 def predicted_times(costs: CostModel, of: Configuration) -> PlanTimes:
@@ -104,86 +82,32 @@ def predicted_times(costs: CostModel, of: Configuration) -> PlanTimes:
     return PlanTimes.predicted(step.timeline, step.step_seconds)
 
 
+def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[str, Any]) -> Request:
+    fixed = {"precision": asked.precision.dtype, **fixed}
+    if asked.batch.microbatches is not None:
+        fixed["microbatches"] = asked.batch.microbatches
+    if asked.schedule != "auto":
+        fixed["schedule"] = asked.schedule
+    if asked.memory.recompute != "none":
+        fixed["recompute"] = tuple(asked.memory.recompute.split(","))
+    memory = float("inf") if asked.memory.cap is None else float(asked.memory.cap)
+    machine = costs.cluster.device.memory_bytes
+    return Request(
+        devices=processes,
+        batch_size=asked.batch.size,
+        memory_bytes=memory if machine is None else min(memory, machine / processes),
+        fixed=fixed,
+        forbidden=_UNMEASURED,
+        optimizer=asked.optimizer.name,
+        top=_TOP,
+    )
+
+
 def words_of(of: Configuration) -> str:
     """``pipeline 2 x data 2 (zero1), 1f1b, 4 micro-batches of 2``."""
-    degrees = {"pipeline": of.pipeline, "data": of.data, "tensor": of.inside.tensor}
+    degrees = {"pipeline": of.pipeline, "data": of.data, "tensor": of.inside.tensor, "expert": of.inside.expert}
     words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
     strategy = f" ({of.strategy})" if of.data > 1 else ""
     schedule = f", {of.schedule}{f' with {of.chunks} chunks' if of.chunks > 1 else ''}" if of.pipeline > 1 else ""
     plural = "es" if of.microbatches > 1 else ""
     return f"{words}{strategy}{schedule}, {of.microbatches} micro-batch{plural} of {of.microbatch_size}"
-
-
-def _configurations(asked: TrainConfig, costs: CostModel, processes: int) -> Iterator[Configuration]:
-    """All degrees, micro-batches, schedules, virtual stages and data strategies; blocks are even."""
-    batch, layers = asked.batch.size, costs.model.layers
-    for data, tensor in product(_divisors(processes), repeat=2):
-        pipeline, rest = divmod(processes, data * tensor)
-        if rest or batch % data or pipeline > layers:
-            continue
-        try:
-            InsideStage(tensor=tensor).check(costs.model.layer_sizes(1, 1))
-        except InputError:
-            continue
-        for size in _divisors(batch // data):
-            microbatches = batch // data // size
-            if asked.batch.microbatches not in (None, microbatches):
-                continue
-            of = Configuration(
-                pipeline=pipeline,
-                data=data,
-                microbatches=microbatches,
-                microbatch_size=size,
-                inside=InsideStage(tensor=tensor),
-                precision=asked.number_format,
-                recompute=Recompute(asked.memory.recompute),
-                optimizer=asked.optimizer.name,
-            )
-            for strategy in _STRATEGIES if data > 1 else _STRATEGIES[:1]:
-                yield from _scheduled(replace(of, strategy=strategy), asked, layers)
-
-
-def _scheduled(of: Configuration, asked: TrainConfig, layers: int) -> Iterator[Configuration]:
-    names = _SCHEDULES if asked.schedule == AUTO else (asked.schedule,)
-    for name in names if of.pipeline > 1 else names[:1]:
-        family = schedules.find(name)
-        for chunks in range(1, _MOST_CHUNKS + 1) if family.chunks is None else (family.chunks,):
-            stages = of.pipeline * chunks
-            if stages <= layers:
-                yield replace(of, schedule=name, chunks=chunks, blocks=tuple(even_blocks(layers, stages)))
-
-
-def _value(of: Configuration, name: str) -> Any:
-    return of.inside.tensor if name == "tensor" else getattr(of, name)
-
-
-def _memory(asked: TrainConfig, costs: CostModel, processes: int) -> float:
-    """Bytes of a process."""
-    cap = float("inf") if asked.memory.cap is None else float(asked.memory.cap)
-    machine = costs.cluster.device.memory_bytes
-    return cap if machine is None else min(cap, machine / processes)
-
-
-def _plan_of(found: Found, costs: CostModel, peaks: tuple[float, ...], asked: TrainConfig) -> Plan:
-    seconds, of, _ = found
-    return Plan(
-        schedule=of.schedule,
-        pipeline=of.pipeline,
-        microbatches=of.microbatches,
-        data=of.data,
-        virtual_stages=of.chunks,
-        batch_size=of.batch_size,
-        cut=tuple(of.blocks_of(costs.model.layers)),
-        recompute=(asked.memory.recompute,) * of.stages,
-        data_strategy=str(of.strategy) if of.data > 1 else None,
-        tensor=of.inside.tensor,
-        tensor_layout="1d" if of.inside.tensor > 1 else None,
-        precision=of.precision.dtype,
-        gradients=of.precision.gradients,
-        predicted_step_seconds=seconds,
-        predicted_memory_bytes=peaks,
-    )
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

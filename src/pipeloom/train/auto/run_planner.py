@@ -183,8 +183,11 @@ class RunPlanner:
             "pipeline": of.pipeline,
             "data": of.data,
             "tensor": of.inside.tensor,
+            "sequence": of.inside.sequence,
+            "expert": of.inside.expert,
             "microbatches": of.microbatches,
-            "strategy": of.strategy,
+            "data_strategy": of.strategy,
+            "data_granularity": of.granularity,
         }
 
         def refusal(plan: Plan) -> str | None:
