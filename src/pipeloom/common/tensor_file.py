@@ -16,19 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pipeloom.common.recorded_file import BLOCK_BYTES, Bytes, FileRecord, PlainFile, RecordedFile
 from pipeloom.errors import CheckpointError
 
 # safetensors type -> bits per element.
 _TYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16}
 _TYPE_BITS |= {"U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """Size and hash of a file in a manifest."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +44,7 @@ class HashingFile:
         self._path = path
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed in __exit__
         self._hash = hashlib.sha256()
+        self._block, self._blocks = hashlib.sha256(), list[str]()
         self._size = 0
 
     def write(self, data: Any) -> None:
@@ -60,6 +54,7 @@ class HashingFile:
             return
         view = view.cast("B")
         self._hash.update(view)
+        self._hash_blocks(view)
         self._size += view.nbytes
         while view.nbytes:  # an unbuffered write may be partial (on Linux at most 2 GiB)
             try:
@@ -67,6 +62,17 @@ class HashingFile:
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
             view = view[written or 0 :]
+
+    def _hash_blocks(self, view: memoryview) -> None:
+        start = 0
+        while start < view.nbytes:
+            room = BLOCK_BYTES - (self._size + start) % BLOCK_BYTES
+            piece = view[start : start + room]
+            self._block.update(piece)
+            start += piece.nbytes
+            if piece.nbytes == room:
+                self._blocks.append(self._block.hexdigest())
+                self._block = hashlib.sha256()
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +84,8 @@ class HashingFile:
 
     @property
     def record(self) -> FileRecord:
-        return FileRecord(self._size, self._hash.hexdigest())
+        blocks = [*self._blocks, self._block.hexdigest()] if self._size % BLOCK_BYTES else self._blocks
+        return FileRecord(self._size, self._hash.hexdigest(), tuple(blocks) if len(blocks) > 1 else ())
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
@@ -169,52 +176,62 @@ class StoredTensor:
     path: Path
     start: int
     stop: int
+    file: Bytes
 
-    def read(self) -> bytes:
+    def read(self) -> bytes | bytearray:
         """All bytes of the tensor."""
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            return file.read(self.stop - self.start)
+        return self.file.read(self.start, self.stop)
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+def stored_tensors(path: Path, file: Bytes | None = None) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, in order; reads the header alone.
+
+    Args:
+        path: of the file.
+        file: what reads it; None: nothing is compared.
 
     Raises:
         CheckpointError: the file is not a safetensors file, or its end is missing.
         OSError: the file cannot be read.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > size - 8:
-            raise CheckpointError(
-                f"{path}: its safetensors header is longer than the file; the file is damaged or has another format. "
-                "Use another checkpoint."
-            )
-        found: dict[str, StoredTensor] | None = None
-        with suppress(ValueError, KeyError, TypeError):
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            found = {name: _stored(path, 8 + length, **entry) for name, entry in header.items()}
+    file = PlainFile(path) if file is None else file
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > file.size - 8:
+        raise CheckpointError(
+            f"{path}: its safetensors header is longer than the file; the file is damaged or has another format. "
+            "Use another checkpoint."
+        )
+    found: dict[str, StoredTensor] | None = None
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        header = json.loads(bytes(file.read(8, 8 + length)))
+        header.pop("__metadata__", None)
+        found = {name: _stored(path, file, 8 + length, **entry) for name, entry in header.items()}
     if found is None:
         raise CheckpointError(
             f"{path}: its header is not valid safetensors JSON; the file is damaged or has another format. Use another "
             "checkpoint."
         )
     end = max((tensor.stop for tensor in found.values()), default=0)
-    if end > size:
-        raise CheckpointError(f"{path} has {size} bytes instead of {end}: its end is missing. Copy it again.")
+    if end > file.size:
+        raise CheckpointError(f"{path} has {file.size} bytes instead of {end}: its end is missing. Copy it again.")
     return found
 
 
-def _stored(path: Path, base: int, *, dtype: str, shape: list[int], data_offsets: list[int]) -> StoredTensor:
+def _stored(
+    path: Path, file: Bytes, base: int, *, dtype: str, shape: list[int], data_offsets: list[int]
+) -> StoredTensor:
     start, stop = data_offsets
     if stop - start != size_bytes(dtype, shape):
         raise ValueError("sizes differ")
-    return StoredTensor(dtype, tuple(shape), path, base + start, base + stop)
+    return StoredTensor(dtype, tuple(shape), path, base + start, base + stop, file)
 
 
-def tensor_sources(path: Path) -> dict[str, TensorSource]:
-    """The tensors of a safetensors file, in order, to list or copy them without torch. Raises as `stored_tensors`."""
-    return {name: TensorSource(each.dtype, each.shape, each.read) for name, each in stored_tensors(path).items()}
+def tensor_sources(path: Path, record: FileRecord | None = None) -> dict[str, TensorSource]:
+    """The tensors of a safetensors file, in order, to list or copy them without torch. Raises as `stored_tensors`.
+
+    Args:
+        path: of the file.
+        record: with which what is read is compared; None: nothing is.
+    """
+    stored = stored_tensors(path, None if record is None else RecordedFile(path, record))
+    return {name: TensorSource(each.dtype, each.shape, each.read) for name, each in stored.items()}

@@ -20,7 +20,6 @@ from pipeloom.train.checkpoint.manifest import (
     json_bytes,
     read_manifest,
     read_weight_map,
-    verify_file,
 )
 from pipeloom.train.checkpoint.pieces import Piece, cover, stored_model
 from pipeloom.train.fine_tuning.adapter_files import write_adapters
@@ -41,18 +40,16 @@ def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, M
     """
     manifest = read_manifest(checkpoint)
     files = [part.model for part in manifest.parts]
-    if verify_files:
-        for name in [INDEX_NAME, *files]:
-            verify_file(checkpoint, name, manifest.files[name])
+    records = manifest.files if verify_files else {}
     try:
-        sources = {file: tensor_sources(checkpoint / file) for file in files}
+        sources = {file: tensor_sources(checkpoint / file, records.get(file)) for file in files}
     except OSError as error:
         raise CheckpointError(
             f"{error.filename} cannot be read ({error.strerror}). Check the file, or use another checkpoint."
         ) from error
     return {
         name: ModelTensor(_joined(name, pieces, sources), pieces)
-        for name, pieces in stored_model(manifest, read_weight_map(checkpoint)).items()
+        for name, pieces in stored_model(manifest, read_weight_map(checkpoint, records.get(INDEX_NAME))).items()
     }
 
 

@@ -13,6 +13,9 @@ A rank may hold the elements start..stop of a flattened parameter. It writes thi
 parameter that the ranks of a stage share, a rank may hold a block: it writes it, or its shard of it, as rectangles
 ``NAME[start:stop,start:stop]`` of the full tensor (version 3).
 
+The manifest also has a hash of each block of 4 MiB of longer files: a process compares the blocks that it reads, in
+memory, before it uses them. Earlier releases pass over these hashes.
+
 Reading and verification need no torch, so a damaged checkpoint is reported before a slow start.
 """
 
@@ -24,7 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipeloom.common.field_types import check_fields
-from pipeloom.common.tensor_file import FileRecord
+from pipeloom.common.recorded_file import FileRecord, RecordedFile
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, folded
 from pipeloom.train.checkpoint.boxes import Box
@@ -111,11 +114,12 @@ class Manifest:
     def to_bytes(self) -> bytes:
         version = VERSION if any(part.has_blocks for part in self.parts) else _WITHOUT_BLOCKS
         parts = [part.to_dict() for part in self.parts]
-        return json_bytes({"format": FORMAT, "version": version, **asdict(self), "parts": parts})
+        files = {name: record.to_dict() for name, record in self.files.items()}
+        return json_bytes({"format": FORMAT, "version": version, **asdict(self), "files": files, "parts": parts})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        files = {name: FileRecord(int(row["bytes"]), str(row["sha256"])) for name, row in data["files"].items()}
+        files = {name: FileRecord.from_dict(row) for name, row in data["files"].items()}
         if any(Path(name).name != name for name in files):  # never read outside of the directory
             raise ValueError("a file name has a directory")
         parts = tuple(Part.from_dict(part) for part in data["parts"])
@@ -162,7 +166,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         data = json.loads(text)
         found = (data["format"], data["version"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         found = (None, None)
     if found[0] != FORMAT:
         raise CheckpointError(
@@ -229,9 +233,22 @@ def verify(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def read_weight_map(checkpoint: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index. The caller verifies the index first."""
-    return dict(json.loads(_read(checkpoint / INDEX_NAME))["weight_map"])
+def read_weight_map(checkpoint: Path, record: FileRecord | None) -> dict[str, str]:
+    """Tensor name -> file name, from the index.
+
+    Args:
+        checkpoint: the directory.
+        record: with which the index is compared; None: nothing is.
+
+    Raises:
+        CheckpointError: the index is damaged or cannot be read.
+    """
+    path = checkpoint / INDEX_NAME
+    try:
+        text = path.read_bytes() if record is None else RecordedFile(path, record).read(0, record.bytes)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return dict(json.loads(text)["weight_map"])
 
 
 def _read(path: Path) -> bytes:

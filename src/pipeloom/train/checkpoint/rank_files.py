@@ -1,13 +1,13 @@
 """The files of one rank: which tensors and shards of the model and optimizer state it holds, and which it writes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pipeloom.common.tensor_file import FileRecord, TensorSource, write_tensors
+from pipeloom.common.recorded_file import FileRecord
+from pipeloom.common.tensor_file import TensorSource, write_tensors
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
@@ -117,7 +117,7 @@ class RankFiles:
             content |= {"random": write("random", states), "random_values": random.values}
         return {
             "part": Part(**content).to_dict(),
-            "files": {name: asdict(record) for name, record in files.items()},
+            "files": {name: record.to_dict() for name, record in files.items()},
             "weights": list(weights),
             "bytes": sum(source.size_bytes for source in weights.values()),
         }

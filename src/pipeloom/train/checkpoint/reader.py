@@ -54,15 +54,15 @@ class Checkpoint:
         self.manifest = manifest = read_manifest(path) if of is None else of.manifest
         self.step, self.state, self.layout = manifest.step, manifest.state, manifest.layout
         self.compute_type, self.num_parts = manifest.compute_type, len(manifest.parts)
-        self._files = TensorFiles(path, manifest.files if verify_files else {})
+        self._records = manifest.files if verify_files else {}
+        self._files = TensorFiles(path, self._records)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file name; a sharded tensor has an entry ``NAME[start:stop]`` per piece."""
         if self._directory is not None:
             return {name: pieces[0].file for name, pieces in self._directory.pieces.items()}
-        self._files.verify(INDEX_NAME)
-        return read_weight_map(self.path)
+        return read_weight_map(self.path, self._records.get(INDEX_NAME))
 
     @property
     def names(self) -> list[str]:
@@ -314,7 +314,7 @@ def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
     Args:
         path: the checkpoint, the output directory, or a Hugging Face directory, which has a model alone: of step 0, by
             the names of its tensors in the model.
-        verify_files: whether to compare each file with its hash before its first use; pass False after `verify(path)`.
+        verify_files: whether to compare what is read with its hashes, in memory, before it is used.
 
     Raises:
         CheckpointError: the directory is missing, damaged, not a checkpoint, or of an unsupported version.

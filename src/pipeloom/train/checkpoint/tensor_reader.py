@@ -9,12 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeloom.common.tensor_file import FileRecord
+from pipeloom.common.recorded_file import FileRecord
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.block_shards import BlockShard
 from pipeloom.train.checkpoint.boxes import Box, boxes_of, cover_box
-from pipeloom.train.checkpoint.manifest import verify_file
+from pipeloom.train.checkpoint.checked_tensors import CheckedTensors
 from pipeloom.train.checkpoint.pieces import Piece, cover
 
 
@@ -23,21 +23,14 @@ class TensorFiles:
 
     Args:
         path: the checkpoint.
-        unverified: files to compare with their record before the first use; see `verify_file`.
+        records: of files; what is read of these is compared with their hashes before it is returned.
 
-    Methods raise CheckpointError, with the file name, if a file cannot be read.
+    Methods raise CheckpointError, with the file name, if a file cannot be read or is damaged.
     """
 
-    def __init__(self, path: Path, unverified: Mapping[str, FileRecord]) -> None:
-        self._path = path
-        self._unverified = dict(unverified)
+    def __init__(self, path: Path, records: Mapping[str, FileRecord]) -> None:
+        self._path, self._records = path, records
         self._open: dict[str, Any] = {}
-
-    def verify(self, file: str) -> None:
-        """Compare a file with its record, once."""
-        if file in self._unverified:
-            verify_file(self._path, file, self._unverified[file])
-            del self._unverified[file]
 
     def everything(self, file: str) -> dict[str, Tensor]:
         """The tensors of a file by name."""
@@ -182,8 +175,10 @@ class TensorFiles:
 
     def _file(self, file: str) -> Any:
         if file not in self._open:
-            self.verify(file)
-            self._open[file] = safe_open(self._path / file, framework="pt", device="cpu")
+            record, path = self._records.get(file), self._path / file
+            self._open[file] = (
+                safe_open(path, framework="pt", device="cpu") if record is None else CheckedTensors(path, record)
+            )
         return self._open[file]
 
 

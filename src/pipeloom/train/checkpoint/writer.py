@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from pipeloom.common.tensor_file import FileRecord, write_bytes
+from pipeloom.common.recorded_file import FileRecord
+from pipeloom.common.tensor_file import write_bytes
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
@@ -210,7 +211,9 @@ def _merged_ties(held: list[dict[str, Any]]) -> dict[str, str]:
 
 def _write_manifest(partial: Path, written: list[dict[str, Any]], others: dict[str, FileRecord], **known: Any) -> None:
     """Write the files of rank 0: index, manifest and, last, the hash of the manifest; `known` are its other fields."""
-    files = {name: FileRecord(**record) for answer in written for name, record in answer["files"].items()} | others
+    files = {
+        name: FileRecord.from_dict(record) for answer in written for name, record in answer["files"].items()
+    } | others
     weight_map = {name: answer["part"]["model"] for answer in written for name in answer["weights"]}
     index = {"metadata": {"total_size": sum(answer["bytes"] for answer in written)}, "weight_map": weight_map}
     files[INDEX_NAME] = write_bytes(partial / INDEX_NAME, json_bytes(index))
