@@ -17,7 +17,8 @@ from pipeloom.errors import CheckpointError
 from pipeloom.pretrained.files import tensor_source
 from pipeloom.train import checkpoint
 from pipeloom.train.checkpoint.checked_tensors import CheckedTensors
-from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify
+from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, read_manifest, verify
+from pipeloom.train.checkpoint.resume import find_good
 
 
 def flip(path, position):
@@ -109,3 +110,58 @@ def test_a_flip_after_the_check_of_the_whole_is_noticed(tmp_path, content):
     checkpoint.load(path).load_model(found)
     assert all(torch.equal(found[name], p) for name, p in parameters.items())
     assert '"blocks"' in (path / MANIFEST_NAME).read_text()
+
+
+def saved_run(directory, steps):
+    for step in steps:
+        checkpoint.save(directory, step, model={"weight": torch.ones(3)}, state={"model": {}})
+
+
+def test_auto_passes_over_damaged_checkpoints(tmp_path):
+    """They are kept under other names; the newest good one is used, by its step."""
+    saved_run(tmp_path, (1, 9, 10, 12))
+    flip(tmp_path / "checkpoint-12" / "model-00001-of-00001.safetensors", 90)
+    (tmp_path / "checkpoint-10" / SEAL_NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint-12/model.* is damaged.*good one: --.*checkpoint-9; auto"):
+        find_good("latest", tmp_path, leads=True)
+    with pytest.raises(CheckpointError, match=r"checkpoint-12/model.* is damaged"):
+        find_good(str(tmp_path / "checkpoint-12"), tmp_path, leads=True)
+    other = find_good("auto", tmp_path, leads=False)
+    assert (tmp_path / "checkpoint-12").exists()
+    found = find_good("auto", tmp_path, leads=True)
+    assert found.path == other.path == tmp_path / "checkpoint-9"
+    assert found.manifest.step == 9
+    for notice, step in zip(found.notices, (12, 10), strict=True):
+        assert f"passed over for checkpoint-9, and kept as checkpoint-{step}.damaged." in notice
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "checkpoint-1", "checkpoint-9", "checkpoint-10.damaged", "checkpoint-12.damaged"
+    }  # fmt: skip
+    assert find_good("auto", tmp_path, leads=True).notices == []
+    saved_run(tmp_path, (12,))
+    flip(tmp_path / "checkpoint-12" / "model-00001-of-00001.safetensors", 90)
+    assert "kept as checkpoint-12.damaged1." in find_good("auto", tmp_path, leads=True).notices[0]
+
+
+def test_auto_starts_no_run_over_damaged_checkpoints(tmp_path):
+    assert find_good("auto", tmp_path, leads=True) is None
+    saved_run(tmp_path, (1, 2))
+    for step in (1, 2):
+        flip(tmp_path / f"checkpoint-{step}" / MANIFEST_NAME, 30)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"checkpoint-2/manifest.json is damaged.*None of the 2 checkpoints"):
+            find_good("auto", tmp_path, leads=True)
+
+
+def test_a_checkpoint_without_manifest_is_told(tmp_path):
+    """Its other files show that it was one; a directory of another program is passed over."""
+    saved_run(tmp_path, (1,))
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    state = checkpoint.optimizer_state(optimizer, {weight: "weight"})
+    path = checkpoint.save(tmp_path, 2, model={"weight": weight.detach()}, optimizer=state)
+    (path / MANIFEST_NAME).unlink()
+    (path / SEAL_NAME).unlink()
+    (tmp_path / "checkpoint-7").mkdir()
+    found = find_good("auto", tmp_path, leads=True)
+    assert found.path.name == "checkpoint-1"
+    assert "checkpoint-2 has no manifest.json" in found.notices[0]

@@ -56,9 +56,11 @@ def main(argv: Sequence[str]) -> int:
             from pipeloom.train.config.schedule import resolve_data_degree
             from pipeloom.train.config.validate import validate
 
-            size = member.world_size if member else None
+            size, leads = member.world_size if member else None, member is None or member.rank == 0
             config = for_processes(resolve_data_degree(parse(argv), size), size)
-            validate(without_plan(config), world_size=size)
+            for line in validate(without_plan(config), world_size=size, leads=leads):
+                if leads:
+                    print(line, flush=True)
         if member is None and not config.local:
             return _launch(config, argv)
         from pipeloom.train.loop import train

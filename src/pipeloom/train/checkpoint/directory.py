@@ -61,10 +61,14 @@ def list_checkpoints(output_dir: Path) -> list[CheckpointEntry]:
 
 def latest(output_dir: Path) -> Path | None:
     """The checkpoint with the highest step, damaged or not, or None. Cleans up after killed saves first."""
+    return next(checkpoints(output_dir), None)
+
+
+def checkpoints(output_dir: Path) -> Iterator[Path]:
+    """The checkpoints of pipeloom, damaged or not, from the highest step. Cleans up after killed saves first."""
     clean(output_dir)
     steps = [int(match[1]) for path in _entries(output_dir) if (match := _VISIBLE.fullmatch(path.name))]
-    ours = (path for step in sorted(steps, reverse=True) if is_ours(path := checkpoint_path(output_dir, step)))
-    return next(ours, None)
+    return (path for step in sorted(steps, reverse=True) if is_ours(path := checkpoint_path(output_dir, step)))
 
 
 def resolve(path: Path) -> Path:
@@ -234,7 +238,9 @@ def is_misnamed(path: Path, step: int) -> bool:
 
 def is_ours(path: Path) -> bool:
     """Whether pipeloom wrote this directory. It was complete when it got its name, so missing files are a damage."""
-    return (path / SEAL_NAME).is_file() or (path / MANIFEST_NAME).is_file()
+    if (path / SEAL_NAME).is_file() or (path / MANIFEST_NAME).is_file():
+        return True
+    return any(path.glob("optimizer-?????-of-?????.safetensors"))  # both are gone
 
 
 def _entries(output_dir: Path) -> list[Path]:

@@ -14,8 +14,9 @@ from pipeloom.ir.versions import check_drained
 from pipeloom.models.experts.settings import ExpertSettings
 from pipeloom.parallel.options import CPU
 from pipeloom.plan.memory.state_bytes import OPTIMIZERS, NumberBytes
-from pipeloom.train.checkpoint.directory import in_use, resume_path
-from pipeloom.train.checkpoint.manifest import Manifest, verify
+from pipeloom.train.checkpoint.directory import in_use
+from pipeloom.train.checkpoint.manifest import Manifest
+from pipeloom.train.checkpoint.resume import find_good
 from pipeloom.train.config.fine_tuning import check_same_model
 from pipeloom.train.config.inside_stage import samples_multiple
 from pipeloom.train.config.memory import under_cap
@@ -32,12 +33,16 @@ _KEPT_WIDTHS = 12  # floats per token and block, in widths, that a forward keeps
 _LEAST_VOCABULARY = 256
 
 
-def validate(config: TrainConfig, *, world_size: int | None) -> None:
+def validate(config: TrainConfig, *, world_size: int | None, leads: bool = True) -> list[str]:
     """Validate that `config` can be trained.
 
     Args:
         config: as given.
         world_size: processes of the process group that torchrun started; None for the launcher, or with `local`.
+        leads: whether this process is the only one, or the first of torchrun.
+
+    Returns:
+        Lines to show: damaged checkpoints that were passed over.
 
     Raises:
         InputError: the first problem.
@@ -51,9 +56,9 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
             under_cap(config, run_tokenizer(config).vocabulary_size, device=device)
     _check_processes(config, world_size)
     output_dir = Path(config.output_dir)
-    checkpoint = resume_path(config.resume_from_checkpoint, output_dir)
-    if checkpoint is not None:
-        _check_checkpoint(config, checkpoint, verify(checkpoint))
+    resumed = find_good(config.resume_from_checkpoint, output_dir, leads=leads)
+    if resumed is not None:
+        _check_checkpoint(config, resumed.path, resumed.manifest)
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     try:
         try:
@@ -72,6 +77,7 @@ def validate(config: TrainConfig, *, world_size: int | None) -> None:
                 for path in made:
                     path.rmdir()
         raise
+    return [] if resumed is None else resumed.notices
 
 
 def _check_processes(config: TrainConfig, world_size: int | None) -> None:
