@@ -14,9 +14,9 @@ from safetensors import safe_open
 from pipeloom.common.recorded_file import BLOCK_BYTES, FileRecord, RecordedFile
 from pipeloom.common.tensor_file import write_bytes, write_tensors
 from pipeloom.errors import CheckpointError
+from pipeloom.pretrained.checked_tensors import CheckedTensors
 from pipeloom.pretrained.files import tensor_source
 from pipeloom.train import checkpoint
-from pipeloom.train.checkpoint.checked_tensors import CheckedTensors
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, read_manifest, verify
 from pipeloom.train.checkpoint.resume import find_good
 

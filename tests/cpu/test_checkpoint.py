@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from pipeloom.cli import checkpoint as cli
 from pipeloom.common import tensor_file
 from pipeloom.errors import CheckpointError, InputError
+from pipeloom.processes.exchange import DistributedExchange
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint import directory as checkpoint_directory
-from pipeloom.train.checkpoint.exchange import DistributedExchange
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, SEAL_NAME, seal
 from pipeloom.train.checkpoint.tensor_reader import TensorFiles
 

@@ -13,9 +13,9 @@ from torch import Tensor
 import pipeloom as pl
 from pipeloom.cli import checkpoint as cli
 from pipeloom.parallel.placed import cut_blocks
+from pipeloom.processes.exchange import Exchange
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint.convert import model_tensors
-from pipeloom.train.checkpoint.exchange import Exchange
 from tests.cpu.expert_model import EXPERTS, INNER, WIDTH, build, on_mesh, own_batch, pipeline
 
 # Each loads what the one before saved: the degrees of its mesh, and its data strategy.

@@ -19,10 +19,10 @@ from pipeloom.cli import checkpoint as cli
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import Cut, Place, Placed, Section, cut_blocks, even, place_parameter
+from pipeloom.processes.exchange import Exchange
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint.boxes import Box, boxes_of, cover_box
 from pipeloom.train.checkpoint.convert import model_tensors
-from pipeloom.train.checkpoint.exchange import Exchange
 from tests.cpu.placed_model import on_mesh, own_batch, pipeline
 from tests.cpu.test_checkpoint import on_threads, rewrite_manifest
 from tests.cpu.thread_exchange import ThreadExchange

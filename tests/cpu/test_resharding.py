@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.common.tensor_file import HashingFile
+from pipeloom.processes.exchange import DistributedExchange
 from pipeloom.train import checkpoint as ck
-from pipeloom.train.checkpoint.exchange import DistributedExchange
 from pipeloom.training import BarrierStep, LossScaler
 from tests.cpu.ranks import run_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from pipeloom.train.checkpoint.exchange import Exchange
+from pipeloom.processes.exchange import Exchange
 
 
 class ThreadExchange(Exchange):

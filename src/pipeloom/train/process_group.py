@@ -12,8 +12,8 @@ from torch import Tensor
 from pipeloom.parallel import Mesh
 from pipeloom.processes import rendezvous
 from pipeloom.processes.collectives import all_gather_bytes, noticing_lost_peers
+from pipeloom.processes.exchange import Exchange
 from pipeloom.processes.launcher import Membership
-from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.transport.thread_members import ThreadMembers
 

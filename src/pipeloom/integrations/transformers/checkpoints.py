@@ -18,8 +18,8 @@ from torch import Tensor
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.processes import Processes
 from pipeloom.parallel.placed import cut_blocks
+from pipeloom.processes.exchange import DistributedExchange, Exchange
 from pipeloom.train import checkpoint
-from pipeloom.train.checkpoint.exchange import DistributedExchange, Exchange
 from pipeloom.training import Pipeline
 
 _FOLDER = "pipeline"

@@ -12,9 +12,9 @@ from torch import Tensor
 from pipeloom.common.recorded_file import FileRecord
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
+from pipeloom.pretrained.checked_tensors import CheckedTensors
 from pipeloom.train.checkpoint.block_shards import BlockShard
 from pipeloom.train.checkpoint.boxes import Box, boxes_of, cover_box
-from pipeloom.train.checkpoint.checked_tensors import CheckedTensors
 from pipeloom.train.checkpoint.pieces import Piece, cover
 
 

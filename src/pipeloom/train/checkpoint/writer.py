@@ -14,8 +14,8 @@ from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
 from pipeloom.processes.agreement import together
+from pipeloom.processes.exchange import Exchange
 from pipeloom.train.checkpoint.directory import check_limit, keep_at_most, partial_directory, put_in_place
-from pipeloom.train.checkpoint.exchange import Exchange
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
