@@ -18,7 +18,6 @@ from torch import nn
 
 import pipeloom as pl
 from pipeloom.train import checkpoint
-from pipeloom.train.checkpoint.exchange import DistributedExchange
 
 
 class Classifier(nn.Module):
@@ -79,7 +78,7 @@ def main() -> None:
                 model=pipe.state.main_state(),
                 ranges=pipe.state.ranges,
                 optimizer=checkpoint.optimizer_state(optimizer, names),
-                exchange=DistributedExchange(),
+                exchange=checkpoint.DistributedExchange(),
             )
         held = sum(p.numel() for p in pipe.parameters())
         whole = sum(p.numel() for p in Classifier(width=64, depth=6).parameters())

@@ -15,7 +15,7 @@ block of the parameter that it holds (`blocks`). Nothing is ever unpickled.
     pieces, boxes        where the elements of a sharded tensor are stored; block_shards: where a rank's are
     directory            names of checkpoint directories, atomic renames, clean-up
     tensor_reader        reads tensors, or some of their elements
-    exchange             the all-gather between the ranks of a save
+    resume               which checkpoint a run goes on from
     convert              conversion to the layout of Hugging Face
 
 `manifest`, `directory` and `convert` need no torch. Names that do are imported lazily.
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from pipeloom.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from pipeloom.processes.exchange import DistributedExchange, Exchange
     from pipeloom.train.checkpoint.directory import latest, list_checkpoints, resolve
     from pipeloom.train.checkpoint.manifest import verify
     from pipeloom.train.checkpoint.reader import Checkpoint, load
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 # Module -> its public names, loaded at first use.
 _LAZY = {
+    "pipeloom.processes.exchange": "DistributedExchange Exchange",
     "pipeloom.train.checkpoint.directory": "latest list_checkpoints resolve",
     "pipeloom.train.checkpoint.manifest": "verify",
     "pipeloom.train.checkpoint.reader": "Checkpoint load",
@@ -49,6 +51,8 @@ _LAZY = {
 
 __all__ = [
     "Checkpoint",
+    "DistributedExchange",
+    "Exchange",
     "OptimizerState",
     "RandomState",
     "latest",
