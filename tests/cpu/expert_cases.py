@@ -12,7 +12,7 @@ import torch
 import pipeloom as pl
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.models.experts.noisy import NoisyTopK
-from pipeloom.models.experts.router import Router
+from pipeloom.models.experts.router import RandomRouter
 from pipeloom.models.experts.settings import ROUTERS as ROUTER_KINDS
 from pipeloom.models.experts.softmax_routers import Switch
 from tests.cpu.inside_stage import compare_gradients, optimizer_of, size_of
@@ -235,12 +235,12 @@ def _compare(found: float, wanted: float, what: str) -> None:
 def draw_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let routers draw the same numbers for every micro-batch, on every thread."""
 
-    def random(router: Router, like: Tensor) -> Tensor:
+    def random(router: RandomRouter, like: Tensor) -> Tensor:
         fractions = (torch.arange(1, like.numel() + 1, dtype=like.dtype) * 0.618034).frac().view(like.shape)
         if isinstance(router, Switch):
             return 1 + router.jitter * (2 * fractions - 1)
         return 2 * fractions - 1 if isinstance(router, NoisyTopK) else fractions
 
-    monkeypatch.setattr(Router, "random", random)
+    monkeypatch.setattr(RandomRouter, "random", random)
     for name, kind in list(ROUTER_KINDS.items()):
         monkeypatch.setitem(ROUTER_KINDS, name, kind._replace(draws=False))

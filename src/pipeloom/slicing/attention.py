@@ -91,10 +91,10 @@ def attention(
             "attention in a slice with causal=False: later slices are not known yet. Use causal=True, or train without "
             "slices."
         )
-    if q_BHSD.untyped_storage().nbytes() > q_BHSD.nbytes:
-        q_BHSD = q_BHSD.clone()  # its memory may have keys and values too, which would stay beside their copies
     k_BKTD = piece.extend((owner, "keys"), k_BKSD)
     v_BKTD = piece.extend((owner, "values"), v_BKSD)
+    if k_BKTD is not k_BKSD and q_BHSD.untyped_storage().nbytes() > q_BHSD.nbytes:
+        q_BHSD = q_BHSD.clone()  # its memory may have keys and values too, which would stay beside their copies
     B, H, S, D = q_BHSD.shape
     dropped = None
     if dropout_p:
