@@ -174,7 +174,7 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ("--precision.dtype fp16 --precision.gradients same", "leave its range"),
         ("--precision.loss_scale 0", "precision.loss_scale=0.0: must be finite and at least 1"),
         ("--precision.loss_scale_steps 0", "precision.loss_scale_steps=0: must be at least 1"),
-        ("--optimizer.name lion", "optimizer.name"),
+        ("--optimizer.name adagrad", "optimizer.name"),
         ("--optimizer.momentum 1", "optimizer.momentum=1.0: must be at least 0 and below 1"),
         (
             "--optimizer.momentum 0.5",
