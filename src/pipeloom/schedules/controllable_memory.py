@@ -21,14 +21,18 @@ In chunk times of F, I and W alike, for enough micro-batches (1F1B idles 6(p-1) 
 """
 
 from collections import deque
-from itertools import accumulate, islice
-from math import inf
+from itertools import accumulate
 
-from pipeloom.ir import Action, Op, Orders, Placement, Schedule
+from pipeloom.ir import Action, Op, Placement, Schedule
+from pipeloom.ir.order import MICROBATCH_STEP, Order, encode
 from pipeloom.schedules.table import family
 
 _PERIOD = 6  # F, I and W of two chunks
 _HORIZON = 2 * _PERIOD  # how far ahead a waiting rank looks
+# The actions of a rank are numbers: kind * m + micro-batch. F and I first, so the W of an I has its number + 2m.
+_KINDS = F_DOWN, F_UP, I_UP, I_DOWN, W_UP, W_DOWN = range(_PERIOD)
+_OPS = Op.F, Op.F, Op.I, Op.I, Op.W, Op.W
+_CHANGES = 1, 1, 0, 0, -1, -1  # of live activations
 
 
 @family(
@@ -65,119 +69,180 @@ def v_min(*, num_ranks: int, num_microbatches: int) -> Schedule:
 
 def _build(name: str, blocks: list[tuple[int, int, int, int]], m: int) -> Schedule:
     """`blocks`: for each rank, the times of F down, F up, I up and I down of micro-batch 0."""
-    repeated = [_repeat(d, len(blocks), block, m) for d, block in enumerate(blocks)]
-    change = {Op.F: 1, Op.I: 0, Op.W: -1}  # of live activations
-    cap = max(max(accumulate(change[action.op] for action in order)) for order in repeated)
+    p = len(blocks)
+    repeated = [_repeat(block, m) for block in blocks]
+    cap = max(max(accumulate(_CHANGES[number // m] for number in order)) for order in repeated)
     candidates = [_squeeze(repeated, m, cap, horizon) for horizon in (_HORIZON, 1)]
-    candidates.append((_makespan(repeated, m), tuple(map(tuple, repeated))))
+    candidates.append((_makespan(repeated, m), repeated))
     _, orders = min(candidates, key=lambda candidate: candidate[0])
-    return Schedule(name=name, num_microbatches=m, placement=Placement.v(len(blocks)), orders=orders)
+    return Schedule(
+        name=name,
+        num_microbatches=m,
+        placement=Placement.v(p),
+        orders=tuple(_order(d, p, numbers, m) for d, numbers in enumerate(orders)),
+    )
 
 
-def _repeat(d: int, p: int, block: tuple[int, int, int, int], m: int) -> list[Action]:
+def _order(d: int, p: int, numbers: list[int], m: int) -> Order:
+    """The actions of rank d."""
+    stages = (d, 2 * p - 1 - d, 2 * p - 1 - d, d, 2 * p - 1 - d, d)
+    codes: list[int] = []
+    for stage, op in zip(stages, _OPS, strict=True):
+        first = encode(Action(stage, op, 0))
+        codes += range(first, first + m * MICROBATCH_STEP, MICROBATCH_STEP)
+    return Order(map(codes.__getitem__, numbers))
+
+
+def _repeat(block: tuple[int, int, int, int], m: int) -> list[int]:
     """One rank's order of the repeated block; each W takes the first slot of the period that is free after its I."""
-    down, up = d, 2 * p - 1 - d
     taken = {time % _PERIOD for time in block}
-    timed = list(zip(block, (down, up, up, down), (Op.F, Op.F, Op.I, Op.I), strict=True))
-    for stage, after in ((up, block[2]), (down, block[3])):
+    times = list(block)
+    for after in block[I_UP:]:
         time = next(t for t in range(after + 1, after + _PERIOD) if t % _PERIOD not in taken)
         taken.add(time % _PERIOD)
-        timed.append((time, stage, Op.W))
-    moments = sorted((time + _PERIOD * b, stage, op, b) for b in range(m) for time, stage, op in timed)
-    return [Action(stage, op, b) for _, stage, op, b in moments]
+        times.append(time)
+    slots = sorted((time % _PERIOD, time // _PERIOD, kind) for kind, time in enumerate(times))
+    periods = range(m + max(late for _, late, _ in slots))
+    return [kind * m + q - late for q in periods for _, late, kind in slots if 0 <= q - late < m]
 
 
-class _Clock:
-    """Which forwards and backwards have ended, when every action takes one unit of time."""
+class _Ready:
+    """Which forwards and backwards can run.
 
-    def __init__(self, num_stages: int, m: int) -> None:
-        self._last = num_stages - 1
-        self._ended = {op: [[inf] * m for _ in range(num_stages)] for op in (Op.F, Op.I, Op.W)}
+    Attributes:
+        now: for each rank, whether an F or I can start, by number.
+        count: for each rank, how many can start that have not run.
+    """
 
-    def run(self, action: Action, now: int) -> None:
-        stage, op, b, _ = action
-        assert b is not None
-        self._ended[op][stage][b] = now + 1
-
-    def start(self, action: Action) -> float:
-        """The first moment at which `action` could start, infinity while that is unknown."""
-        stage, op, b, _ = action
-        assert b is not None
-        if op is Op.F:
-            return self._ended[op][stage - 1][b] if stage else 0
-        if op is Op.W:
-            return self._ended[Op.I][stage][b]
-        here = self._ended[Op.F][stage][b]
-        return here if stage == self._last else max(here, self._ended[op][stage + 1][b])
-
-
-def _makespan(orders: list[list[Action]], m: int) -> int:
-    clock, position, now = _Clock(2 * len(orders), m), [0] * len(orders), 0
-    while any(at < len(order) for at, order in zip(position, orders, strict=True)):
-        ready = [
-            d for d, order in enumerate(orders) if position[d] < len(order) and clock.start(order[position[d]]) <= now
+    def __init__(self, p: int, m: int) -> None:
+        self._m = m
+        self._missing = [
+            bytearray(b"".join(bytes([self._needs(d, kind)]) * m for kind in range(W_UP))) for d in range(p)
         ]
-        for d in ready:
-            clock.run(orders[d][position[d]], now)
-            position[d] += 1
-        now += 1
+        self.now = [bytearray(not missing for missing in rank) for rank in self._missing]
+        self.count = [sum(rank) for rank in self.now]
+        self._users = [
+            [[(rank, (user - kind) * m) for rank, user in self._used_by(d, kind, p)] for kind in range(W_UP)]
+            for d in range(p)
+        ]
+
+    @staticmethod
+    def _needs(d: int, kind: int) -> int:
+        """How many actions of the same micro-batch an action waits for."""
+        if kind in (F_DOWN, I_UP):
+            return (d > 0) + (kind == I_UP)
+        return 1 + (kind == I_DOWN)
+
+    @staticmethod
+    def _used_by(d: int, kind: int, p: int) -> list[tuple[int, int]]:
+        """The actions, by rank and kind, that wait for one."""
+        down, here = kind in (F_DOWN, I_UP), {F_DOWN: [(d, I_DOWN)], F_UP: [(d, I_UP)]}.get(kind, [])
+        if down:
+            return [*here, (d + 1, kind) if d < p - 1 else (d, kind + 1)]
+        return [*here, (d - 1, kind)] if d else here
+
+    def end(self, ended: list[tuple[int, int]]) -> set[int]:
+        """Note F and I that have ended, by rank and number; returns the ranks that can start more."""
+        m, woken = self._m, set()
+        for d, number in ended:
+            for rank, offset in self._users[d][number // m]:
+                index, missing = number + offset, self._missing[rank]
+                missing[index] -= 1
+                if not missing[index]:
+                    self.now[rank][index] = 1
+                    self.count[rank] += 1
+                    woken.add(rank)
+        return woken
+
+
+def _makespan(orders: list[list[int]], m: int) -> int:
+    """When each action runs as early as it can, in this order."""
+    ready, position, first_weight = _Ready(len(orders), m), [0] * len(orders), W_UP * m
+    awake, now = set(range(len(orders))), 0
+    while awake:
+        ended, ran = [], set()
+        for d in awake:
+            at, order = position[d], orders[d]
+            if at < len(order) and (order[at] >= first_weight or ready.now[d][order[at]]):
+                position[d] += 1
+                ran.add(d)
+                if order[at] < first_weight:
+                    ended.append((d, order[at]))
+        now += bool(ran)
+        awake = ran | ready.end(ended)
     return now
 
 
-def _squeeze(orders: list[list[Action]], m: int, cap: int, horizon: int) -> tuple[int, Orders]:
+def _squeeze(orders: list[list[int]], m: int, cap: int, horizon: int) -> tuple[int, list[list[int]]]:
     """The makespan and the orders if every rank runs what is ready, with at most `cap` live activations.
 
     A rank takes the next F or I of its order if it is ready; else a ready one of the next `horizon` that leaves room
     for those it overtakes; else a W. An F without room waits for a W. W may run directly after its I, so the room that
     an order needs can always be made and no rank blocks.
     """
-    ranks = range(len(orders))
-    clock = _Clock(2 * len(orders), m)
-    todo = [[action for action in order if action.op is not Op.W] for order in orders]
-    weights: list[deque[Action]] = [deque() for _ in ranks]  # W that may run
-    live, now, makespan = [0 for _ in ranks], 0, 0
-    done: list[list[Action]] = [[] for _ in ranks]
-    awake = set(ranks)  # a rank that finds nothing to do sleeps until a neighbour has run something
-    while awake:
-        woken: set[int] = set()
+    ready, first_weight = _Ready(len(orders), m), W_UP * m
+    ranks = [_Rank([number for number in order if number < first_weight], m, cap, horizon) for order in orders]
+    awake, now = set(range(len(orders))), 0
+    while awake:  # a rank that finds nothing to do sleeps until something that it waits for has ended
+        ended, ran = [], set()
         for d in awake:
-            chosen = _choose(todo[d], weights[d], live[d], cap, horizon, clock, now)
-            if chosen is None:
+            number = ranks[d].run_next(ready.now[d] if ready.count[d] else None)
+            if number is None:
                 continue
-            place, action = chosen
-            if action.op is Op.W:
-                weights[d].popleft()
-                live[d] -= 1
+            ran.add(d)
+            if number < first_weight:
+                ready.now[d][number] = 0
+                ready.count[d] -= 1
+                ended.append((d, number))
+        now += bool(ran)
+        awake = ran | ready.end(ended)
+    return now, [rank.done for rank in ranks]
+
+
+class _Rank:
+    """What a rank has to do, and has done.
+
+    Attributes:
+        done: the actions that it has run.
+    """
+
+    def __init__(self, todo: list[int], m: int, cap: int, horizon: int) -> None:
+        self._todo, self._m, self._cap, self._horizon = todo, m, cap, horizon
+        self._live = 0
+        self._weights: deque[int] = deque()  # W that may run
+        self.done: list[int] = []
+
+    def run_next(self, ready: bytearray | None) -> int | None:
+        """Run one action, if there is one; `ready`: which F and I can start, None for none of them."""
+        place = None if ready is None else self._choose(ready)
+        if place is not None:
+            number = self._todo.pop(place)
+            if number < I_UP * self._m:
+                self._live += 1
             else:
-                del todo[d][place]
-                clock.run(action, now)
-                live[d] += action.op is Op.F
-                if action.op is Op.I:
-                    weights[d].append(action.with_op(Op.W))
-            done[d].append(action)
-            woken.update((d - 1, d, d + 1))
-            makespan = now + 1
-        awake = woken.intersection(ranks)
-        now += 1
-    return makespan, tuple(map(tuple, done))
+                self._weights.append(number + (W_UP - I_UP) * self._m)
+        elif self._weights:
+            number = self._weights.popleft()
+            self._live -= 1
+        else:
+            return None
+        self.done.append(number)
+        return number
 
-
-def _choose(
-    todo: list[Action], weights: deque[Action], live: int, cap: int, horizon: int, clock: _Clock, now: int
-) -> tuple[int, Action] | None:
-    """The action that a rank starts, with the position of an F or I in `todo`."""
-    planned = highest = live - len(weights)  # what would be live if no W were pending
-    forward: tuple[int, Action] | None = None
-    for place, action in enumerate(islice(todo, horizon)):
-        if clock.start(action) <= now:
-            if place == 0 and action.op is Op.F and live == cap:
-                return 0, weights[0]
-            if place == 0 or action.op is Op.I:
-                return place, action
-            if forward is None and highest < cap and live < cap:
-                forward = place, action
-        planned += 1 if action.op is Op.F else -1
-        highest = max(highest, planned)
-    if forward is not None:
+    def _choose(self, ready: bytearray) -> int | None:
+        """The position in `todo` of the F or I that starts; None if a W goes first."""
+        live, cap, backwards, todo = self._live, self._cap, I_UP * self._m, self._todo
+        if ready[todo[0]]:
+            return None if todo[0] < backwards and live == cap else 0
+        forward = None
+        planned = highest = live - len(self._weights)  # what would be live if no W were pending
+        for place, number in enumerate(todo[: self._horizon]):
+            if ready[number]:
+                if number >= backwards:
+                    return place
+                if forward is None and highest < cap and live < cap:
+                    forward = place
+            planned += 1 if number < backwards else -1
+            if planned > highest:
+                highest = planned
         return forward
-    return (0, weights[0]) if weights else None
