@@ -6,6 +6,7 @@ import re
 from itertools import groupby
 from pathlib import Path
 
+from pipeloom.plan.costs.named_clusters import CLUSTERS
 from tests.pure.published_runs import TABLES, Run
 from tests.pure.published_zero_bubble import zero_bubble
 
@@ -25,7 +26,9 @@ def tables() -> str:
     runs = [run for table in (*TABLES, zero_bubble) for run in table()]
     parts = []
     for name, group in groupby(runs, key=lambda run: (run.table, run.cluster, run.software)):
-        title = f"### {name[0]}\n\n`--cluster {name[1]} --software {name[2]}`"
+        table, cluster, software = name
+        where = f"`--cluster {cluster}" if cluster in CLUSTERS else f"A cluster file: {cluster}; `"
+        title = f"### {table}\n\n{where} --software {software}`".replace("` --", "`--")
         parts.append("\n".join([f"{title}\n\n{_HEADER}", *map(row, group)]))
     return "\n\n".join(parts)
 

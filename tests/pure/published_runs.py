@@ -19,6 +19,10 @@ from pipeloom.plan.named_architectures import NAMED
 
 Use = Literal["seen", "held out"]
 _ORDER = ("pp", "dp", "cp", "tp")  # Megatron-LM's
+_DGX = CLUSTERS["dgx-a100-80"]
+# github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/README.md: 4 Omni-Path links per node
+SITE = "`dgx-a100-80` with 4 network cards of 100 Gbit/s"
+_CLUSTERS = {**CLUSTERS, SITE: replace(_DGX, between_nodes=replace(_DGX.between_nodes, bytes_per_second=50e9, cards=4))}
 
 
 @cache
@@ -40,7 +44,7 @@ def gpt(layers: int, width: int, heads: int, *, sequence: int = 2048, vocabulary
 
 @cache
 def cost_model(model: Architecture, cluster: str, software: str) -> CostModel:
-    return CostModel(model=model, cluster=CLUSTERS[cluster], software=SOFTWARE[software])
+    return CostModel(model=model, cluster=_CLUSTERS[cluster], software=SOFTWARE[software])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,22 +172,42 @@ def recomputation() -> list[Run]:
 
 
 def microbatch_sizes() -> list[Run]:
-    """github.com/bigscience-workshop/bigscience, train/tr11-200B-ml/chronicles-prequel.md."""
-    found = []
-    for layers, width, pipeline, tensor, data, rows in (
+    """On the nodes of the data sheet; see `on_its_network`."""
+    return _big_science("dgx-a100-80", ((80, 13824, 10, 8, 4, ((1, 160.3), (2, 151.1), (4, 147.4), (8, 152.5))),))
+
+
+def on_its_network() -> list[Run]:
+    """On the network of the site, before and after a repair of the hosts, on 25 February 2022."""
+    before = (
         (80, 13824, 10, 8, 4, ((1, 160.3), (2, 151.1), (4, 147.4), (8, 152.5))),
         (72, 14336, 12, 8, 4, ((1, 143.31), (2, 134.02), (4, 123.69), (8, 129.26))),
         (72, 14336, 6, 8, 8, ((1, 139.82), (2, 131.02), (4, 121.48))),
+    )
+    after = (
+        (72, 14336, 12, 8, 4, ((2, 128.82), (4, 117.07))),
+        (72, 14336, 6, 8, 8, ((4, 114.11),)),
         (72, 14336, 12, 4, 8, ((2, 110.48), (4, 111.89))),
         (72, 14336, 24, 2, 8, ((1, 119.53), (2, 122.75))),
-    ):
+        (72, 14336, 24, 4, 4, ((1, 130.60),)),
+        (72, 14336, 12, 2, 16, ((2, 112.50),)),
+    )
+    return [*_big_science(SITE, before, " before"), *_big_science(SITE, after, " after")]
+
+
+_Series = tuple[int, int, int, int, int, tuple[tuple[int, float], ...]]
+
+
+def _big_science(cluster: str, series: tuple[_Series, ...], when: str = "") -> list[Run]:
+    """github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md."""
+    found = []
+    for layers, width, pipeline, tensor, data, rows in series:
         for size, seconds in rows:
             found.append(
                 Run(
                     table="BigScience, 200B",
-                    name=f"{layers} x {width:,} P{pipeline} T{tensor} D{data}, size {size}",
+                    name=f"{layers} x {width:,} P{pipeline} T{tensor} D{data}, size {size}{when}",
                     model=gpt(layers, width, 64, vocabulary=250880),
-                    cluster="dgx-a100-80",
+                    cluster=cluster,
                     software="megatron-blocking",
                     of=configuration(pipeline, tensor, data, size, 2048, strategy=DataStrategy.ZERO1),
                     seconds=seconds,
@@ -251,4 +275,4 @@ def llama() -> list[Run]:
     return found
 
 
-TABLES = (weak_scaling, recomputation, microbatch_sizes, layouts, llama)
+TABLES = (weak_scaling, recomputation, microbatch_sizes, on_its_network, layouts, llama)

@@ -15,12 +15,14 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration, even_blocks
 from pipeloom.plan.costs.kernel_times import KernelTimes
+from pipeloom.plan.costs.links import pipeline_network
 from pipeloom.plan.costs.memory_bound import least_bytes
 from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.costs.software import SOFTWARE
 from pipeloom.plan.costs.step_bound import step_bound
 from pipeloom.plan.memory import transformer_layers
 from pipeloom.plan.named_architectures import NAMED
+from pipeloom.sim.network import Link
 from tests.pure import published_runs
 from tests.pure.predictions_page import PAGE, row
 from tests.pure.published_runs import Run, cost_model, gpt
@@ -63,6 +65,39 @@ def test_the_micro_batch_sizes_of_a_gpt_within_8_percent_and_in_order():
     found = off(runs)
     assert max(map(abs, found.values())) < 0.08, found
     assert same_order(runs)
+
+
+def test_runs_on_the_network_of_their_site_within_8_percent():
+    runs = [run for run in published_runs.on_its_network() if run.name.endswith("after")]
+    found = off(runs)
+    assert max(map(abs, found.values())) < 0.08, found
+
+
+def test_layouts_of_gpt_xl_are_in_order_with_kernels_and_overlap_of_pipeloom():
+    """Messages of one stage per node, in both directions, fill the network."""
+    found = []
+    for run in published_runs.layouts()[:4]:
+        cut = run.of.inside.tensor > 1 and run.of.pipeline > 1
+        of = replace(run.of, inside=InsideStage(tensor=run.of.inside.tensor, sequence=cut))
+        found.append(replace(run, of=of, software="pipeloom"))
+    assert same_order(found)
+
+
+def test_both_directions_of_a_device_share_its_card():
+    def links(name: str, stride: int) -> tuple[Link, ...]:
+        return pipeline_network(CLUSTERS[name], ranks=4, stride=stride).links
+
+    assert {link.ranks for link in links("dgx-a100-80", 8)} == {
+        frozenset({(rank, (rank + 1) % 4), (rank, (rank - 1) % 4)}) for rank in range(4)
+    }
+    assert {link.ranks for link in links("dgx-a100-80", 4)} == {
+        frozenset({pair}) for pair in ((1, 2), (2, 1), (3, 0), (0, 3))
+    }
+    assert {link.ranks for link in links("p3.16xlarge", 4)} == {
+        frozenset({(1, 2), (0, 3)}),
+        frozenset({(2, 1), (3, 0)}),
+    }
+    assert not links("p3.16xlarge", 2)
 
 
 def test_layouts_of_gpt_xl_within_8_percent_and_in_order():

@@ -54,7 +54,9 @@ def messages_in_turn(collective: str, degree: int) -> int:
     return {"all_reduce": 2 * (degree - 1), "broadcast": 1, "reduce": 1, "shift": 1}.get(collective, degree - 1)
 
 
-def table_seconds(table: Table, axes: Mapping[str, int], links: Mapping[str, LinkRate], repeats: int = 1) -> float:
+def table_seconds(
+    table: Table, axes: Mapping[str, int], links: Mapping[str, LinkRate], repeats: int = 1, call_seconds: float = 0.0
+) -> float:
     """Seconds of the collectives of a table, one after the other.
 
     Args:
@@ -62,6 +64,7 @@ def table_seconds(table: Table, axes: Mapping[str, int], links: Mapping[str, Lin
         axes: the degree of each axis.
         links: the link of each axis.
         repeats: pieces in which each call is made.
+        call_seconds: of each call, beside its messages.
     """
     seconds = 0.0
     for (axis, collective), sent in table.items():
@@ -70,7 +73,7 @@ def table_seconds(table: Table, axes: Mapping[str, int], links: Mapping[str, Lin
         if collective == "all_to_all":
             rate = link.flow_bytes_per_second or rate
         transfer = 0.0 if rate is None else sent.num_bytes / rate
-        seconds += transfer + repeats * sent.calls * messages * link.latency_seconds
+        seconds += transfer + repeats * sent.calls * (messages * link.latency_seconds + call_seconds)
     return seconds
 
 
@@ -127,8 +130,13 @@ class StageTimes:
         return self.cluster.device.host_seconds
 
     @property
+    def _waits(self) -> float:
+        """Seconds per kernel or collective in which the host sees its end and launches the next one."""
+        return 2 * self._host if self.software.synchronous else 0.0
+
+    @property
     def _kernels(self) -> KernelTimes:
-        return KernelTimes(self.cluster, self.element, 2 * self._host if self.software.synchronous else 0.0)
+        return KernelTimes(self.cluster, self.element, self._waits)
 
     @property
     def _block(self) -> BlockKernels:
@@ -150,7 +158,7 @@ class StageTimes:
     def collectives(self, traffic: Traffic) -> tuple[float, float]:
         """Seconds of the collectives of a layer, forward and backward, hidden ones included."""
         axes, links = self.inside.axes, self.links
-        forward, backward = (table_seconds(table, axes, links, self.slices) for table in traffic)
+        forward, backward = (table_seconds(table, axes, links, self.slices, self._waits) for table in traffic)
         return forward, backward
 
     def block(self, *, experts: bool = False) -> Seconds:
@@ -288,7 +296,7 @@ class StageTimes:
         return OneDTraffic(sizes, degree, sequence=self.inside.sequence)
 
     def _of_axis(self, table: Table) -> float:
-        return table_seconds(table, self.inside.axes, self.links, self.slices)
+        return table_seconds(table, self.inside.axes, self.links, self.slices, self._waits)
 
     def _seconds_of(self, table: Table, axis: str, collective: str) -> float:
         key = axis, collective

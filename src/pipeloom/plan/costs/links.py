@@ -7,9 +7,11 @@ network:
     inside a node    bandwidth of a device, at most that of its direct links to the others
     between nodes    network of the node / number of rings in a node, at most the bandwidth of a device inside
     all-to-all       between nodes: network of the node / devices of a node
-    message          between nodes: the same, at most one network card per device
+    message          between nodes: the same, at most one network card per device. What a device sends to the next
+                     stage and what it returns to the one before leave through the same card, one after the other
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.link_rate import LinkRate
 from pipeloom.plan.costs.measured_links import measured_ring
 from pipeloom.sim import Network
-from pipeloom.sim.network import Link
+from pipeloom.sim.network import Link, Pair
 
 ORDER = ("dp", "pp", "cp", "tp")  # mesh axes, outermost first, as a run orders them by default
 
@@ -107,6 +109,8 @@ def data_links(cluster: Cluster, *, stride: int, replicas: int) -> dict[str, Any
 def pipeline_network(cluster: Cluster, *, ranks: int, stride: int, waits: bool = False, **others: Any) -> Network:
     """The links between stages, where neighbours in the pipeline are `stride` devices apart.
 
+    Messages of both directions that leave a node through the same network cards take turns.
+
     Args:
         waits: whether ranks compute nothing while they exchange messages. They send and receive at the same time, so
             that each of the two directions counts for half the time.
@@ -118,11 +122,13 @@ def pipeline_network(cluster: Cluster, *, ranks: int, stride: int, waits: bool =
     near, far = (message_link(cluster, crosses=each, at_once=min(stride, node)) for each in (False, True))
     at = [rank * stride // node for rank in range(ranks)]
     pairs = [*pairwise(range(ranks)), *([(ranks - 1, 0)] if ranks > 2 else [])]
-    crossing = [pair for pair in pairs if at[pair[0]] != at[pair[1]]]
-    if len(crossing) in (0, len(pairs)):
-        link = far if crossing else near
-        return Network(bytes_per_second=rate * link.bytes_per_second, latency_seconds=link.latency_seconds, **others)
-    both = [pair for a, b in crossing for pair in ((a, b), (b, a))]
+    crossing = [way for a, b in pairs if at[a] != at[b] for way in ((a, b), (b, a))]
+    if not crossing:
+        return Network(bytes_per_second=rate * near.bytes_per_second, latency_seconds=near.latency_seconds, **others)
     latencies = tuple(tuple((near if a == b else far).latency_seconds for b in at) for a in at)
-    links = tuple(Link(ranks=frozenset({pair}), bytes_per_second=rate * far.bytes_per_second) for pair in both)
+    apart = 2 * stride <= cluster.between_nodes.cards  # the first and the last rank of a node have cards of their own
+    cards = defaultdict[Pair | int, set[Pair]](set)  # and the messages that leave through them
+    for pair in crossing:
+        cards[pair if waits else pair[0] if apart else -1 - at[pair[0]]].add(pair)
+    links = tuple(Link(ranks=frozenset(each), bytes_per_second=rate * far.bytes_per_second) for each in cards.values())
     return Network(bytes_per_second=rate * near.bytes_per_second, latency_seconds=latencies, links=links, **others)

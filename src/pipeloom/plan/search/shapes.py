@@ -150,7 +150,7 @@ class Shapes:
         table = network.latency_seconds
         latency = max(map(max, table)) if isinstance(table, tuple) else table
         near = 1 / (network.bytes_per_second or inf)
-        far = [1 / (link.bytes_per_second or inf) for link in network.links]
+        far = [1 / link.bytes_per_second for link in network.links for _ in link.ranks]
         work = sum(map(sum, self._costs.stage_seconds(of)))
         sums = 1 / rate if of.replicas > 1 else 0.0
         return (max([near, *far]), near + sum(far), latency, sums, work)
