@@ -19,7 +19,7 @@ from pipeloom.plan.search.bounds import mixed_seconds
 from pipeloom.plan.search.memory_choice import knapsack
 from pipeloom.plan.search.request import Request, parse_fixed
 from pipeloom.plan.search.simulated import simulated
-from pipeloom.plan.search.words import lines_of
+from pipeloom.plan.search.words import against, lines_of, usual_text
 from pipeloom.train.config.planned import planned_config
 from pipeloom.train.config.train_config import TrainConfig
 from tests.pure.published_runs import cost_model, gpt
@@ -158,8 +158,42 @@ def test_the_words(capsys):
     assert main(["plan", *words.split(), "--vocabulary_size", "1000", "--fix", "context=1,slices=1,chunks=1"]) == 0
     said = capsys.readouterr().out
     assert "tokens/s" in said
+    assert "\nplan 2: " in said
+    assert "\nplan 3: " in said
     assert "usual choice" in said
     assert "configurations considered" in said
+
+
+def test_the_words_for_others():
+    part = dict.fromkeys(("compute", "recompute", "tensor", "context", "expert", "pipeline", "data", "optimizer"), 0.0)
+    sizes = {"pipeline": 4, "data": 2, "tensor": 1, "context": 1, "expert": 1, "chunks": 1, "slices": 1}
+    best = {
+        **sizes, "schedule": "zb-v", "step_seconds": 4.0, "seconds": {**part, "compute": 3.0, "pipeline": 1.0},
+        "peak_bytes": [GIB, GIB], "recompute": "none", "microbatches": 8, "microbatch_size": 1,
+    }  # fmt: skip
+    slow = {**best, "schedule": "1f1b", "step_seconds": 5.0, "seconds": {**best["seconds"], "pipeline": 2.0}}
+    large = {**best, "step_seconds": 2.0, "peak_bytes": [GIB, 2 * GIB]}
+    slowest = {**slow, "pipeline": 1, "step_seconds": 9.0}
+    assert against(best, slow, 2) == "plan 2: 25.0 % slower: bubble and messages +1 s"
+    assert against(best, large, 3) == "plan 3: 50.0 % faster, 1 GiB more per device"
+    assert usual_text(best, dict(best), "usual choice") == "usual choice: plan 1"
+    assert usual_text(best, slowest, "usual choice") == (
+        "usual choice (data 2, micro-batches 8 x 1, recompute none): 9 s, 2.2 times as long as plan 1: "
+        "bubble and messages +1 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fixed", "why"),
+    [
+        ("data=3", "8 devices cannot be divided by data=3"),
+        ("data=8,microbatch_size=3", "16 samples cannot be divided by data=8 x microbatch_size=3"),
+        ("pipeline=2,data=1,tensor=1,context=1", "the values of --fix exclude each other"),
+    ],
+)
+def test_the_error_says_which_fixed_values_do_not_divide(fixed, why):
+    with pytest.raises(InputError, match=f"no plan can run: {why}"):
+        search(fixed=fixed)
 
 
 def test_a_configuration_of_hugging_face(tmp_path, capsys):

@@ -26,6 +26,7 @@ from pipeloom.plan.search.comparison import USUAL_NAME, more_memory, usual_plan
 from pipeloom.plan.search.request import FIXABLE, USUAL, Objective, Request, parse_fixed, parse_forbidden
 
 _USABLE = 0.92  # of a device's memory: the rest is for messages, workspaces and fragments
+_SHOWN = 3  # plans that are compared in words
 _DESCRIPTION = """\
 Choose everything for training a transformer on a cluster: pipeline-, data-, tensor-, sequence-, context- and
 expert-parallel degrees and their order over links, schedule, virtual stages, blocks per stage, micro-batches, slices,
@@ -90,8 +91,9 @@ def main(argv: Sequence[str]) -> int:
 def _why(
     costs: CostModel, request: Request, rows: Sequence[words.Row], asked: Mapping[str, Any]
 ) -> tuple[list[str], words.Row | None]:
-    """What more memory would give, and why the usual choice, which is returned too, lost."""
-    best, lines = rows[0], []
+    """Why the next plans and the usual choice, which is returned too, lost, and what more memory would give."""
+    best = rows[0]
+    lines = [words.against(best, row, number) for number, row in enumerate(rows[1:_SHOWN], 2)]
     if (found := more_memory(costs, request, best["step_seconds"], **asked)) is not None:
         more, seconds = found
         faster = percent_text(1 - seconds / best["step_seconds"])
@@ -99,7 +101,7 @@ def _why(
     if (usual := usual_plan(costs, request, **asked)) is None:
         return lines, None
     row = row_of(costs, usual)
-    return [*lines, words.against(best, row, USUAL_NAME)], row
+    return [*lines, words.usual_text(best, row, USUAL_NAME)], row
 
 
 def _memory(options: Any, cluster: Cluster) -> float:

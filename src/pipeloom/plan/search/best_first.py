@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import inf
+from math import inf, prod
 from typing import Any
 
 from pipeloom.common.quantities import bytes_text
@@ -113,7 +113,20 @@ def _none(request: Request, refusals: Refusals) -> str:
             f"{bytes_text(missing)} more. Use more devices, or devices with more memory."
         )
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
-    return f"{asked}: no plan can run: {reasons or 'nothing is left'}. Change devices, batch or --fix."
+    why = _undivided(request) or reasons or "the values of --fix exclude each other"
+    return f"{asked}: no plan can run: {why}. Change devices, batch or --fix."
+
+
+def _undivided(request: Request) -> str | None:
+    """What the values of ``--fix`` do not divide."""
+    for whole, size, names in (
+        ("devices", request.devices, ("pipeline", "data", "tensor", "context")),
+        ("samples", request.batch_size, ("data", "microbatches", "microbatch_size")),
+    ):
+        given = {name: request.fixed[name] for name in names if name in request.fixed}
+        if size % prod(given.values()):
+            return f"{size} {whole} cannot be divided by {' x '.join(f'{name}={n}' for name, n in given.items())}"
+    return None
 
 
 def _steps(devices: int) -> float:

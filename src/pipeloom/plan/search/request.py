@@ -44,7 +44,7 @@ def _one_of(*known: str) -> Callable[[str], str]:
 def _order(word: str) -> tuple[str, ...]:
     names = tuple(word.split(","))
     if not set(names) <= set(ORDER) or len(set(names)) < len(names):
-        raise ValueError(f"must be different axes of {', '.join(ORDER)}, outermost first")
+        raise ValueError(f"must be different axes of {', '.join(ORDER)}, outermost first, such as pp,dp,tp")
     return (*names, *(name for name in ORDER if name not in names))
 
 

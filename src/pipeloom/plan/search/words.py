@@ -18,6 +18,7 @@ _NAMES = {
     "data": "data-parallel collectives",
     "optimizer": "optimizer",
 }
+_DEGREES = {"dp": "data", "pp": "pipeline", "cp": "context", "tp": "tensor"}
 _LEAST = 0.0005  # of a step: smaller parts are not shown
 
 
@@ -70,7 +71,7 @@ def recompute_text(row: Row) -> str:
     given = row["recompute"]
     if isinstance(given, str):
         return given
-    return ", ".join(f"{word} on {given.count(word)}" for word in dict.fromkeys(given))
+    return ", ".join(f"{word} on {given.count(word)} stages" for word in dict.fromkeys(given))
 
 
 def strategy_text(row: Row) -> str:
@@ -115,8 +116,9 @@ def lines_of(rows: Sequence[Row], memory_bytes: float) -> list[str]:
         "device",
         f"time: {', '.join(parts_of(best))}",
     ]
-    if best["order"] != "dp,pp,cp,tp":
-        lines.append(f"mesh axes on devices, outermost first: {best['order']}")
+    axes = [axis for axis in best["order"].split(",") if best[_DEGREES[axis]] > 1]
+    if len(axes) > 1:
+        lines.append(f"mesh axes on devices, outermost first: {','.join(axes)}")
     return lines
 
 
@@ -127,23 +129,40 @@ def counts_of(answer: Answer) -> list[str]:
         f"{seconds_text(answer.seconds)}. Refused or discarded:"
     ]
     if answer.least < inf:
-        lines.insert(0, f"The search ended early: no plan takes less than {seconds_text(answer.least)}.")
+        more = percent_text(answer.plans[0].step_seconds / answer.least - 1)
+        text = (
+            f"The search ended early: no plan takes less than {seconds_text(answer.least)}; plan 1 takes {more} more."
+        )
+        lines.insert(0, text)
     return [*lines, *(f"  {count:>9,}  {reason}" for reason, count in answer.refused.items())]
 
 
-def against(best: Row, other: Row, name: str) -> str:
-    """Why `other`, which is called `name`, lost."""
-    slower = other["step_seconds"] / best["step_seconds"] - 1
+def against(best: Row, other: Row, number: int) -> str:
+    """Why plan `number` is behind the best one."""
+    return f"plan {number}: {_behind(best, other)}"
+
+
+def usual_text(best: Row, usual: Row, name: str) -> str:
+    """Why the usual choice, which is called `name`, lost."""
+    if all(usual[key] == best[key] for key in (*_DEGREES.values(), "schedule", "step_seconds")):
+        return f"{name}: plan 1"
+    schedule = "" if usual["pipeline"] == 1 else f"{schedule_text(usual)}, "
     return (
-        f"{name} ({degrees_text(other)}, {schedule_text(other)}, micro-batches {other['microbatches']} x "
-        f"{other['microbatch_size']}, recompute {recompute_text(other)}): {seconds_text(other['step_seconds'])}, "
-        f"{percent_text(slower)} slower: {_lost(best, other)}"
+        f"{name} ({degrees_text(usual)}, {schedule}micro-batches {usual['microbatches']} x {usual['microbatch_size']}, "
+        f"recompute {recompute_text(usual)}): {seconds_text(usual['step_seconds'])}, {_behind(best, usual)}"
     )
 
 
-def _lost(best: Row, other: Row) -> str:
-    """The parts that take more time, largest first, as shares of the best plan's step."""
+def _behind(best: Row, other: Row) -> str:
+    """How much longer the step is, and the parts that are longer, the largest first; or how much more memory."""
+    times = other["step_seconds"] / best["step_seconds"]
     more = {name: other["seconds"][name] - best["seconds"][name] for name in best["seconds"]}
-    longer = sorted(((seconds, name) for name, seconds in more.items() if seconds > 0), reverse=True)[:3]
-    words = [f"{_NAMES[name]} +{percent_text(seconds / best['step_seconds'])}" for seconds, name in longer]
-    return ", ".join(words) or "no part is longer"
+    longer = sorted(((seconds, name) for name, seconds in more.items()), reverse=True)[:3]
+    least = _LEAST * best["step_seconds"]
+    parts = ", ".join(f"{_NAMES[name]} +{seconds_text(seconds)}" for seconds, name in longer if seconds > least)
+    if times > 1 + _LEAST:
+        pace = f"{percent_text(times - 1)} slower" if times < 2 else f"{times:.2g} times as long as plan 1"
+        return f"{pace}: {parts}" if parts else pace
+    pace = "as fast" if times > 1 - _LEAST else f"{percent_text(1 - times)} faster"
+    memory = max(other["peak_bytes"]) - max(best["peak_bytes"])
+    return f"{pace}, {bytes_text(memory)} more per device" if memory > 0 else pace
