@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -151,12 +152,18 @@ def _never_beyond(step: int) -> None:
 
 
 @contextmanager
-def started(words: Sequence[str], never_beyond: int | None = None) -> Iterator[Fork]:
-    """A run of processes; one with `never_beyond` gets to saving the checkpoint of that step and no further."""
+def started(
+    words: Sequence[str], never_beyond: int | None = None, first: Callable[[], None] | None = None
+) -> Iterator[Fork]:
+    """A run of processes; one with `never_beyond` gets to saving the checkpoint of that step and no further.
+
+    `first` is called in the process before anything else.
+    """
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
     command = [sys.executable, "-m", "pipeloom", *words]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        first = None if never_beyond is None else lambda: _never_beyond(never_beyond)
+        if never_beyond is not None:
+            first = partial(_never_beyond, never_beyond)
         process = Fork(command, stdout=out, stderr=errors, first=first)
         try:
             yield process

@@ -39,7 +39,7 @@ examples:
   torchrun --nproc-per-node 2 -m pipeloom train         default training under torchrun on one node
   pipeloom simulate 1f1b --ranks 4 --microbatches 8     a timeline in the terminal
   pipeloom report runs/corpus                           report.html from the metrics of a run
-exit codes: 0 success, 1 failure during the run, 2 invalid input, 128+N ended by signal N
+exit codes: 0 success, 1 failure during the run, 2 invalid input, 75 pre-empted after a save, 128+N ended by signal N
 """
 
 

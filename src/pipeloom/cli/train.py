@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeloom.processes import launcher
+from pipeloom.processes.preemption import PREEMPTED
 from pipeloom.train.config.train_config import TrainConfig
 
 _DESCRIPTION = """\
@@ -65,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
             return _launch(config, argv)
         from pipeloom.train.loop import train
 
-        train(config, member)
+        code = PREEMPTED if train(config, member) else 0
         if member is not None:
-            launcher.leave(0)
-    return 0
+            launcher.leave(code)
+    return code
 
 
 def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
@@ -79,6 +80,7 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
     with in_use(output_dir):
         try:
             words = ["-m", "pipeloom", "train", *argv]
-            return launcher.launch(process_names(config), words, {_VALIDATED: config.to_json()})
+            variables, seconds = {_VALIDATED: config.to_json()}, config.preempt_seconds
+            return launcher.launch(process_names(config), words, variables, preempt_seconds=seconds)
         finally:
             clean(output_dir)  # of a save that the end cut short

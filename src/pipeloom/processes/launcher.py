@@ -23,12 +23,12 @@ from typing import NoReturn
 
 from pipeloom.errors import InputError, PeerLost, PipeloomError
 from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.preemption import PREEMPTED, Request
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
 _POLL_SECONDS = 0.02
 _CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the PeerLost of others
-_GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 
 
@@ -116,20 +116,29 @@ class _Rank:
     black_box: BlackBox
 
 
-def launch(names: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+def launch(
+    names: Sequence[str],
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    preempt_seconds: float = 0.0,
+) -> int:
     """Run ``python ARGUMENTS`` in one process per rank, and wait for all of them.
 
     When a rank fails or is killed, the launcher ends the other ranks and prints one line: which rank, how, and in which
     step and action. SIGINT, SIGTERM and SIGHUP end all ranks too, except where the launcher itself ignores them (SIGHUP
     under nohup). When a rank is stopped, the launcher prints a warning and waits. It leaves no process and no file.
+    With `preempt_seconds`, the first SIGTERM or SIGUSR1 asks the ranks to save and to end (`processes/preemption.py`).
 
     Args:
         names: one name per rank, for messages.
         arguments: of the Python interpreter.
         environment: variables to add to those of this process.
+        preempt_seconds: how long ranks may take to save; 0: a signal ends them at once.
 
     Returns:
-        0 when all ranks succeeded, 2 for invalid input, 128 + number after a signal, else 1.
+        0 when all ranks succeeded, `PREEMPTED` when they saved after a signal, 2 for invalid input, 128 + number after
+        a signal that ended them, else 1.
 
     Raises:
         InputError: this machine is not Linux: the launcher needs memfd and the parent-death signal.
@@ -138,7 +147,8 @@ def launch(names: Sequence[str], arguments: Sequence[str], environment: Mapping[
         raise InputError(f"platform {sys.platform}: the launcher needs Linux. Use torchrun, or `--local`.")
     ranks: list[_Rank] = []
     signals: list[int] = []  # received; if handlers raised, a second signal would interrupt the clean-up
-    asked = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if preempt_seconds else [])]
+    asked = [number for number in ending if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in asked}
     # Ranks inherit this: a terminal with `stty tostop` stops background processes that write.
     previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -147,7 +157,7 @@ def launch(names: Sequence[str], arguments: Sequence[str], environment: Mapping[
             for rank in range(len(names)):
                 if not signals:
                     ranks.append(_start(rank, names, arguments, environment or {}, meeting))
-            code, line = _watch(ranks, signals)
+            code, line = _watch(ranks, signals, Request(preempt_seconds))
     finally:
         _end(ranks)
         for number, handler in previous.items():
@@ -193,17 +203,17 @@ def _start(
         return _Rank(names[rank], process, BlackBox(descriptor))
 
 
-def _watch(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str | None]:
+def _watch(ranks: Sequence[_Rank], signals: Sequence[int], request: Request) -> tuple[int, str | None]:
     """Wait until all ranks are done, one fails or a signal arrives; returns the exit code and the line to print."""
     deadline = None
     while True:
-        if signals:
+        if (number := request.ending(signals, ranks)) is not None:
             phase = ranks[0].black_box.phase if ranks else ""
-            return 128 + signals[0], f"{_signal_name(signals[0])}: all ranks were ended{phase and ', in ' + phase}"
+            return 128 + number, f"{_signal_name(number)}: all ranks were ended{phase and ', in ' + phase}"
         codes = [rank.process.poll() for rank in ranks]
-        if all(code == 0 for code in codes):
-            return 0, None
-        lost = {rank: code for rank, code in enumerate(codes) if code}
+        if all(code in (0, PREEMPTED) for code in codes):
+            return PREEMPTED if PREEMPTED in codes else 0, None
+        lost = {rank: code for rank, code in enumerate(codes) if code and code != PREEMPTED}
         if lost:
             deadline = deadline or time.monotonic() + _CAUSE_SECONDS
             if set(lost.values()) != {_PEER_LOST} or None not in codes or time.monotonic() > deadline:
@@ -251,18 +261,11 @@ def _signal_name(number: int) -> str:
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """End every rank that still runs: SIGTERM, then SIGKILL; return when all are gone."""
-
-    def to_all(number: int) -> None:
-        for rank in ranks:
-            if rank.process.returncode is None:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(rank.process.pid, number)
-
-    to_all(signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    to_all(signal.SIGKILL)
+    """End every rank that still runs, with its children; return when all are gone."""
+    for rank in ranks:
+        if rank.process.returncode is None:
+            for end, number in ((os.killpg, signal.SIGTERM), (os.kill, signal.SIGKILL)):  # a rank may take SIGTERM
+                with suppress(ProcessLookupError, PermissionError):  # for a request to save
+                    end(rank.process.pid, number)
     for rank in ranks:
         rank.process.wait()

@@ -67,11 +67,14 @@ class FlushSteps:
     def run(self, batches: Batches, count: int, live: Live) -> Iterator[dict[str, Any]]:
         """Make `count` steps, after which nothing is in flight; the metrics of each as they become final.
 
-        `live` is unused: a step is final at once, or after the next one.
+        `live` is unused: a step is final at once, or after the next one. Fewer steps are made where a signal asks a
+        process to end: the sum over processes at the end of a step tells all of them.
         """
         for _ in range(count):
             self.done += 1
             yield from map(self._finish, self._step(self.done, batches))
+            if self._parts.group.preemption.agreed:
+                break
         yield from map(self._finish, self._stepper.settle())
 
     def timelines(self) -> tuple[Timeline, Timeline] | None:
@@ -109,14 +112,17 @@ class FlushSteps:
         if self._declared is None:
             self._declared = pipeline.observed.entries()
         declared = pipeline.observed.vector(self._declared)
-        return torch.cat([declared, cost, _offload_numbers(self._parts.pipeline, self._parts.optimizer)])
+        asked = torch.tensor([self._parts.group.preemption.asked], dtype=torch.float64)
+        return torch.cat([declared, cost, _offload_numbers(self._parts.pipeline, self._parts.optimizer), asked])
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """The metrics of the first step that is not final yet."""
         step, rate, scale, num_tokens, seconds = self._begun.popleft()
         parts, loss, norm = self._parts, float(update.loss), float(update.grad_norm)
         declared = self._declared or []
-        own, numbers = update.numbers.tensor_split([1 + sum(entry.length for entry in declared)])
+        own, numbers = update.numbers[:-1].tensor_split([1 + sum(entry.length for entry in declared)])
+        if update.numbers[-1] and not parts.group.preemption.agreed:
+            parts.group.preemption.agree()
         cost = read_cost(numbers[:-_NUM_OFFLOAD_NUMBERS], parts.pipeline.schedule, parts.group.size)
         parts.predictor.observe(cost)
         self._steps_here += 1

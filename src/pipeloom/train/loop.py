@@ -1,11 +1,13 @@
 """`train`: the loop of `pipeloom train`: steps, evaluations, checkpoints, and another plan where one is chosen."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel import run_threads
 from pipeloom.processes.launcher import Membership
+from pipeloom.processes.preemption import Preemption, allowed_seconds
 from pipeloom.train import run_checkpoints
 from pipeloom.train.config.memory import chosen_words, under_cap
 from pipeloom.train.config.schedule import AUTO
@@ -19,23 +21,32 @@ from pipeloom.train.trainer import Trainer
 if TYPE_CHECKING:
     from pipeloom.train.auto.run_planner import RunPlanner
 
+_RESUME = "Resume with --resume_from_checkpoint auto."
 
-def train(config: TrainConfig, member: Membership | None) -> None:
+
+def train(config: TrainConfig, member: Membership | None) -> bool:
     """Train as one rank of `member`'s run, or as all ranks in this process; `validate` has passed.
 
     In this process, a thread acts as each process of the run where several share a stage.
 
+    Returns:
+        Whether a signal has ended the run before its last step, with a checkpoint.
+
     Raises:
         RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
     """
-    if config.num_threads > 1:
-        run_threads(config.num_threads, lambda: _train(config, None))
-    else:
-        _train(config, member)
+    seconds = allowed_seconds(config.preempt_seconds, os.environ)
+    rank, black_box = (member.rank, member.black_box) if member else (None, None)
+    with Preemption(seconds, rank, black_box) as preemption:
+        if config.num_threads > 1:
+            run_threads(config.num_threads, lambda: _train(config, None, preemption))
+        else:
+            _train(config, member, preemption)
+    return preemption.saved is not None
 
 
-def _train(config: TrainConfig, member: Membership | None) -> None:
-    with join(member, config) as group:
+def _train(config: TrainConfig, member: Membership | None, preemption: Preemption) -> None:
+    with join(member, config, preemption) as group:
         planner = None
         if config.parallel.auto or config.plan is not None:
             from pipeloom.train.auto.run_planner import RunPlanner  # here: imports the planner
@@ -97,6 +108,9 @@ def _train_on(
                     shown.say(f"under memory.cap: {chosen_words(config)}")
                 if (found := _steps(trainer, shown, done + 1, planner)) is not None:
                     return found
+                if group.preemption.saved is not None:
+                    return None
+            group.preemption.last_step_done()
             trainer.report(shown)
             if config.model.pretrained is not None:
                 shown.say(f"model: {trainer.save_model()}")
@@ -125,6 +139,11 @@ def _steps(
             shown.step(row)
             if planner is not None and (line := planner.observe(row)) is not None:
                 shown.say(line)
+        preemption = trainer.group.preemption
+        if preemption.agreed and trainer.done < config.steps:
+            preemption.saved = run_checkpoints.save(trainer.run, trainer.done)
+            shown.say(f"step {trainer.done}  saved {preemption.saved}; pre-empted. {_RESUME}")
+            return None
         if evaluates:
             shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
         if saves:

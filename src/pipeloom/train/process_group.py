@@ -14,7 +14,9 @@ from pipeloom.processes import rendezvous
 from pipeloom.processes.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.processes.exchange import Exchange
 from pipeloom.processes.launcher import Membership
+from pipeloom.processes.preemption import Preemption
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.training.stream.stream_stop import StreamStop
 from pipeloom.transport.thread_members import ThreadMembers
 
 _SECONDS = 1800.0  # how long threads wait for each other
@@ -32,9 +34,18 @@ class Group(Exchange):
         leads: whether this process is in the first replica, and the first of those that share its stage.
         place: this process's number when all pipelines are listed one after another, the ranks of each in order.
         seed_rank: number of this process that is equal for all tensor-parallel ranks: they draw the same numbers.
+        preemption: whether a signal asks the run to end.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        mesh: Mesh | None = None,
+        preemption: Preemption | None = None,
+    ) -> None:
+        self.preemption = preemption or Preemption()
         self.rank = rank
         self.size = size
         self.device = device
@@ -49,6 +60,14 @@ class Group(Exchange):
             pipeline = (self.replica * degree("cp") + at["cp"]) * degree("tp") + at["tp"]
             self.place, self.leads = pipeline * degree("pp") + at["pp"], pipeline == 0
             self.seed_rank = mesh.shape.process({**at, "tp": 0})
+
+    def stream_stop(self, period: int) -> StreamStop:
+        """What decides after which batch a stream ends early; see `StreamStop`."""
+        if self._threads is None:
+            return StreamStop(self.preemption, period, self.rank, self.size)
+        with self.preemption.lock:
+            found: StreamStop = self.preemption.shared.setdefault("stop", StreamStop(self.preemption, period, 0, 1))
+        return found
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         if self._threads is not None:
@@ -80,7 +99,7 @@ class Group(Exchange):
 
 
 @contextmanager
-def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
+def join(member: Membership | None, config: TrainConfig, preemption: Preemption) -> Iterator[Group]:
     """Join the process group of the run, which exists inside the block."""
     local_rank = member.local_rank if member else 0
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -88,14 +107,14 @@ def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
         torch.cuda.set_device(device)
     if member is None:
         if config.num_threads == 1:
-            yield Group(0, 1, device)
+            yield Group(0, 1, device, None, preemption)
         else:
             with make_mesh(config, config.num_threads) as mesh:
-                yield Group(mesh.rank, config.num_threads, device, mesh)
+                yield Group(mesh.rank, config.num_threads, device, mesh, preemption)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rendezvous.join(member, backend)
-    group = Group(member.rank, member.world_size, device)
+    group = Group(member.rank, member.world_size, device, None, preemption)
     yield group if config.parallel.auto else with_layout(group, config)
     dist.destroy_process_group()  # not after an error: others may be gone
 
@@ -103,7 +122,7 @@ def join(member: Membership | None, config: TrainConfig) -> Iterator[Group]:
 def with_layout(group: Group, config: TrainConfig) -> Group:
     """The processes of a group at their places in the mesh of a configuration; a collective call."""
     shared = make_mesh(config, group.size) if group.size > config.num_ranks else None
-    return Group(group.rank, group.size, group.device, shared)
+    return Group(group.rank, group.size, group.device, shared, group.preemption)
 
 
 def make_mesh(config: TrainConfig, num_processes: int) -> Mesh:

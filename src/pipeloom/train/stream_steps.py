@@ -52,6 +52,9 @@ class StreamSteps:
         self._known: list[dict[str, Any]] = []
         self._records: Records = []  # of the last run, of all ranks
         self._collectives: list[list[Collective]] = []  # inside their actions
+        schedule = parts.pipeline.schedule
+        period = schedule.update_period // (schedule.microbatches_per_update or 1)
+        self.stop = parts.group.stream_stop(period)
         self._stream = Stream(
             parts.pipeline,
             parts.optimizer,
@@ -61,6 +64,7 @@ class StreamSteps:
             discount_updates=num_updates,
             scale_by_replicas=config.optimizer.replica_scaling,
             on_update=self._came,
+            stop_before=self.stop.before,
         )
 
     def run(self, batches: Batches, count: int, live: Live) -> Iterator[dict[str, Any]]:
@@ -87,6 +91,8 @@ class StreamSteps:
         self._begun, self._known = time.perf_counter(), []
         self._stream.num_batches = self.done
         updates = self._stream.run(((batch.inputs, batch.targets) for batch in batches), count)
+        count = len(updates)  # fewer where a signal asked the run to end
+        self._last = first + count - 1
         self.done += count
         ended = time.perf_counter()
         program = self._stream.program(count)
@@ -94,7 +100,11 @@ class StreamSteps:
         held = torch.zeros(self._parts.pipeline.schedule.num_ranks, dtype=torch.float64)
         for rank, versions in self._stream.peak_weight_versions.items():
             held[rank] = versions if self._parts.group.leads else 0
-        summed = self._parts.group.sum(torch.cat([held, numbers]))
+        preemption = self._parts.group.preemption
+        asked = torch.tensor([self.stop.asked], dtype=torch.float64)
+        summed, total_asked = self._parts.group.sum(torch.cat([held, numbers, asked])).tensor_split([-1])
+        if total_asked and not preemption.agreed:
+            preemption.agree()
         cost = read_cost(summed[len(held) :], program.schedule, self._parts.group.size)
         self._records = gathered_records(self._parts.group, self._parts.pipeline.records)
         collectives = self._parts.pipeline.collectives

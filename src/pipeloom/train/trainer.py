@@ -57,11 +57,18 @@ class Trainer:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(self._steps, StreamSteps):
+            self._steps.stop.close()
         self.run.pipeline.close()
         self.run.journal.close()
         if isinstance(self.run.optimizer, OffloadedOptimizer):
             self.run.optimizer.close()
         self._held.close()
+
+    @property
+    def done(self) -> int:
+        """The number of completed steps, over all runs."""
+        return self._steps.done
 
     def resume(self, checkpoint: Path | None) -> int:
         """Load the checkpoint, if any; returns the number of completed steps."""
@@ -110,11 +117,14 @@ class Trainer:
             shown.say(line)
 
     def steps(self, first: int, last: int, shown: Display) -> Iterator[dict[str, Any]]:
-        """Updates `first` to `last`, after which nothing is in flight; the metrics of each as they become final."""
+        """Updates `first` to `last`, after which nothing is in flight; the metrics of each as they become final.
+
+        They end earlier, after the same step on all processes, where a signal asks for it.
+        """
         count, size, start = last - first + 1, self.config.batch.size, self.run.samples_seen
         batches = (self._batch(self.run.sampler.batch(start + k * size, size)) for k in range(count))
         yield from self._steps.run(batches, count, shown.live)
-        self.run.samples_seen = start + count * size
+        self.run.samples_seen = start + (self.done - first + 1) * size
 
     def evaluate(self, step: int) -> float:
         """The mean loss over the labels of the validation batches; gradients, modes and random states stay."""

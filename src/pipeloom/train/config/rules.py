@@ -34,7 +34,7 @@ _AT_LEAST_1 = (
 _AT_LEAST_0 = ("steps", "seed", "save_steps", "eval_steps", "sample_tokens", "optimizer.warmup_steps")
 _RATES = (
     *("optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.muon_learning_rate"),
-    "sample_temperature",
+    *("sample_temperature", "preempt_seconds"),
 )
 _FRACTIONS = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "model.dropout", "data.validation_fraction")
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (

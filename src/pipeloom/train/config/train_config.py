@@ -68,6 +68,9 @@ class TrainConfig:
     sample_tokens: int = option(200, "tokens generated at the end; 0: none", group="output")
     sample_prompt: str = option("def ", "prompt of the generated text", group="output")
     sample_temperature: float = option(0.8, "sampling temperature; 0: greedy", group="output")
+    preempt_seconds: float = option(
+        30.0, "seconds from SIGTERM or SIGUSR1 to a saved checkpoint; 0: end at once", group="faults"
+    )
     local: bool = option(
         False,
         "run all ranks in this process, in turn or in threads",

@@ -55,10 +55,10 @@ class StreamBatches:
             collects=True,
         )
 
-    def finish(self) -> None:
-        """Take the remaining batches too, so that the iterator advances equally on all processes."""
+    def finish(self, num_batches: int) -> None:
+        """Take the remaining ones of `num_batches`, so that the iterator advances equally on all processes."""
         if self._reads_inputs or self._reads_targets:
-            self.take_until(self._num_batches * self._size - 1)
+            self.take_until(num_batches * self._size - 1)
         self._iterator = iter(())  # releases the user's iterator
 
     def take_until(self, microbatch: int) -> None:

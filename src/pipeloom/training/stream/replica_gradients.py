@@ -76,6 +76,10 @@ class ReplicaGradients:
         self._mailboxes = {peer: mailboxes[peer] for peer in self._exchange.peers}
         self._rates: dict[int, Tensor | None] = {}  # by update, one for each parameter
 
+    def shorten(self, last: int) -> None:
+        """The run ends with an earlier update, which has not begun."""
+        self._last = last
+
     def send(self, update: int, gradients: Gradients, rates: Tensor | None) -> None:
         """Send this rank's sum to the other replicas, and the rate of each parameter if a function gives it.
 

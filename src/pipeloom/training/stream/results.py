@@ -61,6 +61,11 @@ class StreamResults:
         # For each rank that sends losses: the number of updates of the last stage received from it.
         self._num_received = {holder: 0 for holder in exchange.holders if live and rank == 0 and holder != 0}
 
+    def shorten(self, plan: StreamPlan) -> None:
+        """The run ended early, as `plan` says."""
+        self._plan = plan
+        self._num_updates = num_updates(plan.program.schedule, self._last_stage)
+
     def add(self, losses: dict[int, float]) -> None:
         """Add the losses of micro-batches that ran here, each times its share of its batch."""
         if self._sends:

@@ -7,6 +7,7 @@ cool-down.
 import math
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from pipeloom.training.stream.batches import StreamBatches
 from pipeloom.training.stream.observed import StreamObservations, check_listeners
 from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpdate
 from pipeloom.training.stream.stream_optimizer import Rules, StreamOptimizer
-from pipeloom.training.stream.stream_rank import StreamPlan, StreamRank
+from pipeloom.training.stream.stream_rank import StopBefore, StreamPlan, StreamRank
 from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
 from pipeloom.training.watched_loss import tell
 from pipeloom.transport.call_numbers import Call, call_number
@@ -57,6 +58,9 @@ class Stream:
         on_update: called with the index and the loss of every batch, in order, on the process with rank 0, soon after
             the batch has left the pipeline.
         num_batches: number of batches run before, for training that continues from a checkpoint.
+        stop_before: called on each rank before its first action of a batch, with the index of the batch, counted over
+            all runs; returns the batch before which the run drains, None as long as it is not to drain early. All ranks
+            must learn it before they begin the batches of the last updates that are made.
 
     Attributes:
         num_updates: for each rank of this process and each of its stages, the number of updates in the last run, also
@@ -82,6 +86,7 @@ class Stream:
         scale_by_replicas: bool = False,
         on_update: OnUpdate | None = None,
         num_batches: int = 0,
+        stop_before: StopBefore | None = None,
     ) -> None:
         schedule = pipeline.schedule
         if schedule.microbatches_per_update is None:
@@ -101,7 +106,7 @@ class Stream:
             scale_by_replicas=scale_by_replicas,
         )
         self._optimizer = StreamOptimizer(optimizer, self._options, pipeline)
-        self._on_update = on_update
+        self._on_update, self._stop_before = on_update, stop_before
         self._microbatches = schedule.microbatches_per_update
         self._last_length: tuple[Program, Mapping[tuple[int, int], int]] | None = None
         self.num_batches = num_batches
@@ -133,7 +138,7 @@ class Stream:
             num_batches: number of batches to take. None: all, if `batches` has a length.
 
         Returns:
-            Loss and gradient norm of every batch, on every rank.
+            Loss and gradient norm of every batch that ran, on every rank.
 
         Raises:
             InputError: before any communication: a stage would not make an integer number of updates, parameters have
@@ -158,7 +163,17 @@ class Stream:
         ownership = self._pipeline.state.ownership
         observed = StreamObservations(self._pipeline.observed, taken.batch.declared, plan.batch_size)
         ranks = {
-            rank: StreamRank(worker, plan, taken, self._optimizer, ownership, observed, results.add, results.receive)
+            rank: StreamRank(
+                worker,
+                plan,
+                taken,
+                self._optimizer,
+                ownership,
+                observed,
+                results.add,
+                results.receive,
+                self._stop_before,
+            )
             for rank, worker in executor.workers.items()
         }
         updates: list[StreamUpdate] = []
@@ -171,9 +186,13 @@ class Stream:
             return connection.sum_over_processes(table if counts else torch.zeros_like(table))
 
         def finish() -> None:
-            taken.finish()
+            stopped = next(iter(ranks.values())).stopped_before
+            if stopped is not None:
+                results.shorten(replace(plan, program=self._prepared(stopped)[0]))
+            made = count if stopped is None else stopped
+            taken.finish(made)
             norms = {rank: part.norms for rank, part in ranks.items()}
-            found = observed.gather(count, taken.num_samples, sum_over_pipelines)
+            found = observed.gather(made, taken.num_samples, sum_over_pipelines)
             updates.extend(results.gather(norms, found, sum_over_pipelines))
 
         records = {rank: part.records.copy for rank, part in ranks.items()}  # keeps nothing else alive
@@ -187,7 +206,7 @@ class Stream:
                 for rank, part in ranks.items()
             }
         tell(executor.loss_fn)
-        self.num_batches += count
+        self.num_batches += len(updates)
         self.peak_weight_versions = {rank: part.peak_weight_versions for rank, part in ranks.items()}
         self.peak_weight_bytes = {rank: part.peak_weight_bytes for rank, part in ranks.items()}
         return updates

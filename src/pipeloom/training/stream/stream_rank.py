@@ -13,7 +13,7 @@ Actions do more than in a step of a synchronous schedule:
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +35,8 @@ from pipeloom.training.stream.update_options import StageUpdate
 from pipeloom.training.stream.weight_versions import WeightVersions
 from pipeloom.transport.call_numbers import Call, call_number, num_samples_of
 from pipeloom.transport.values import microbatch_sizes
+
+StopBefore = Callable[[int], int | None]
 
 _NUM_RECORDS = 1 << 16  # kept of the end of a run
 _BLOCK = 1 << 13  # actions that are bound at once: a kilobyte or two each
@@ -92,8 +94,10 @@ class StreamRank:
         on_losses: called on ranks with the last stage, after each of its updates, with the losses of the micro-batches
             that ran here, each times its share of its batch.
         poll: called after every update.
+        stop_before: as of `Stream`.
 
     Attributes:
+        stopped_before: the batch of this run before which it was stopped; None: all batches ran.
         norms: by stage and update, of the gradient before clipping.
         records: when each action ran; of a long run only its end.
         peak_weight_bytes: the peak bytes of parameters of all stages that require a gradient, in all versions.
@@ -109,9 +113,12 @@ class StreamRank:
         observed: StreamObservations,
         on_losses: Callable[[dict[int, float]], None],
         poll: Callable[[], None],
+        stop_before: StopBefore | None = None,
     ) -> None:
         self._worker, self._plan, self._batches, self._optimizer = worker, plan, batches, optimizer
         self._ownership, self._observed, self._on_losses, self._poll = ownership, observed, on_losses, poll
+        self._stop_before, self._newest = stop_before, -1
+        self.stopped_before: int | None = None
         self._calls: dict[int, int] = {}  # by batch: the call number of its messages, which has its number of samples
         self._weights: dict[int, WeightVersions] = {}
         self._replicas: dict[int, ReplicaGradients] = {}
@@ -136,16 +143,62 @@ class StreamRank:
             self._begin()
             order = self._plan.program.orders[worker.rank]
             for first in range(0, len(order), _BLOCK):
-                block = worker.bind_steps((a, step) for a in order[first : first + _BLOCK] for step in self._steps(a))
-                try:
-                    yield from block.run()
-                finally:
-                    self.records.extend(record for record in block.records() if record[2])  # an error leaves 0.0
+                left = yield from self._run(order[first : first + _BLOCK])
+                if left is not None:
+                    rest = self._before_stop((*left, *order[first + _BLOCK :]))
+                    for begin in range(0, len(rest), _BLOCK):
+                        yield from self._run(rest[begin : begin + _BLOCK])
+                    break
         finally:
             for weights in self._weights.values():
                 weights.close()
             state.clear()
             state.count_samples = None
+
+    def _run(self, actions: Sequence[Action]) -> Generator[None, None, Sequence[Action] | None]:
+        """Run `actions` in order; returns those from which on some are to be left out, because the run stops early."""
+        block = self._worker.bind_steps((a, step) for a in actions for step in self._steps(a))
+        try:
+            start = 0
+            for position, instruction in enumerate(block):
+                action = instruction.action
+                batch = -1 if action.op is Op.STEP else (action.microbatch or 0) // self._plan.batch_size
+                if self._stop_before is None or batch <= self._newest:
+                    continue
+                yield from block.run(start, position)
+                start, self._newest = position, batch
+                if self._stops(batch):
+                    return actions[actions.index(action) :]
+            yield from block.run(start)
+        finally:
+            self.records.extend(record for record in block.records() if record[2])  # what did not run has 0.0
+        return None
+
+    def _stops(self, batch: int) -> bool:
+        """Asks before the first action of a batch whether the run stops, and whether before this batch."""
+        assert self._stop_before is not None
+        found = self._stop_before(self._plan.batches_before + batch)
+        if found is not None and self.stopped_before is None:
+            stop = found - self._plan.batches_before
+            if stop >= self._plan.program.num_microbatches // self._plan.batch_size:
+                return False  # it ends there or earlier
+            self.stopped_before = stop
+            for stage, replicas in self._replicas.items():
+                replicas.shorten(stop * self._plan.batch_size // self._intervals[stage] - 1)
+        return self.stopped_before is not None and batch >= self.stopped_before
+
+    def _before_stop(self, order: Sequence[Action]) -> list[Action]:
+        """The actions of the batches that run."""
+        assert self.stopped_before is not None
+        stop, kept = self.stopped_before * self._plan.batch_size, []
+        for action in order:
+            assert action.microbatch is not None
+            last = action.microbatch
+            if action.op is Op.STEP:
+                last = self._plan.microbatches_of(action.stage, last).stop - 1
+            if last < stop:
+                kept.append(action)
+        return kept
 
     def _begin(self) -> None:
         """Make version 0 of every stage, and the exchanges of its replicas."""

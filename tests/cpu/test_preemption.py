@@ -1,0 +1,132 @@
+"""Signals that ask a run to end: it saves after the step in which they come, and a resumed run gives the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeloom.cli import main
+from pipeloom.processes.preemption import PREEMPTED, Preemption
+from pipeloom.train.data.corpus import Sampler
+from tests.cpu.train_runs import launched, local, printed, run, started, story, text, words  # noqa: F401
+
+BATCH = 6
+
+
+def signalled(number: int, victim: str, rank: int, *, stuck: Path | None = None) -> None:
+    """Rank `rank` gets, or its launcher, a signal while it reads the samples of step 5, and waits until it knows.
+
+    With `stuck` it makes that file then, and no further progress.
+    """
+    held: list[Preemption] = []
+    enter, batch = Preemption.__enter__, Sampler.batch
+
+    def entered(self: Preemption) -> Preemption:
+        held.append(self)
+        return enter(self)
+
+    def sampled(self: Sampler, start: int, size: int) -> Any:
+        if start == 4 * BATCH and os.environ.get("RANK") == str(rank):
+            os.kill(os.getppid() if victim == "parent" else os.getpid(), number)
+            while not held[-1].asked:
+                time.sleep(0.005)
+            while stuck is not None:
+                stuck.touch()
+                time.sleep(0.05)
+        return batch(self, start, size)
+
+    Preemption.__enter__, Sampler.batch = entered, sampled  # type: ignore[method-assign]
+
+
+CASES = {
+    "launcher": (("--model.dropout=0.1",), signal.SIGTERM, "parent", 1),
+    "rank of four": (("--parallel.pipeline=4",), signal.SIGUSR1, "rank", 2),
+    "zero3": (
+        ("--parallel.data=2", "--parallel.data_strategy=zero3", "--batch.microbatches=2"),
+        signal.SIGTERM,
+        "rank",
+        3,
+    ),
+    "post-validation": (("--optimizer.barrier=false", "--eval_steps=4"), signal.SIGUSR1, "parent", 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_last_bit(text: Path, tmp_path: Path, case: str) -> None:  # noqa: F811
+    more, number, victim, rank = CASES[case]
+    if "dropout" in more[0]:  # masks are drawn in each process
+        assert run(text, tmp_path / "whole", *more).returncode == 0
+    else:
+        local(text, tmp_path / "whole", *more)
+    out = tmp_path / "out"
+    command = words(text, out, *more, "--resume_from_checkpoint=auto")
+    with started(command, first=partial(signalled, number, victim, rank)) as process:
+        assert process.wait() == PREEMPTED, printed(process.stderr)
+        shown = printed(process.stdout)
+    step = 6 if case == "post-validation" else 5  # whose update is final one step later
+    assert f"step {step}  saved {out / f'checkpoint-{step}'}; pre-empted." in shown
+    done = launched(command)
+    assert done.returncode == 0, done.stderr
+    assert f"from {out / f'checkpoint-{step}'}" in done.stdout
+    assert story(out) == story(tmp_path / "whole")
+
+
+def test_a_stream_drains_early_and_goes_on_to_the_last_bit(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Its gradients are less stale after a drain: a run that drains at this step to save has the same bits."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    more = (
+        "--schedule=pipedream",
+        "--parallel.replicas=2,1",
+        "--batch.microbatches=1",
+        "--eval_steps=0",
+        "--steps=40",
+        "--sample_tokens=0",
+    )
+    command = words(text, out, *more, "--save_steps=0", "--resume_from_checkpoint=auto")
+    with started(command, first=partial(signalled, signal.SIGUSR1, "rank", 0)) as process:
+        assert process.wait() == PREEMPTED, printed(process.stderr)
+    (saved,) = out.glob("checkpoint-*")
+    step = int(saved.name.removeprefix("checkpoint-"))
+    assert 5 < step < 40
+    assert step % 2 == 0  # every stage has updated
+    done = launched(command)
+    assert done.returncode == 0, done.stderr
+    first = words(text, whole, *more, f"--save_steps={step}", "--local")
+    assert main([*first, "--resume_from_checkpoint=auto"]) == 0
+    assert story(out)[:step] == story(whole)[:step]
+    after = words(text, tmp_path / "other", *more, "--save_steps=0", "--local")
+    assert main([*after, f"--resume_from_checkpoint={whole / saved.name}"]) == 0
+    assert story(out)[step:] == story(tmp_path / "other")
+
+
+@pytest.mark.parametrize("ended_by", ["time", "signal"])
+def test_a_run_without_a_step_in_time_ends_and_keeps_its_checkpoint(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    ended_by: str,
+) -> None:
+    out = tmp_path / "out"
+    seconds = 0.5 if ended_by == "time" else 300
+    command = words(text, out, f"--preempt_seconds={seconds}")
+    with started(command, first=partial(signalled, signal.SIGTERM, "parent", 1, stuck=tmp_path / "stuck")) as process:
+        if ended_by == "signal":
+            while process.poll() is None:
+                time.sleep(0.2)
+                if (tmp_path / "stuck").exists():
+                    os.kill(process.pid, signal.SIGTERM)
+        code, errors = process.wait(), printed(process.stderr)
+    assert errors.count("\n") == 1, errors
+    if ended_by == "time":
+        assert code == 1
+        assert "failed in step 5" in errors
+        assert "preempt_seconds=0.5: no checkpoint was complete so long after SIGUSR1. Earlier checkpoints" in errors
+    else:
+        assert code == 128 + signal.SIGTERM
+        assert "SIGTERM: all ranks were ended, in step 5" in errors
+    assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-3"]
