@@ -99,7 +99,7 @@ class Group(Exchange):
 
 
 @contextmanager
-def join(member: Membership | None, config: TrainConfig, preemption: Preemption) -> Iterator[Group]:
+def join(member: Membership | None, config: TrainConfig, preemption: Preemption | None = None) -> Iterator[Group]:
     """Join the process group of the run, which exists inside the block."""
     local_rank = member.local_rank if member else 0
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
