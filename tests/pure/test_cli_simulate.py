@@ -216,7 +216,7 @@ def test_sizes_and_bandwidths_take_units(capsys):
     [
         ("--data-strategy zero3", "--data-strategy has no effect without --data"),
         ("--memory-bandwidth 1", "--memory-bandwidth has no effect without --offload"),
-        ("--data 0", "degree=0: the data-parallel degree must be at least 1"),
+        ("--data 0", "--data 0: must be at least 1"),
         ("--data 2 --data-granularity chunk", "granularity='chunk': strategy 'ddp' gathers"),
         ("--data 2 --data-bandwidth 1", "no parameter_bytes"),
         ("--parameter-bytes -1", "--parameter-bytes=-1: must be a size in bytes, such as"),

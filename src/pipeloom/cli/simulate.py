@@ -11,7 +11,7 @@ from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.simulation.inputs import Inputs
 from pipeloom.cli.simulation.model import add_model_options, print_model
 from pipeloom.common.atomic_file import write_named
-from pipeloom.common.quantities import Bytes, BytesPerSecond, percent_text, seconds_text
+from pipeloom.common.quantities import Bytes, BytesPerSecond, bytes_text, percent_text, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Granularity, Program, Schedule, check
 from pipeloom.ir.torch_csv import to_csv
@@ -201,9 +201,12 @@ def _print_notes(answer: dict[str, Any]) -> None:
         print(f"{name}: forwards only, as in evaluation")
     peaks = answer.get("peak_bytes") or answer.get("peak_memory")
     if peaks:
-        unit = "bytes" if "peak_bytes" in answer else "activations of one rank for one micro-batch"
         over = "" if answer.get("within_memory", True) else "; over the limit"
-        print(f"{name}: peak memory per rank {' '.join(f'{peak:.6g}' for peak in peaks)} ({unit}){over}")
+        if "peak_bytes" in answer:
+            print(f"{name}: peak activation memory per rank {', '.join(map(bytes_text, peaks))}{over}")
+        else:
+            shown = " ".join(f"{peak:.6g}" for peak in peaks)
+            print(f"{name}: peak memory per rank {shown} (activations of one rank for one micro-batch){over}")
     if data := answer.get("data"):
         print(f"{name}: {data['degree']} replicas, {data['strategy']}, granularity {data['granularity']}")
     for link, where in (("data", "to other replicas"), ("memory", "to the offload target")):

@@ -24,6 +24,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "effort": (lambda seconds: 0 < seconds < math.inf, "more than 0 and finite"),
     "prove": (lambda seconds: 0 < seconds < math.inf, "more than 0 and finite"),
     "offload": (lambda kept: kept > 0, "more than 0"),
+    "data": (lambda degree: degree >= 1, "at least 1"),
     "units": (lambda count: 1 <= count <= MOST_UNITS, f"from 1 to {MOST_UNITS}"),
 }
 
