@@ -19,7 +19,8 @@ from pipeloom.errors import InputError, PipeloomError
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
-from pipeloom.plan.search.memory_choice import Choice, Live, MemoryChoices, in_flight
+from pipeloom.plan.search.live_moments import Moments, moments_of
+from pipeloom.plan.search.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import Shape, candidate_seconds
 from pipeloom.plan.search.simulated import Simulated, Step
@@ -216,15 +217,15 @@ class _Search:
 
     def _choices(self, shape: Shape, ways: Sequence[Way]) -> None:
         try:
-            live = in_flight(shape.of)
+            moments = moments_of(shape.of)
         except PipeloomError:
             self.refusals.add(_SIZES)
             return
         first: dict[object, Candidate] = {}  # by recomputation
-        memory = MemoryChoices(self.costs, shape, live, self.request)
+        memory = MemoryChoices(self.costs, shape, moments, self.request)
         for way in ways:
             of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
-            choices, least = memory.found(of, self._reserve(live), every=self.exhaustive)
+            choices, least = memory.found(of, self._reserve(moments), every=self.exhaustive)
             if not choices:
                 self.refusals.too_large(least)
             for choice in choices:
@@ -235,10 +236,10 @@ class _Search:
                 else:
                     self._offer(found)
 
-    def _reserve(self, live: Live) -> list[float] | None:
+    def _reserve(self, moments: Moments) -> list[float] | None:
         """Bytes of each rank that stay free at first, where there is no time for many attempts."""
         most = self.request.memory_bytes
-        return None if self._left == inf or most == inf else [_RESERVE * most] * len(live)
+        return None if self._left == inf or most == inf else [_RESERVE * most] * len(moments)
 
     @property
     def _takes_all(self) -> bool:
@@ -246,11 +247,14 @@ class _Search:
 
     def _offer(self, found: "Candidate") -> None:
         of = found.choice.of
-        seconds = candidate_seconds(self.costs, found.shape._replace(of=of))
-        seconds = max(found.least_seconds, seconds + self.costs.update_seconds(of, found.shape.placement.stages_of))
-        penalty = _PENALTIES[of.granularity]
-        score = self._score(seconds, found.choice.least_bytes, of.devices)
-        self._push(score, 3, self._simulate, found, penalty=penalty)
+        update = self.costs.update_seconds(of, found.shape.placement.stages_of)
+        least, likely = candidate_seconds(self.costs, found.shape._replace(of=of))
+        bound = self._bound(found, least + update)
+        penalty = _PENALTIES[of.granularity] * self._bound(found, likely + update) / bound
+        self._push(bound, 3, self._simulate, found, penalty=penalty)
+
+    def _bound(self, found: "Candidate", seconds: float) -> float:
+        return self._score(max(found.least_seconds, seconds), found.choice.least_bytes, found.of.devices)
 
     def _simulate(self, candidate: "Candidate") -> None:
         choice = candidate.choice

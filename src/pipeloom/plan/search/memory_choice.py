@@ -1,29 +1,31 @@
 """Recomputation and offload of a configuration whose memory is short. No torch here.
 
 Of each rank, activations of how many micro-batches are in flight on each of its stages follows from its schedule. The
-least recomputation is a knapsack per rank: over its stages, the least extra time with which the rank fits.
+least recomputation is a knapsack per rank: over its stages, the least extra time with which the rank fits. Bytes are
+those of some moments of the step, so that they are never more than its peak.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import inf
-from operator import add, sub
+from operator import sub
 
 from pipeloom import schedules
-from pipeloom.ir import Op, Schedule
+from pipeloom.ir import Op
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.memory.state_bytes import NumberBytes
+from pipeloom.plan.search.live_moments import Moment, Moments
 from pipeloom.plan.search.request import Request
 from pipeloom.plan.search.shapes import Shape
-from pipeloom.plan.search.simulated import short_microbatches
 from pipeloom.plan.search.space import state_bytes_per_parameter
+from pipeloom.split.chain_partition import consecutive
 
-Live = Sequence[Counter[int]]  # for each rank, activations per stage at the moment when it holds most
+Fixed = Sequence[Sequence[float]]  # of each rank, bytes beside activations at each of its moments
+_TRIES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,75 +43,33 @@ class Choice:
     least_bytes: float = 0.0
 
 
-def live_forwards(schedule: Schedule) -> list[Counter[int]]:
-    """For each rank, the activations per stage at the moment when it holds most."""
-    found = []
-    for order in schedule.orders:
-        live: Counter[int] = Counter()
-        most, count, best = 0, 0, live
-        for stage, op, microbatch, piece in order:
-            if op is Op.F:
-                live[stage] += 1
-                count += 1
-                if count > most:
-                    most, best = count, live.copy()
-            elif op is Op.W or (op is Op.B and (stage, microbatch, piece) not in schedule.split_backwards):
-                live[stage] -= 1
-                count -= 1
-        found.append(best)
-    return found
-
-
-def in_flight(of: Configuration) -> Live:
-    """`live_forwards` of a step. Raises ScheduleError where the schedule does not support the sizes.
-
-    A schedule that is built for measured times and a memory limit holds one activation of each stage at least.
-    """
-    if schedules.find(of.schedule).to_measure:
-        return [Counter(range(rank, of.stages, of.pipeline)) for rank in range(of.pipeline)]
-    number, group = short_microbatches(of, of.stages)
-    found = _live(of.schedule, of.pipeline, number, of.chunks, of.slices)
-    times = (of.microbatches - number) // group
-    if not times:
-        return found
-    less = _live(of.schedule, of.pipeline, number - group, of.chunks, of.slices)
-    return [
-        Counter({stage: count + times * max(0, count - before[stage]) for stage, count in after.items()})
-        for after, before in zip(found, less, strict=True)
-    ]
-
-
-@lru_cache(maxsize=512)
-def _live(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> list[Counter[int]]:
-    family = schedules.find(name)
-    number = None if family.chunks else chunks
-    return live_forwards(family(num_ranks=ranks, num_microbatches=microbatches, num_chunks=number, num_slices=slices))
-
-
 class MemoryChoices:
     """What the stages of a shape recompute.
 
     Args:
         costs: of the model on its cluster.
         shape: a configuration with blocks per stage.
-        live: its activations in flight.
+        moments: of its ranks.
         request: what is planned.
     """
 
-    def __init__(self, costs: CostModel, shape: Shape, live: Live, request: Request) -> None:
-        self._costs, self._shape, self._live, self._request = costs, shape, live, request
+    def __init__(self, costs: CostModel, shape: Shape, moments: Moments, request: Request) -> None:
+        self._costs, self._shape, self._moments, self._request = costs, shape, moments, request
         of, self._kinds = shape.of, request.kinds
         self._kept = {
             kind: [size / of.slices for size in costs.kept_bytes(replace(of, recompute=kind))] for kind in self._kinds
         }
-        block = replace(of, pipeline=costs.num_blocks, chunks=1, blocks=None)
-        middle = costs.num_blocks // 2
-        sizes_of = {kind: costs.kept_bytes(replace(block, recompute=kind))[middle] / of.slices for kind in Recompute}
-        # While a backward recomputes a block, its activations are there too.
-        self._again = {kind: sizes_of[Recompute.NONE] - sizes_of[kind] for kind in self._kinds}
-        self._held = {
-            kind: [self._again[kind] + sum(count * sizes[stage] for stage, count in counts.items()) for counts in live]
-            for kind, sizes in self._kept.items()
+        block, counts = replace(of, pipeline=costs.num_blocks, chunks=1, blocks=None), of.blocks_of(costs.num_blocks)
+        every = costs.kept_bytes(replace(block, recompute=Recompute.NONE))
+        # While a backward recomputes a block, its activations are there too. Slices share keys and values.
+        self._again = {
+            kind: [
+                max(stage, default=0.0) if of.slices == 1 else 0.0
+                for stage in consecutive(
+                    list(map(sub, every, costs.kept_bytes(replace(block, recompute=kind)))), counts
+                )
+            ]
+            for kind in self._kinds
         }
 
     @cached_property
@@ -128,9 +88,9 @@ class MemoryChoices:
             beside: bytes of each rank that closed forms do not have.
             every: whether to return the same kind for all stages too, each of them.
         """
-        always = always_bytes(self._costs, of, self._shape)
-        if beside is not None:
-            always = list(map(add, always, beside))
+        fixed = fixed_bytes(self._costs, of, self._shape, self._moments)
+        more = beside or [0.0] * len(fixed)
+        tight = [[size + extra for size in sizes] for sizes, extra in zip(fixed, more, strict=True)]
         stages, given = self._shape.placement.num_stages, self._request.fixed.get("recompute")
         if given is not None and len(given) not in (1, stages):
             return [], inf
@@ -139,76 +99,110 @@ class MemoryChoices:
             candidates = [kinds * stages if len(kinds) == 1 else kinds]
         else:
             uniform = [(kind,) * stages for kind in self._kinds]
-            least = uniform[-1] if self._request.objective == "memory" else self._least(always)
+            least = uniform[-1] if self._request.objective == "memory" else self._least(tight)
             candidates = [least] if least else uniform[-1:]
             if every:
                 candidates = list(dict.fromkeys([*candidates, *uniform]))
-        choices = [self._choice(of, each, always) for each in candidates]
+        choices = [self._choice(of, each, tight) for each in candidates]
         most = self._request.memory_bytes
         return [each for each in choices if each.least_bytes <= most], min(each.least_bytes for each in choices)
 
-    def _choice(self, of: Configuration, recompute: tuple[Recompute, ...], always: Sequence[float]) -> Choice:
-        of = replace(of, recompute=recompute, offload=self._request.fixed.get("offload"))
-        held = [
+    def _bytes(self, rank: int, sizes: Sequence[float], recompute: Sequence[Recompute]) -> float:
+        """Of a rank with `sizes` beside activations, at the moment at which they are most."""
+        return max(
             size
-            + sum(count * self._kept[recompute[stage]][stage] for stage, count in counts.items())
-            + max((self._again[recompute[stage]] for stage in counts), default=0.0)
-            for size, counts in zip(always, self._live, strict=True)
-        ]
-        if of.offload is not None:
-            held = list(always)
+            + sum(count * self._kept[recompute[stage]][stage] for stage, count in moment.live.items())
+            + (self._again[recompute[moment.stage]][moment.stage] if moment.op is not Op.W else 0.0)
+            for size, moment in zip(sizes, self._moments[rank], strict=True)
+        )
+
+    def _choice(self, of: Configuration, recompute: tuple[Recompute, ...], fixed: Fixed) -> Choice:
+        of = replace(of, recompute=recompute, offload=self._request.fixed.get("offload"))
+        held = [max(sizes) for sizes in fixed]
+        if of.offload is None:
+            held = [self._bytes(rank, sizes, recompute) for rank, sizes in enumerate(fixed)]
         limit = None
         if schedules.find(of.schedule).to_measure and self._request.memory_bytes < inf:
-            share = max(sum(self._kept[recompute[stage]][stage] for stage in counts) for counts in self._live)
-            limit = max(0.0, self._request.memory_bytes - max(always)) / share if share else None
+            share = max(
+                sum(self._kept[recompute[stage]][stage] for stage in moments[0].live) for moments in self._moments
+            )
+            gradients = NumberBytes.of(of.precision).gradient
+            parameters = max(self._costs.held_parameters(of, held) for held in self._shape.placement.stages_of)
+            always = (state_bytes_per_parameter(of) + gradients) * parameters
+            limit = max(0.0, self._request.memory_bytes - always) / share if share else None
         return Choice(of=of, schedule_limit=limit, least_bytes=max(held))
 
-    def _least(self, always: Sequence[float]) -> tuple[Recompute, ...] | None:
+    def _least(self, fixed: Fixed) -> tuple[Recompute, ...] | None:
         """The least recomputation that fits; None where nothing does."""
         kinds, stages = self._kinds, self._shape.placement.num_stages
-        room = [self._request.memory_bytes - size for size in always]
         for kind in (kinds[0], kinds[-1]):
-            fits = all(held <= rest for held, rest in zip(self._held[kind], room, strict=True))
+            fits = all(self._fits(rank, sizes, (kind,) * stages) for rank, sizes in enumerate(fixed))
             if fits is (kind == kinds[0]):
                 return (kind,) * stages if fits else None
-        seconds = self._seconds
-        extra = {kind: list(map(sub, seconds[kind], seconds[kinds[0]])) for kind in kinds}
         chosen = [0] * stages
-        for counts, held, rest in zip(self._live, self._held[kinds[0]], room, strict=True):
-            if held <= rest:
-                continue
-            best = knapsack(
-                [
-                    [(extra[kind][stage], count * self._kept[kind][stage]) for kind in kinds]
-                    for stage, count in counts.items()
-                ],
-                rest - max(self._again.values()),
-            )
+        for rank, sizes in enumerate(fixed):
+            best = self._of_rank(rank, sizes)
             if best is None:
                 return None
-            for stage, number in zip(counts, best, strict=True):
+            for stage, number in best.items():
                 chosen[stage] = max(chosen[stage], number)
         return tuple(kinds[number] for number in chosen)
 
+    def _fits(self, rank: int, sizes: Sequence[float], recompute: Sequence[Recompute]) -> bool:
+        return self._bytes(rank, sizes, recompute) <= self._request.memory_bytes
 
-def always_bytes(costs: CostModel, of: Configuration, shape: Shape) -> list[float]:
-    """Bytes of every rank beside activations, at least."""
-    each = state_bytes_per_parameter(of)
+    def _of_rank(self, rank: int, sizes: Sequence[float]) -> dict[int, int] | None:
+        """The least recomputation of a rank by stage, as a number of a kind; None where nothing fits."""
+        kinds, most = self._kinds, self._request.memory_bytes
+        recompute = [kinds[0]] * self._shape.placement.num_stages
+        if self._fits(rank, sizes, recompute):
+            return {}
+        live, seconds, room = self._moments[rank][-1].live, self._seconds, most - max(sizes)
+        for _ in range(_TRIES):
+            best = knapsack(
+                [
+                    [(seconds[kind][stage] - seconds[kinds[0]][stage], count * self._kept[kind][stage]) for kind in kinds]
+                    for stage, count in live.items()
+                ],
+                room,
+            )
+            if best is None:
+                return None
+            found = dict(zip(live, best, strict=True))
+            for stage, number in found.items():
+                recompute[stage] = kinds[number]
+            missing = self._bytes(rank, sizes, recompute) - most
+            if missing <= 0:
+                return found
+            room -= missing
+        return None
+
+
+def fixed_bytes(costs: CostModel, of: Configuration, shape: Shape, moments: Moments) -> list[list[float]]:
+    """For each rank and moment, bytes beside activations, at least."""
+    each, parameters, counts = state_bytes_per_parameter(of), costs.parameters(of), of.blocks_of(costs.num_blocks)
     formats, found = NumberBytes.of(of.precision), []
-    fine = of.granularity is Granularity.MICROBATCH and of.replicas > 1
-    parameters = costs.parameters(of)
-    for held in shape.placement.stages_of:
-        total, sizes = costs.held_parameters(of, held), [parameters[stage] for stage in held]
-        unit = (parameters[-1] / max(1, of.blocks[-1]) if of.blocks else min(sizes)) * (of.replicas > 1)
-        gradients = formats.gradient * total
-        if of.strategy.shards_gradients and of.granularity is not Granularity.STEP:
-            gradients = gradients / of.replicas + formats.gradient * (2 * unit if fine else 2 * min(sizes))
-        gathered = 0.0
-        if of.strategy.shards_parameters and not fine:
-            gathered = formats.compute * (total if of.granularity is Granularity.STEP else 2 * min(sizes))
-        elif of.strategy.shards_parameters:
-            gathered = formats.compute * 2 * unit
-        found.append(each * total + gradients * (of.microbatches > 1) + gathered)
+    coarse, fine = of.granularity is Granularity.STEP, of.granularity is Granularity.MICROBATCH
+    compute = formats.compute if of.strategy.shards_parameters else 0
+    for held, rank in zip(shape.placement.stages_of, moments, strict=True):
+        sizes, total = {stage: parameters[stage] for stage in held}, costs.held_parameters(of, held)
+        sizes[held[-1]] -= sum(sizes.values()) - total  # what several stages share counts once
+        shares = 1 if coarse else of.replicas
+
+        def used(moment: Moment, sizes: dict[int, float] = sizes) -> float:
+            """Elements of the stage that computes which are there in full."""
+            ends = (moment.stage == 0) + 2 * (moment.stage == len(counts) - 1)
+            return sizes[moment.stage] / (counts[moment.stage] + ends) if fine else sizes[moment.stage]
+
+        found.append([])
+        for moment in rank:
+            full = sum(sizes[stage] for stage in moment.summing) / shares
+            if moment.op is not Op.I:
+                full += used(moment)
+            gathered = used(moment) if moment.op is not Op.W else 0.0
+            if coarse:
+                gathered = sum(sizes[stage] for stage in {*moment.live, *moment.summing, moment.stage})
+            found[-1].append(each * total + formats.gradient * full + compute * gathered)
     return found
 
 

@@ -164,11 +164,11 @@ class Shapes:
         return self._bounds[key]
 
 
-def candidate_seconds(costs: CostModel, shape: Shape) -> float:
-    """What a step without update takes at least, where nothing but the order of a schedule is open."""
+def candidate_seconds(costs: CostModel, shape: Shape) -> tuple[float, float]:
+    """Seconds of a step without update where nothing but the order of a schedule is open: at least, and likely."""
     of, stages = shape.of, costs.stage_seconds(shape.of)
-    known = schedule_seconds(of.schedule, stages, shape.placement, of.microbatches, of.chunks)
-    return max(pipeline_seconds(costs, shape), known, _link_seconds(costs, shape, stages), _run_seconds(costs, shape))
+    least = max(pipeline_seconds(costs, shape), _link_seconds(costs, shape, stages), _run_seconds(costs, shape))
+    return least, max(least, schedule_seconds(of.schedule, stages, shape.placement, of.microbatches, of.chunks))
 
 
 def _run_seconds(costs: CostModel, shape: Shape) -> float:
@@ -181,7 +181,7 @@ def _run_seconds(costs: CostModel, shape: Shape) -> float:
     network, data, formats = costs.network(of), of.data_axis(), NumberBytes.of(of.precision)
     size = costs.held_parameters(of, held)
     gathers = gather_seconds(data, formats.compute * size, network) if of.strategy.shards_parameters else 0.0
-    return turns * (2 * gathers + reduce_seconds(data, formats.gradient * size, network))
+    return turns * (gathers + reduce_seconds(data, formats.gradient * size, network))
 
 
 def _link_seconds(costs: CostModel, shape: Shape, stages: Sequence[Seconds]) -> float:

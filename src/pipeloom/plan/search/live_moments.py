@@ -1,0 +1,88 @@
+"""Moments of a step at which ranks hold most activations: what is there is a lower bound of their peak. No torch here."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from pipeloom import schedules
+from pipeloom.ir import Op, Schedule
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.search.simulated import short_microbatches
+
+
+class Moment(NamedTuple):
+    """A backward, I or W of a rank.
+
+    Attributes:
+        live: activations per stage; with slices, those of a slice count.
+        summing: other stages with gradients that later backwards add to.
+        stage: what computes.
+        op: B, I or W.
+    """
+
+    live: Mapping[int, int]
+    summing: frozenset[int]
+    stage: int
+    op: Op
+
+
+Moments = Sequence[Sequence[Moment]]  # of each rank
+
+
+def live_moments(schedule: Schedule) -> list[list[Moment]]:
+    """For each rank, the first and the last moment at which it holds most activations."""
+    return [_of_rank(order, schedule) for order in schedule.orders]
+
+
+def _of_rank(order: Sequence[tuple[int, Op, int | None, int | None]], schedule: Schedule) -> list[Moment]:
+    ends = {stage: at for at, (stage, op, *_) in enumerate(order) if op is Op.B or op is Op.W}
+    live: Counter[int] = Counter()
+    summing: set[int] = set()
+    count = most = 0
+    found: list[Moment] = []
+    for at, (stage, op, microbatch, piece) in enumerate(order):
+        if op is Op.F:
+            live[stage] += 1
+            count += 1
+            continue
+        if count >= most:
+            found = found[:1] if count == most else []
+            found.append(Moment(live.copy(), frozenset(summing - {stage}), stage, op))
+            most = count
+        if op is not Op.I:
+            (summing.discard if ends[stage] == at else summing.add)(stage)
+        if op is Op.W or (op is Op.B and (stage, microbatch, piece) not in schedule.split_backwards):
+            live[stage] -= 1
+            count -= 1
+    return [found[0], found[-1]]
+
+
+def moments_of(of: Configuration) -> Moments:
+    """`live_moments` of a step. Raises ScheduleError where the schedule does not support the sizes.
+
+    A schedule that is built for measured times and a memory limit holds one activation of each stage at least.
+    """
+    if schedules.find(of.schedule).to_measure:
+        held = [range(rank, of.stages, of.pipeline) for rank in range(of.pipeline)]
+        return [[Moment(Counter(stages), frozenset(), stages[-1], Op.I)] for stages in held]
+    number, group = short_microbatches(of, of.stages)
+    found = _moments(of.schedule, of.pipeline, number, of.chunks, of.slices)
+    times = (of.microbatches - number) // group
+    if not times:
+        return found
+    less = _moments(of.schedule, of.pipeline, number - group, of.chunks, of.slices)
+    return [
+        [
+            moment._replace(live={s: n + times * max(0, n - short.live.get(s, 0)) for s, n in moment.live.items()})
+            for moment, short in zip(after, before, strict=True)
+        ]
+        for after, before in zip(found, less, strict=True)
+    ]
+
+
+@lru_cache(maxsize=512)
+def _moments(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> list[list[Moment]]:
+    family = schedules.find(name)
+    number = None if family.chunks else chunks
+    return live_moments(family(num_ranks=ranks, num_microbatches=microbatches, num_chunks=number, num_slices=slices))

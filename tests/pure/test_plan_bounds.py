@@ -1,0 +1,90 @@
+"""Lower bounds of the search for plans: no configuration that is simulated takes less time or memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.errors import PipeloomError
+from pipeloom.parallel.expert.sizes import ExpertSizes
+from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.named_clusters import CLUSTERS
+from pipeloom.plan.search.live_moments import moments_of
+from pipeloom.plan.search.memory_choice import Choice, MemoryChoices
+from pipeloom.plan.search.request import Refusals, Request
+from pipeloom.plan.search.shapes import Shape, candidate_seconds
+from pipeloom.plan.search.simulated import Step
+from pipeloom.plan.search.space import Space, Way
+
+GIB = 2.0**30
+MOST_ACTIONS = 1500  # of a simulated step
+
+
+def random_model(rng: random.Random) -> Architecture:
+    heads = rng.choice([4, 8, 16])
+    width = 64 * heads * rng.choice([1, 2])
+    experts = ExpertSizes(experts=rng.choice([4, 8]), top_k=2, expert_width=2 * width, gated=True)
+    return Architecture(
+        name="random", layers=rng.choice([4, 6, 8, 12]), width=width, heads=heads,
+        key_heads=heads // rng.choice([1, 2, 4]), mlp_width=rng.choice([3, 4]) * width, gated=rng.random() < 0.5,
+        vocabulary_size=rng.choice([1000, 32000, 250000]), sequence_length=rng.choice([512, 2048, 8192]),
+        tie_embeddings=rng.random() < 0.5, experts=experts if rng.random() < 0.3 else None,
+    )  # fmt: skip
+
+
+def some(items, number: int, rng: random.Random) -> list:
+    found = list(items)
+    return rng.sample(found, min(number, len(found)))
+
+
+def samples(space: Space, costs: CostModel, request: Request, rng: random.Random):
+    """Random configurations: seconds of their group, way, shape, choice, and simulated step."""
+    for group, devices in some(space.groups(), 3, rng):
+        for mesh in some(space.meshes(group, devices), 2, rng):
+            ways = list(space.ways(mesh))
+            for shape in some(space.shapes.found(mesh), 2 if ways else 0, rng):
+                for way in some(ways, 1, rng):
+                    yield space.group_bound(group, devices), way, shape, choices_of(costs, request, shape, way)
+
+
+def choices_of(costs: CostModel, request: Request, shape: Shape, way: Way) -> list[Choice]:
+    try:
+        memory = MemoryChoices(costs, shape, moments_of(shape.of), request)
+    except PipeloomError:
+        return []
+    of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
+    return memory.found(of, every=True)[0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bounds_are_never_above_what_is_simulated(seed):
+    rng, simulated = random.Random(seed), 0
+    while simulated < 60:
+        costs = CostModel(model=random_model(rng), cluster=CLUSTERS[rng.choice(["p3.16xlarge", "dgx-a100-80"])])
+        request = Request(
+            devices=rng.choice([2, 4, 6, 8, 12, 16]),
+            batch_size=rng.choice([8, 16, 24, 48]),
+            memory_bytes=GIB * rng.choice([2, 4, 8, 80]),
+        )
+        space = Space(costs, request, Refusals(), lambda _: None)
+        for of_group, way, shape, choices in samples(space, costs, request, rng):
+            for choice in some(choices, 2, rng):
+                try:
+                    step = Step(costs, choice.of, choice.schedule_limit)
+                    if step.actions > MOST_ACTIONS:
+                        continue
+                    found = step.simulated(step.peaks())
+                except PipeloomError:
+                    continue
+                simulated += 1
+                update = costs.update_seconds(choice.of, shape.placement.stages_of)
+                least, likely = candidate_seconds(costs, shape._replace(of=choice.of))
+                bounds = [of_group, space.shapes.bound(shape), least + update]
+                if found.peak <= request.memory_bytes:
+                    bounds.append(way.seconds)
+                assert max(bounds) <= found.step_seconds * (1 + 1e-9), choice.of
+                assert least <= likely
+                assert choice.least_bytes <= found.peak * (1 + 1e-9), choice.of
