@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         update_parameters,
     )
     from pipeloom.pipe import Pipe
+    from pipeloom.plan.module_plan import plan_module as plan
     from pipeloom.plan.plan import Plan
     from pipeloom.pretrained import from_pretrained
     from pipeloom.sim import Costs, Network, Timeline, simulate
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 # Module -> its public names, all loaded at first use, so that a command is soon where it can answer an interrupt.
 _LAZY = {
-    "pipeloom": "ir passes report schedules sim split",
+    "pipeloom": "ir passes plan report schedules sim split",
     "pipeloom.autograd": "Mean Sum auxiliary_loss auxiliary_losses observe",
     "pipeloom.ir": "Action Op Placement Program Schedule check",
     "pipeloom.parallel": (
@@ -102,6 +103,7 @@ __all__ = [
     "parallel_cross_entropy",
     "parallelize",
     "passes",
+    "plan",
     "register_layout",
     "run_threads",
     "schedules",

@@ -21,7 +21,7 @@ from pipeloom.plan.local.saved import notices
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.search import words
 from pipeloom.plan.search.answer import json_of, plan_of, predicted, row_of
-from pipeloom.plan.search.best_first import find_plans
+from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.comparison import USUAL_NAME, more_memory, usual_plan
 from pipeloom.plan.search.request import FIXABLE, USUAL, Objective, Request, parse_fixed, parse_forbidden
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     answer = find_plans(costs, request, exhaustive=options.exhaustive, **asked)
     rows = [row_of(costs, found) for found in answer.plans]
     plan = plan_of(costs, answer.plans[0].of, answer.plans[0].schedule_limit, **predicted(answer.plans[0]))
-    lines, usual = ([], None) if options.json and options.html is None else _why(costs, request, rows, asked)
+    lines, usual = ([], None) if options.json and options.html is None else _why(costs, request, answer, rows, asked)
     if options.html is not None:
         write_named("--html", options.html, plan_page(costs, request, answer, rows, lines, usual))
     if options.out is not None:
@@ -89,12 +89,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _why(
-    costs: CostModel, request: Request, rows: Sequence[words.Row], asked: Mapping[str, Any]
+    costs: CostModel, request: Request, answer: Answer, rows: Sequence[words.Row], asked: Mapping[str, Any]
 ) -> tuple[list[str], words.Row | None]:
     """Why the next plans and the usual choice, which is returned too, lost, and what more memory would give."""
     best = rows[0]
     lines = [words.against(best, row, number) for number, row in enumerate(rows[1:_SHOWN], 2)]
-    if (found := more_memory(costs, request, best["step_seconds"], **asked)) is not None:
+    if (found := more_memory(costs, request, answer.plans[0], **asked)) is not None:
         more, seconds = found
         faster = percent_text(1 - seconds / best["step_seconds"])
         lines.append(f"{bytes_text(more)} more per device: {faster} faster")

@@ -154,13 +154,27 @@ def profile_model(
     Raises:
         SplitError: the layers of the model are unknown, or it is on the meta device.
     """
-    if isinstance(model, nn.Module):
-        chain, make_stage = _find_chain(model, layers, _way_in(model, layers, 2, False))
-        modules = [(layer.name, make_stage([layer])) for layer in chain]
-    else:
-        modules = [(str(index), module) for index, module in enumerate(_given_stages(model).modules)]
+    modules = [(name, module) for name, module, _ in single_layers(model, layers)]
     times = profile_layers(modules, sample, loss_fn=loss_fn, num_warmups=num_warmups, num_rounds=num_rounds)
     return times, find_ties([{id(p): p.nbytes for p in module.parameters()} for _, module in modules])
+
+
+def single_layers(
+    model: nn.Module | Sequence[nn.Module], layers: Sequence[str] | None = None
+) -> list[tuple[str, nn.Module, bool]]:
+    """Every layer of a model that `split` supports: its name, a stage of it alone, and whether a cut counts it.
+
+    Args:
+        model: as for `split`; each module of a list counts as one layer.
+        layers: as for `split`.
+
+    Raises:
+        SplitError: the layers of the model are unknown.
+    """
+    if not isinstance(model, nn.Module):
+        return [(str(index), module, True) for index, module in enumerate(_given_stages(model).modules)]
+    chain, make_stage = _find_chain(model, layers, _way_in(model, layers, 2, False))
+    return [(layer.name, make_stage([layer]), layer.counted) for layer in chain]
 
 
 def _way_in(

@@ -5,28 +5,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from pipeloom import schedules
 from pipeloom.errors import InputError
-from pipeloom.ir import Op, Placement, Program, Schedule
+from pipeloom.ir import Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
-from pipeloom.passes import insert_offload, lower, merge_backwards
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.links import data_links, pipeline_network
 from pipeloom.plan.costs.measured_layers import scaled_layers
 from pipeloom.plan.costs.measured_links import measured_network, step_end_seconds
-from pipeloom.plan.costs.shared_sums import shared_sum_seconds
 from pipeloom.plan.costs.software import PIPELOOM, Software
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.local.layer_times import LayerTimes
 from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
 from pipeloom.plan.memory.choose import stage_bytes
 from pipeloom.plan.stage_times import Seconds, StageTimes
-from pipeloom.schedules import Conditions
-from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.costs import MOST_UNITS
-from pipeloom.sim.shared_cores import simulate_shared
 from pipeloom.split.chain_partition import consecutive
 
 
@@ -46,7 +42,7 @@ class StepPrediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostModel:
+class CostModel(StepCosts):
     """Costs of configurations of one transformer on one cluster; costs of layers are kept between calls.
 
     Attributes:
@@ -81,9 +77,8 @@ class CostModel:
         return self.model.sequence_length
 
     @property
-    def can_slice(self) -> bool:
-        """Whether sequences can be sliced."""
-        return True
+    def merges_backwards(self) -> bool:
+        return self.measured is not None
 
     @property
     def expert_degrees(self) -> list[int]:
@@ -227,54 +222,6 @@ class CostModel:
             )
         return found
 
-    def schedule(self, of: Configuration, memory_limit: float | None = None) -> Schedule:
-        """The named schedule, built for the costs where its family does so.
-
-        Args:
-            memory_limit: activations of a rank, in shares of one rank on one micro-batch, for schedules built for it.
-
-        Raises:
-            ScheduleError: the schedule does not support the sizes.
-        """
-        family = schedules.find(of.schedule)
-        conditions = None
-        if family.to_measure:
-            conditions = self._conditions(of, memory_limit)
-        return family(
-            num_ranks=of.pipeline,
-            num_microbatches=of.microbatches,
-            num_chunks=None if family.chunks else of.chunks,
-            num_slices=of.slices,
-            conditions=conditions,
-        )
-
-    def _conditions(self, of: Configuration, memory_limit: float | None) -> Conditions:
-        plan = Schedule(
-            name=of.schedule, num_microbatches=1, placement=Placement.loop(of.pipeline, of.chunks), orders=()
-        )
-        costs, network = self.costs(of), self.network(of)
-        seconds = costs.seconds(plan)
-        kept = costs.bytes_kept(plan)
-        assert kept is not None
-        share = sum(kept[0]) / of.pipeline
-        return Conditions(
-            forward=seconds[Op.F],
-            backward_input=seconds[Op.I],
-            backward_weight=seconds[Op.W],
-            latency=network.message_seconds(plan, costs),
-            activation=kept[0],
-            weight_gradient=kept[1],
-            caps=(float("inf") if memory_limit is None else memory_limit * share,) * of.pipeline,
-        )
-
-    def program(self, of: Configuration, schedule: Schedule | None = None) -> Program:
-        """What every replica runs."""
-        schedule = schedule or self.schedule(of)
-        if self.measured is not None:  # as it runs: a whole backward is faster than its two parts
-            schedule = merge_backwards(schedule)
-        program = lower(schedule, data=of.data_axis())
-        return program if of.offload is None else insert_offload(program, of.offload)
-
     def predict(self, of: Configuration, program: Program | None = None) -> StepPrediction:
         """Simulate a step.
 
@@ -292,32 +239,6 @@ class CostModel:
         update = self.update_seconds(of, program.placement.stages_of)
         seconds = timeline.makespan + self.shared_sum_seconds(of, program.placement) + update
         return StepPrediction(step_seconds=seconds, update_seconds=update, timeline=timeline)
-
-    def shared_sum_seconds(self, of: Configuration, placement: Placement) -> float:
-        """Seconds of the sums of gradients between ranks of a pipeline that hold the same stage."""
-        if all(len(ranks) == 1 for ranks in placement.replicas):
-            return 0.0
-        return shared_sum_seconds(of, placement, self.parameters(of), self.network(of))
-
-    def timeline(
-        self,
-        of: Configuration,
-        program: Program | Schedule,
-        costs: Costs | None = None,
-        network: Network | None = None,
-    ) -> Timeline:
-        """A simulated step, without the update. Processes beyond the cores of a measured machine take turns.
-
-        Args:
-            of: the configuration.
-            program: what every replica runs.
-            costs, network: in place of those of the configuration.
-        """
-        costs, network, measured = costs or self.costs(of), network or self.network(of), self.cluster.measured
-        if measured is None or of.devices <= measured.cores:
-            return simulate(program, costs, network)
-        program = program if isinstance(program, Program) else lower(program)
-        return simulate_shared(program, costs, network, cores=measured.cores, copies=of.devices // of.pipeline)
 
     def parameters(self, of: Configuration) -> list[float]:
         """Elements of the parameters of every stage on one process."""

@@ -21,12 +21,12 @@ from operator import add
 
 from pipeloom.ir import Placement, Schedule
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.sim import Network
 
 
-def step_bound(costs: CostModel, of: Configuration, schedule: Schedule | None = None) -> float:
+def step_bound(costs: StepCosts, of: Configuration, schedule: Schedule | None = None) -> float:
     """Seconds that a step takes at least.
 
     Args:
@@ -47,7 +47,7 @@ def step_bound(costs: CostModel, of: Configuration, schedule: Schedule | None = 
     return pipeline_bound(each, placement, of.microbatches * count, message_seconds(costs, of), split=split) + update
 
 
-def message_seconds(costs: CostModel, of: Configuration) -> float:
+def message_seconds(costs: StepCosts, of: Configuration) -> float:
     """Least seconds of a message between ranks."""
     latency, rate = _fastest(costs.network(of))
     return latency + costs.message_bytes(of) / of.slices / rate

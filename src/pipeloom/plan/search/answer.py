@@ -9,6 +9,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.links import ORDER
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.best_first import Answer
 from pipeloom.plan.search.simulated import Simulated, Step
@@ -98,7 +99,7 @@ def _collective_seconds(costs: CostModel, of: Configuration, axis: str) -> float
     return max(0.0, total(with_links) - total(without))
 
 
-def plan_of(costs: CostModel, of: Configuration, schedule_limit: float | None = None, **others: Any) -> Plan:
+def plan_of(costs: StepCosts, of: Configuration, schedule_limit: float | None = None, **others: Any) -> Plan:
     """The plan that `pipeloom train --plan` runs.
 
     Args:

@@ -18,7 +18,7 @@ from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.live_moments import Moments, moments_of
 from pipeloom.plan.search.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.request import Refusals, Request
@@ -64,12 +64,14 @@ class Answer:
 
 
 def find_plans(
-    costs: CostModel,
+    costs: StepCosts,
     request: Request,
     *,
     exhaustive: bool = False,
     can_run: CanRun = lambda _: None,
     accept: Callable[[Simulated], str | None] = lambda _: None,
+    known: Sequence[Simulated] = (),
+    part: float = 1.0,
 ) -> Answer:
     """The best plans.
 
@@ -80,6 +82,8 @@ def find_plans(
         can_run: why the processes of a stage cannot run the model; None: they can. Asked early, for each way to share
             a stage.
         accept: why a plan cannot be offered; None: it can. Asked for plans that would be among the best.
+        known: plans of the request; nothing that is not faster is looked at.
+        part: of the steps after which a search on many devices ends.
 
     Raises:
         InputError: there is none.
@@ -87,12 +91,12 @@ def find_plans(
     begin = time.perf_counter()
     coarse = request.devices > _ALL and "data_granularity" not in request.fixed and not exhaustive
     first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
-    search = _Search(costs, first, exhaustive, can_run, accept)
+    search = _Search(costs, first, exhaustive, can_run, accept, known, part)
     search.run()
     found = search.answer
     far = not found.plans or found.plans[0].step_seconds > _FAR * found.least
     if coarse and far and request.objective != "memory":  # finer granularities need less memory, and hide less
-        search = _Search(costs, request, exhaustive, can_run, accept, found.plans)
+        search = _Search(costs, request, exhaustive, can_run, accept, found.plans, part)
         search.run()
         search.answer.simulated += found.simulated
     answer = search.answer
@@ -145,18 +149,19 @@ class _Search:
 
     def __init__(
         self,
-        costs: CostModel,
+        costs: StepCosts,
         request: Request,
         exhaustive: bool,
         can_run: CanRun,
         accept: Callable[[Simulated], str | None],
-        plans: Sequence[Simulated] = (),
+        plans: Sequence[Simulated],
+        part: float,
     ) -> None:
         self.costs, self.request, self.exhaustive, self.accept = costs, request, exhaustive, accept
         self.refusals, self.answer = Refusals(), Answer(plans=list(plans))
         self.space = Space(costs, request, self.refusals, can_run)
         self._heap: list[tuple[float, int, float, int, Callable[..., Any], tuple[Any, ...]]] = []
-        self._left = inf if exhaustive else _steps(request.devices)
+        self._left = inf if exhaustive else part * _steps(request.devices)
         self._number = count()
         self._done: set[Choice] = set()
 

@@ -13,23 +13,24 @@ from pipeloom.plan.search.simulated import Simulated
 USUAL_NAME = "usual choice"
 _FACTORS = (1.1, 1.5)  # of the memory of a device
 _LEAST_GAIN = 0.01
+_PART = 0.2  # of the steps of a search on many devices
 
 
-def more_memory(costs: CostModel, request: Request, seconds: float, **asked: Any) -> tuple[float, float] | None:
+def more_memory(costs: CostModel, request: Request, best: Simulated, **asked: Any) -> tuple[float, float] | None:
     """More bytes per device with which a plan is faster, and the seconds of its step; None if there is none.
 
     Args:
         costs: of the model on its cluster.
         request: with the memory that there is.
-        seconds: of the best plan with it.
+        best: the best plan with it.
         asked: arguments of `find_plans`.
     """
     if request.memory_bytes == inf or request.objective != "time":
         return None
     for factor in _FACTORS:
         more = replace(request, memory_bytes=factor * request.memory_bytes, top=1)
-        found = find_plans(costs, more, **asked).plans[0]
-        if found.step_seconds < (1 - _LEAST_GAIN) * seconds and found.peak > request.memory_bytes:
+        found = find_plans(costs, more, known=[best], part=_PART, **asked).plans[0]
+        if found.step_seconds < (1 - _LEAST_GAIN) * best.step_seconds and found.peak > request.memory_bytes:
             return found.peak - request.memory_bytes, found.step_seconds
     return None
 

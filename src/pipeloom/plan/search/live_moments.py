@@ -1,4 +1,4 @@
-"""Moments of a step at which ranks hold most activations: what is there is a lower bound of their peak. No torch here."""
+"""Moments of a step at which ranks hold most activations: what is there bounds their peak from below. No torch here."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from pipeloom.ir import Op
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.live_moments import Moment, Moments
 from pipeloom.plan.search.request import Request
@@ -53,7 +53,7 @@ class MemoryChoices:
         request: what is planned.
     """
 
-    def __init__(self, costs: CostModel, shape: Shape, moments: Moments, request: Request) -> None:
+    def __init__(self, costs: StepCosts, shape: Shape, moments: Moments, request: Request) -> None:
         self._costs, self._shape, self._moments, self._request = costs, shape, moments, request
         of, self._kinds = shape.of, request.kinds
         self._kept = {
@@ -83,6 +83,8 @@ class MemoryChoices:
     ) -> tuple[list[Choice], float]:
         """The choice with the least extra time that fits by closed forms, and the bytes that some rank needs at least.
 
+        Where no choice fits with `beside`, it is the most recomputation, if that may fit without.
+
         Args:
             of: the configuration of the shape, with a data strategy.
             beside: bytes of each rank that closed forms do not have.
@@ -103,7 +105,7 @@ class MemoryChoices:
             candidates = [least] if least else uniform[-1:]
             if every:
                 candidates = list(dict.fromkeys([*candidates, *uniform]))
-        choices = [self._choice(of, each, tight) for each in candidates]
+        choices = [self._choice(of, each, fixed) for each in candidates]
         most = self._request.memory_bytes
         return [each for each in choices if each.least_bytes <= most], min(each.least_bytes for each in choices)
 
@@ -157,15 +159,12 @@ class MemoryChoices:
         recompute = [kinds[0]] * self._shape.placement.num_stages
         if self._fits(rank, sizes, recompute):
             return {}
-        live, seconds, room = self._moments[rank][-1].live, self._seconds, most - max(sizes)
+        live, room = self._moments[rank][-1].live, most - max(sizes)
+        seconds = self._seconds
+        extra = {kind: list(map(sub, seconds[kind], seconds[kinds[0]])) for kind in kinds}
         for _ in range(_TRIES):
-            best = knapsack(
-                [
-                    [(seconds[kind][stage] - seconds[kinds[0]][stage], count * self._kept[kind][stage]) for kind in kinds]
-                    for stage, count in live.items()
-                ],
-                room,
-            )
+            items = [[(extra[kind][stage], n * self._kept[kind][stage]) for kind in kinds] for stage, n in live.items()]
+            best = knapsack(items, room)
             if best is None:
                 return None
             found = dict(zip(live, best, strict=True))
@@ -178,10 +177,11 @@ class MemoryChoices:
         return None
 
 
-def fixed_bytes(costs: CostModel, of: Configuration, shape: Shape, moments: Moments) -> list[list[float]]:
+def fixed_bytes(costs: StepCosts, of: Configuration, shape: Shape, moments: Moments) -> list[list[float]]:
     """For each rank and moment, bytes beside activations, at least."""
     each, parameters, counts = state_bytes_per_parameter(of), costs.parameters(of), of.blocks_of(costs.num_blocks)
-    formats, found = NumberBytes.of(of.precision), []
+    formats = NumberBytes.of(of.precision)
+    found: list[list[float]] = []
     coarse, fine = of.granularity is Granularity.STEP, of.granularity is Granularity.MICROBATCH
     compute = formats.compute if of.strategy.shards_parameters else 0
     for held, rank in zip(shape.placement.stages_of, moments, strict=True):

@@ -13,9 +13,9 @@ from pipeloom.ir import Placement
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_bound import message_seconds, pipeline_bound
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.bounds import schedule_seconds
@@ -49,7 +49,7 @@ class Shapes:
         refusals: where refused configurations are counted.
     """
 
-    def __init__(self, costs: CostModel, request: Request, refusals: Refusals) -> None:
+    def __init__(self, costs: StepCosts, request: Request, refusals: Refusals) -> None:
         self._costs, self._request, self._refusals = costs, request, refusals
         self._layers = costs.num_blocks
         self._single: dict[object, list[Seconds]] = {}
@@ -164,14 +164,14 @@ class Shapes:
         return self._bounds[key]
 
 
-def candidate_seconds(costs: CostModel, shape: Shape) -> tuple[float, float]:
+def candidate_seconds(costs: StepCosts, shape: Shape) -> tuple[float, float]:
     """Seconds of a step without update where nothing but the order of a schedule is open: at least, and likely."""
     of, stages = shape.of, costs.stage_seconds(shape.of)
     least = max(pipeline_seconds(costs, shape), _link_seconds(costs, shape, stages), _run_seconds(costs, shape))
     return least, max(least, schedule_seconds(of.schedule, stages, shape.placement, of.microbatches, of.chunks))
 
 
-def _run_seconds(costs: CostModel, shape: Shape) -> float:
+def _run_seconds(costs: StepCosts, shape: Shape) -> float:
     """Of the data link of rank 0 at granularity chunk: virtual stages take turns for every group of p micro-batches."""
     of = shape.of
     if of.granularity is not Granularity.CHUNK or of.replicas == 1 or of.inside.expert > 1:
@@ -184,7 +184,7 @@ def _run_seconds(costs: CostModel, shape: Shape) -> float:
     return turns * (gathers + reduce_seconds(data, formats.gradient * size, network))
 
 
-def _link_seconds(costs: CostModel, shape: Shape, stages: Sequence[Seconds]) -> float:
+def _link_seconds(costs: StepCosts, shape: Shape, stages: Sequence[Seconds]) -> float:
     """Of rank 0 with the gather and the reduction of its first stage, which nothing of it hides."""
     of = shape.of
     if of.replicas == 1 or of.inside.expert > 1 or len(shape.placement.replicas[0]) > 1:
@@ -198,7 +198,7 @@ def _link_seconds(costs: CostModel, shape: Shape, stages: Sequence[Seconds]) -> 
     return gathers + max(0.0, work - sum(first) / of.slices) + sums
 
 
-def pipeline_seconds(costs: CostModel, shape: Shape) -> float:
+def pipeline_seconds(costs: StepCosts, shape: Shape) -> float:
     """The bound of `pipeline_bound` for a shape."""
     of = shape.of
     stages, count = costs.stage_seconds(of), of.slices

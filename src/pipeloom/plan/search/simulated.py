@@ -14,7 +14,7 @@ from math import lcm
 
 from pipeloom.ir import Program, Schedule
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import memory_of_ranks
 from pipeloom.sim import Timeline
 
@@ -77,7 +77,7 @@ class Step:
     """
 
     def __init__(
-        self, costs: CostModel, of: Configuration, schedule_limit: float | None = None, *, whole: bool = False
+        self, costs: StepCosts, of: Configuration, schedule_limit: float | None = None, *, whole: bool = False
     ) -> None:
         self._costs, self._of, self._limit = costs, of, schedule_limit
         number, group = short_microbatches(of, of.stages)
@@ -151,7 +151,7 @@ class Step:
         return seconds
 
 
-def simulated(costs: CostModel, of: Configuration, *, whole: bool = False) -> Simulated:
+def simulated(costs: StepCosts, of: Configuration, *, whole: bool = False) -> Simulated:
     """Simulate a step. Raises InputError or ScheduleError for sizes that do not fit."""
     step = Step(costs, of, whole=whole)
     return step.simulated(step.peaks())

@@ -19,8 +19,8 @@ from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.options import Precision
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.links import ORDER
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.bounds import Point, Recomputed, mixed_seconds
@@ -76,7 +76,7 @@ class Space:
         can_run: asked for the processes of a stage alone.
     """
 
-    def __init__(self, costs: CostModel, request: Request, refusals: Refusals, can_run: CanRun) -> None:
+    def __init__(self, costs: StepCosts, request: Request, refusals: Refusals, can_run: CanRun) -> None:
         self.costs, self.request, self.refusals, self._can_run = costs, request, refusals, can_run
         self.shapes = Shapes(costs, request, refusals)
         self._layers = costs.num_blocks

@@ -1,0 +1,197 @@
+"""`ProfiledCosts`: costs of a model whose layers were measured. No torch here.
+
+Seconds and bytes of other micro-batches follow from those of two by a straight line, or from one in proportion. A
+backward counts as half an I and half a W. Full recomputation repeats a forward, and keeps the input.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from pipeloom.errors import InputError
+from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.links import data_links, pipeline_network
+from pipeloom.plan.costs.measured_links import measured_network, step_end_seconds
+from pipeloom.plan.costs.step_costs import StepCosts
+from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel
+from pipeloom.plan.memory.choose import stage_bytes
+from pipeloom.plan.stage_times import Seconds
+from pipeloom.sim import Costs, Network
+from pipeloom.sim.costs import MOST_UNITS
+
+_UPDATE_BYTES, _STATE_BYTES = 24.0, 8.0  # of an update per parameter, and per number of state: read and written
+
+
+class UnitRow(NamedTuple):
+    """A unit on one micro-batch.
+
+    Attributes:
+        forward, backward: seconds.
+        again: seconds of the forward of what full recomputation repeats.
+        sent: bytes of its output.
+        kept: bytes that its forward keeps.
+        recomputed: the same with full recomputation.
+    """
+
+    forward: float
+    backward: float
+    again: float
+    sent: float
+    kept: float
+    recomputed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Layers that stay together: one that a cut counts, and its neighbours that no cut counts.
+
+    Attributes:
+        name: of the counted layer.
+        rows: by samples per micro-batch.
+        parameters: shapes by canonical name.
+        buffer_elements: elements of buffers.
+    """
+
+    name: str
+    rows: Mapping[int, UnitRow]
+    parameters: Mapping[str, tuple[int, ...]]
+    buffer_elements: int = 0
+
+    def at(self, samples: int) -> UnitRow:
+        """On a micro-batch of `samples`."""
+        sizes = sorted(self.rows)
+        low, high = sizes[0], sizes[-1]
+        if low == high:
+            return UnitRow(*(value * samples / low for value in self.rows[low]))
+        part = (samples - low) / (high - low)
+        pairs = zip(self.rows[low], self.rows[high], strict=True)
+        return UnitRow(*(max(a * min(1.0, samples / low), a + part * (b - a)) for a, b in pairs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledCosts(StepCosts):
+    """Costs of configurations of a measured model on one cluster.
+
+    Attributes:
+        units: the model in order.
+        cluster: where it is trained; its devices are as fast as the one that was measured.
+    """
+
+    units: Sequence[Unit]
+    cluster: Cluster
+    _at: dict[int, list[UnitRow]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.units)
+
+    @property
+    def tokens(self) -> int:
+        return 1
+
+    @property
+    def expert_degrees(self) -> list[int]:
+        return [1]
+
+    @property
+    def merges_backwards(self) -> bool:
+        return self.cluster.measured is not None
+
+    def check(self, of: Configuration) -> None:
+        if of.inside != InsideStage():
+            raise InputError("tensor, context, expert: a profile has the times of whole layers. Leave them at 1.")
+
+    def _rows(self, of: Configuration) -> list[UnitRow]:
+        found = self._at.get(of.microbatch_size)
+        if found is None:
+            found = self._at[of.microbatch_size] = [unit.at(of.microbatch_size) for unit in self.units]
+        return found
+
+    def _stages(self, of: Configuration) -> list[range]:
+        """The units of every stage."""
+        ends = accumulate(of.blocks_of(len(self.units)))
+        return [range(start, end) for start, end in pairwise([0, *ends])]
+
+    def stage_seconds(self, of: Configuration) -> list[Seconds]:
+        rows, found = self._rows(of), []
+        for stage, units in enumerate(self._stages(of)):
+            forward, backward = sum(rows[u].forward for u in units), sum(rows[u].backward for u in units)
+            again = sum(rows[u].again for u in units) if of.recompute_of(stage) is Recompute.FULL else 0.0
+            found.append(Seconds(forward, backward / 2 + again, backward / 2))
+        return found
+
+    def message_bytes(self, of: Configuration) -> float:
+        return min(row.sent for row in self._rows(of))
+
+    def kept_bytes(self, of: Configuration) -> list[float]:
+        rows = self._rows(of)
+        return [
+            sum(rows[u].recomputed if of.recompute_of(stage) is Recompute.FULL else rows[u].kept for u in units)
+            for stage, units in enumerate(self._stages(of))
+        ]
+
+    def memory_model(self, of: Configuration) -> MemoryModel:
+        layers = [
+            LayerMemory(
+                name=unit.name,
+                parameters=unit.parameters,
+                kept_bytes={kind: row.recomputed if kind is Recompute.FULL else row.kept for kind in Recompute},
+                buffer_elements=unit.buffer_elements,
+                is_block=True,
+                recompute_share={kind: float(kind is Recompute.FULL) for kind in Recompute},
+            )
+            for unit, row in zip(self.units, self._rows(of), strict=True)
+        ]
+        return MemoryModel(
+            stages=[[layers[u] for u in units] for units in self._stages(of)],
+            precision=of.precision,
+            optimizer=of.optimizer,
+            recompute=tuple(map(of.recompute_of, range(of.stages))),
+        )
+
+    def costs(self, of: Configuration) -> Costs:
+        stages, memory, rows = self.stage_seconds(of), self.memory_model(of), self._rows(of)
+        parameters, gradients = stage_bytes(memory, of.replicas)
+        return Costs(
+            forward=tuple(each.forward for each in stages),
+            backward_input=tuple(each.backward_input for each in stages),
+            backward_weight=tuple(each.backward_weight for each in stages),
+            message_bytes=tuple(rows[units[-1]].sent for units in self._stages(of)),
+            activation_bytes=tuple(memory.kept_bytes(stage) for stage in range(of.stages)),
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            units=tuple(min(MOST_UNITS, len(stage)) for stage in memory.stages),
+        )
+
+    def network(self, of: Configuration) -> Network:
+        cluster, at = self.cluster.beside(of.devices), of.strides
+        data = data_links(cluster, stride=at["pp"] if of.data == 1 else at["dp"], replicas=of.replicas)
+        if cluster.measured is not None:
+            return measured_network(cluster, max(row.sent for row in self._rows(of)), data)
+        return pipeline_network(cluster, ranks=of.pipeline, stride=at["pp"], **data)
+
+    def _held(self, units: Sequence[int]) -> float:
+        """Elements of parameters; one that several units share counts once."""
+        shapes = {name: shape for unit in units for name, shape in self.units[unit].parameters.items()}
+        return float(sum(map(math.prod, shapes.values())))
+
+    def parameters(self, of: Configuration) -> list[float]:
+        return [self._held(units) for units in self._stages(of)]
+
+    def held_parameters(self, of: Configuration, stages: Sequence[int]) -> float:
+        every = self._stages(of)
+        return self._held([unit for stage in stages for unit in every[stage]])
+
+    def update_seconds(self, of: Configuration, stages_of: Sequence[Sequence[int]]) -> float:
+        held = max(self.held_parameters(of, stages) for stages in stages_of)
+        held /= of.replicas if of.strategy.shards_optimizer else 1
+        cluster = self.cluster.beside(of.devices)
+        if cluster.measured is None or cluster.rates is None:
+            return (_UPDATE_BYTES + _STATE_BYTES * OPTIMIZERS[of.optimizer]) * held / cluster.memory_rate
+        turns = max(1.0, of.devices / cluster.measured.cores)
+        return turns * cluster.rates.curve("update", held) + step_end_seconds(cluster)

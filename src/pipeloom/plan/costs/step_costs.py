@@ -1,0 +1,161 @@
+"""`StepCosts`: what the search asks of a model's costs, and what does not depend on the model. No torch here."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from pipeloom import schedules
+from pipeloom.ir import Op, Placement, Program, Schedule
+from pipeloom.passes import insert_offload, lower, merge_backwards
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.shared_sums import shared_sum_seconds
+from pipeloom.plan.memory import MemoryModel
+from pipeloom.plan.stage_times import Seconds
+from pipeloom.schedules import Conditions
+from pipeloom.sim import Costs, Network, Timeline, simulate
+from pipeloom.sim.shared_cores import simulate_shared
+
+
+class StepCosts(ABC):
+    """Seconds and bytes of configurations of one model on one cluster.
+
+    Attributes:
+        cluster: where the model is trained.
+    """
+
+    cluster: Cluster
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks, which stages consist of."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens per sample."""
+
+    @property
+    @abstractmethod
+    def expert_degrees(self) -> list[int]:
+        """Expert-parallel degrees that divide the experts."""
+
+    @property
+    @abstractmethod
+    def merges_backwards(self) -> bool:
+        """Whether I and W that follow each other run as a whole backward, which is faster."""
+
+    @abstractmethod
+    def check(self, of: Configuration) -> None:
+        """Raises InputError for sizes that processes cannot share."""
+
+    @abstractmethod
+    def stage_seconds(self, of: Configuration) -> list[Seconds]:
+        """Seconds of F, I and W of every stage on one micro-batch."""
+
+    @abstractmethod
+    def message_bytes(self, of: Configuration) -> float:
+        """Bytes from one stage to the next, per process and micro-batch, at least."""
+
+    @abstractmethod
+    def memory_model(self, of: Configuration) -> MemoryModel:
+        """What memory forecasts need."""
+
+    @abstractmethod
+    def costs(self, of: Configuration) -> Costs:
+        """Seconds and bytes of every stage, for the simulator."""
+
+    @abstractmethod
+    def network(self, of: Configuration) -> Network:
+        """The links between stages, and between processes with the same parameters."""
+
+    @abstractmethod
+    def parameters(self, of: Configuration) -> list[float]:
+        """Elements of the parameters of every stage on one process."""
+
+    @abstractmethod
+    def held_parameters(self, of: Configuration, stages: Sequence[int]) -> float:
+        """Elements of the parameters of a process with these stages; a shared one counts once."""
+
+    @abstractmethod
+    def kept_bytes(self, of: Configuration) -> list[float]:
+        """Bytes that F of one micro-batch keeps on every stage."""
+
+    @abstractmethod
+    def update_seconds(self, of: Configuration, stages_of: Sequence[Sequence[int]]) -> float:
+        """Seconds of the optimizer's update on the rank with most parameters."""
+
+    def schedule(self, of: Configuration, memory_limit: float | None = None) -> Schedule:
+        """The named schedule, built for the costs where its family does so.
+
+        Args:
+            of: the configuration.
+            memory_limit: activations of a rank, in shares of one rank on one micro-batch, for schedules built for it.
+
+        Raises:
+            ScheduleError: the schedule does not support the sizes.
+        """
+        family = schedules.find(of.schedule)
+        conditions = None
+        if family.to_measure:
+            conditions = self._conditions(of, memory_limit)
+        return family(
+            num_ranks=of.pipeline,
+            num_microbatches=of.microbatches,
+            num_chunks=None if family.chunks else of.chunks,
+            num_slices=of.slices,
+            conditions=conditions,
+        )
+
+    def _conditions(self, of: Configuration, memory_limit: float | None) -> Conditions:
+        plan = Schedule(
+            name=of.schedule, num_microbatches=1, placement=Placement.loop(of.pipeline, of.chunks), orders=()
+        )
+        costs, network = self.costs(of), self.network(of)
+        seconds = costs.seconds(plan)
+        kept = costs.bytes_kept(plan)
+        assert kept is not None
+        share = sum(kept[0]) / of.pipeline
+        return Conditions(
+            forward=seconds[Op.F],
+            backward_input=seconds[Op.I],
+            backward_weight=seconds[Op.W],
+            latency=network.message_seconds(plan, costs),
+            activation=kept[0],
+            weight_gradient=kept[1],
+            caps=(float("inf") if memory_limit is None else memory_limit * share,) * of.pipeline,
+        )
+
+    def program(self, of: Configuration, schedule: Schedule | None = None) -> Program:
+        """What every replica runs."""
+        schedule = schedule or self.schedule(of)
+        if self.merges_backwards:
+            schedule = merge_backwards(schedule)
+        program = lower(schedule, data=of.data_axis())
+        return program if of.offload is None else insert_offload(program, of.offload)
+
+    def shared_sum_seconds(self, of: Configuration, placement: Placement) -> float:
+        """Seconds of the sums of gradients between ranks of a pipeline that hold the same stage."""
+        if all(len(ranks) == 1 for ranks in placement.replicas):
+            return 0.0
+        return shared_sum_seconds(of, placement, self.parameters(of), self.network(of))
+
+    def timeline(
+        self,
+        of: Configuration,
+        program: Program | Schedule,
+        costs: Costs | None = None,
+        network: Network | None = None,
+    ) -> Timeline:
+        """A simulated step, without the update. Processes beyond the cores of a measured machine take turns.
+
+        Args:
+            of: the configuration.
+            program: what every replica runs.
+            costs, network: in place of those of the configuration.
+        """
+        costs, network, measured = costs or self.costs(of), network or self.network(of), self.cluster.measured
+        if measured is None or of.devices <= measured.cores:
+            return simulate(program, costs, network)
+        program = program if isinstance(program, Program) else lower(program)
+        return simulate_shared(program, costs, network, cores=measured.cores, copies=of.devices // of.pipeline)

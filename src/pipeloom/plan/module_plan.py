@@ -1,0 +1,171 @@
+"""`plan_module`: measures the layers of any module, and searches for the fastest way to train it on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.common.quantities import seconds_text
+from pipeloom.errors import InputError, PipeloomError
+from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.named_clusters import find_cluster
+from pipeloom.plan.costs.profiled_costs import ProfiledCosts, Unit, UnitRow
+from pipeloom.plan.plan import Plan
+from pipeloom.plan.search.answer import plan_of, predicted
+from pipeloom.plan.search.best_first import find_plans
+from pipeloom.plan.search.request import Objective, Request, parse_fixed, parse_forbidden
+from pipeloom.plan.search.simulated import Simulated
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeloom.split.profile import LossFn
+
+_USABLE = 0.92  # of a device's memory, as for `pipeloom plan`
+_WHOLE = ("tensor", "context", "expert", "slices", "offload", "sequence")  # a profile has no times of their parts
+_FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+
+
+def plan_module(
+    model: nn.Module | Sequence[nn.Module],
+    example: Any,
+    *,
+    cluster: str | Cluster,
+    global_batch_size: int,
+    devices: int | None = None,
+    loss_fn: LossFn | None = None,
+    layers: Sequence[str] | None = None,
+    memory_bytes: float | None = None,
+    optimizer: str = "adamw",
+    objective: Objective = "time",
+    fix: str | None = None,
+    forbid: str | None = None,
+    num_rounds: int = 5,
+) -> Plan:
+    """Measure every layer of a model, and search for the fastest plan on a cluster whose devices are like this one.
+
+    ``pipeloom.plan(...)`` calls this function. The search is that of `pipeloom plan`, over pipeline and data degrees,
+    schedule, virtual stages, layers per stage, micro-batches, full recomputation per stage, and ZeRO.
+    ``pipeloom.Pipeline(model, plan, loss_fn=loss_fn)`` runs the plan.
+
+    Args:
+        model: a model that `pipeloom.split.split` cuts into layers: an nn.Sequential, a model with `pipeline_layers`, a
+            Hugging Face decoder, or a list of modules.
+        example: inputs of one micro-batch, of the largest size to plan for, samples first; with `loss_fn`, the pair
+            (inputs, targets). Layers are measured with all its samples and with half of them.
+        cluster: a name such as "dgx-h100", "local", a cluster file, or a `Cluster`.
+        global_batch_size: samples per step.
+        devices: of the cluster; None: those of one node.
+        loss_fn: ``loss_fn(output, targets)``, measured with the last layer.
+        layers: names of the layers in order, as for `pipeloom.split.split`.
+        memory_bytes: per device; None: 92 % of the memory of the cluster's devices.
+        optimizer: a name of `pipeloom memory --optimizers`.
+        objective: "time", "memory" or "cost", as ``--objective``.
+        fix, forbid: as ``--fix`` and ``--forbid`` of `pipeloom plan`, such as ``"schedule=1f1b,pipeline=4"``.
+        num_rounds: measurements whose median counts.
+
+    Raises:
+        InputError: no plan fits, a size is less than 1, or an unknown name.
+        SplitError: the layers of the model are unknown.
+
+    Source: the profile of layers is PipeDream's (arXiv:1806.03377, section 3.1).
+    """
+    where = find_cluster(cluster, "cluster") if isinstance(cluster, str) else cluster
+    count = where.devices_per_node if devices is None else devices
+    for name, value in (("global_batch_size", global_batch_size), ("devices", count)):
+        if value < 1:
+            raise InputError(f"{name}={value}: must be at least 1.")
+    request = Request(
+        devices=count,
+        batch_size=global_batch_size,
+        memory_bytes=_memory(where, count) if memory_bytes is None else memory_bytes,
+        fixed=parse_fixed(fix) if fix else {},
+        forbidden=(parse_forbidden(forbid) if forbid else frozenset()) | frozenset(_WHOLE),
+        optimizer=optimizer,
+        objective=objective,
+        top=1,
+    )
+    if (wrong := next((name for name in _WHOLE if name in request.fixed), None)) is not None:
+        raise InputError(f"fix={fix}: {wrong} needs times of parts of layers, which a profile has not. Remove it.")
+    units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds)
+    costs = ProfiledCosts(units=units, cluster=where)
+    request = replace(request, fixed={"precision": precision, **request.fixed})
+    answer = find_plans(costs, request, accept=lambda found: _refusal(costs, found))
+    best = answer.plans[0]
+    why = (
+        f"{seconds_text(best.step_seconds)} per step predicted from layers measured with up to {samples} samples; "
+        f"{answer.considered:,} configurations considered, {answer.simulated:,} simulated."
+    )
+    return plan_of(costs, best.of, best.schedule_limit, why=(why,), **predicted(best))
+
+
+def _memory(cluster: Cluster, devices: int) -> float:
+    memory = cluster.device.memory_bytes
+    if memory is None:
+        return inf
+    return _USABLE * memory / (devices if cluster.measured is not None else 1)
+
+
+def _refusal(costs: ProfiledCosts, found: Simulated) -> str | None:
+    """Why the runtime cannot run a plan."""
+    try:
+        plan_of(costs, found.of, found.schedule_limit)
+    except PipeloomError as error:
+        return str(error)
+    return None
+
+
+def _measured(
+    model: nn.Module | Sequence[nn.Module],
+    example: Any,
+    layers: Sequence[str] | None,
+    loss_fn: LossFn | None,
+    num_rounds: int,
+) -> tuple[list[Unit], int, str]:
+    """The units of a model, the samples of the example, and the number format of the parameters."""
+    from pipeloom.split.layer_rows import measure_layers, samples_of
+
+    samples = samples_of(example)
+    found = measure_layers(model, example, layers=layers, loss_fn=loss_fn, num_rounds=num_rounds)
+    groups: list[list[Any]] = []
+    for layer in found:
+        if groups and (not layer.counted or not any(each.counted for each in groups[-1])):
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    formats = {dtype for layer in found for dtype in layer.dtypes}
+    unknown = formats - set(_FORMATS)
+    if unknown or len(formats) > 1:
+        raise InputError(
+            f"model has parameters of {', '.join(sorted(formats))}: a plan has one format, of "
+            f"{', '.join(_FORMATS)}. Convert the model."
+        )
+    return [_unit(group) for group in groups], samples, _FORMATS[formats.pop()] if formats else "fp32"
+
+
+def _unit(group: Sequence[Any]) -> Unit:
+    """A counted layer with its neighbours."""
+    rows: Mapping[int, UnitRow] = {
+        samples: UnitRow(
+            forward=sum(layer.rows[samples].forward for layer in group),
+            backward=sum(layer.rows[samples].backward for layer in group),
+            again=sum(layer.rows[samples].forward for layer in group if layer.counted),
+            sent=group[-1].rows[samples].sent,
+            kept=sum(layer.rows[samples].kept for layer in group),
+            recomputed=sum(
+                min(layer.rows[samples].kept, layer.rows[samples].received)
+                if layer.counted
+                else layer.rows[samples].kept
+                for layer in group
+            ),
+        )
+        for samples in group[0].rows
+    }
+    return Unit(
+        name=next((layer.name for layer in group if layer.counted), group[0].name),
+        rows=rows,
+        parameters={name: shape for layer in group for name, shape in layer.parameters.items()},
+        buffer_elements=sum(layer.buffer_elements for layer in group),
+    )

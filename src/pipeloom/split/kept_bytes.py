@@ -1,0 +1,37 @@
+"""Bytes that autograd keeps for the backward of a module."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
+
+
+def kept_bytes(module: nn.Module, value: Any) -> tuple[int, Any]:
+    """Bytes that one forward keeps for its backward, without parameters and buffers, and its detached output.
+
+    Each storage counts once.
+
+    Args:
+        module: what runs; its buffers may change.
+        value: its input.
+    """
+    held = {each.untyped_storage()._cdata for each in (*module.parameters(), *module.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = module(tree_map(_fresh, value))
+    return sum(storage.nbytes() for storage in kept.values()), tree_map(_fresh, output)
+
+
+def _fresh(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())

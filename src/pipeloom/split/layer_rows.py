@@ -1,0 +1,113 @@
+"""Measures the layers of a model on micro-batches of two sizes: times, bytes, and the shapes of parameters."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipeloom.errors import InputError
+from pipeloom.split.kept_bytes import kept_bytes
+from pipeloom.split.profile import LossFn, profile_layers, untouched
+from pipeloom.split.stages import single_layers
+
+
+class LayerRow(NamedTuple):
+    """A layer on one micro-batch: seconds, and bytes of its input, of its output, and kept by its forward."""
+
+    forward: float
+    backward: float
+    received: float
+    sent: float
+    kept: float
+
+
+class MeasuredLayer(NamedTuple):
+    """One layer.
+
+    Attributes:
+        name: fully qualified.
+        counted: whether a cut counts it.
+        rows: by samples.
+        parameters: shapes by name; layers that share a parameter name it alike.
+        buffer_elements: elements of buffers.
+        dtypes: of its floating-point parameters.
+    """
+
+    name: str
+    counted: bool
+    rows: Mapping[int, LayerRow]
+    parameters: Mapping[str, tuple[int, ...]]
+    buffer_elements: int
+    dtypes: frozenset[str]
+
+
+def samples_of(example: Any) -> int:
+    """Samples of an example: the first dimension of its first tensor. Raises InputError where it has none."""
+    for leaf in tree_leaves(example):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    raise InputError("example: has no tensor whose first dimension is the samples. Pass the inputs of one micro-batch.")
+
+
+def measure_layers(
+    model: nn.Module | Sequence[nn.Module],
+    example: Any,
+    *,
+    layers: Sequence[str] | None = None,
+    loss_fn: LossFn | None = None,
+    num_rounds: int = 5,
+) -> list[MeasuredLayer]:
+    """Measure every layer with all samples of the example, and with half of them.
+
+    Args:
+        model: as for `split`.
+        example: inputs of one micro-batch; with `loss_fn`, the pair (inputs, targets).
+        layers: as for `split`.
+        loss_fn: its time is added to the last layer's.
+        num_rounds: rounds whose median is reported.
+
+    Raises:
+        InputError: the example has no samples.
+        SplitError: the layers of the model are unknown, or it is on the meta device.
+    """
+    found, whole = single_layers(model, layers), samples_of(example)
+    modules = [(name, module) for name, module, _ in found]
+    rows: list[dict[int, LayerRow]] = [{} for _ in found]
+    for samples in dict.fromkeys((max(1, whole // 2), whole)):
+        part = tree_map(lambda leaf, n=samples: _first(leaf, whole, n), example)
+        times = profile_layers(modules, part, loss_fn=loss_fn, num_rounds=num_rounds)
+        kept = _kept([module for _, module in modules], part[0] if loss_fn is not None else part)
+        for row, time, (received, size) in zip(rows, times, kept, strict=True):
+            row[samples] = LayerRow(time.forward_seconds, time.backward_seconds, received, time.activation_bytes, size)
+    names: dict[int, str] = {}
+    for name, module in modules:
+        for inner, parameter in module.named_parameters():
+            names.setdefault(id(parameter), f"{name}/{inner}")
+    return [
+        MeasuredLayer(
+            name=name,
+            counted=counted,
+            rows=row,
+            parameters={names[id(each)]: tuple(each.shape) for each in module.parameters()},
+            buffer_elements=sum(each.numel() for each in module.buffers()),
+            dtypes=frozenset(str(each.dtype) for each in module.parameters() if each.is_floating_point()),
+        )
+        for (name, module, counted), row in zip(found, rows, strict=True)
+    ]
+
+
+def _first(leaf: Any, whole: int, samples: int) -> Any:
+    """The first samples of a tensor that has all of them."""
+    return leaf[:samples].clone() if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == whole else leaf
+
+
+def _kept(modules: Sequence[nn.Module], value: Any) -> list[tuple[float, float]]:
+    """Bytes of the input of every layer, and those that its forward keeps."""
+    found, cuda = [], sorted({p.device.index or 0 for m in modules for p in m.parameters() if p.is_cuda})
+    with untouched(modules, cuda):
+        for module in modules:
+            received = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+            size, value = kept_bytes(module, value)
+            found.append((float(received), float(size)))
+    return found

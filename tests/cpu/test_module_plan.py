@@ -1,0 +1,77 @@
+"""`pipeloom.plan`: any module is measured, planned by the search, and its plan runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.errors import InputError
+from pipeloom.split.layer_rows import measure_layers
+
+
+def layers(count: int = 4, width: int = 32) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)))
+
+
+def loss_fn(output, targets):
+    return ((output - targets) ** 2).mean()
+
+
+EXAMPLE = torch.zeros(8, 32), torch.zeros(8, 32)
+
+
+def test_a_plan_of_any_module_runs_as_it_says():
+    torch.manual_seed(0)
+    model = layers()
+    found = pl.plan(
+        model, EXAMPLE, loss_fn=loss_fn, cluster="dgx-a100-80", devices=2, global_batch_size=16,
+        fix="pipeline=2,data=1,microbatch_size=4", num_rounds=1,
+    )  # fmt: skip
+    assert (found.pipeline, found.data, found.microbatches, found.batch_size) == (2, 1, 4, 16)
+    assert sum(found.cut) == 4
+    assert found.predicted_step_seconds > 0
+    inputs, targets = torch.randn(16, 32), torch.randn(16, 32)
+    parts = zip(inputs.chunk(4), targets.chunk(4), strict=True)
+    expected = sum(loss_fn(model(x), y).item() for x, y in parts) / 4
+    pipe = pl.Pipeline(model, found, loss_fn=loss_fn)
+    assert float(pipe.step(inputs, targets)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_is_measured_of_a_layer():
+    width, rows = 32, measure_layers(layers(2, 32), torch.zeros(8, 32), num_rounds=1)
+    first = rows[0]
+    assert sorted(first.rows) == [4, 8]
+    assert sum(a * b for a, b in (shape for shape in first.parameters.values() if len(shape) == 2)) == width * width
+    for samples, row in first.rows.items():
+        number = 4 * samples * width
+        assert (row.received, row.sent) == (number, number)
+        assert row.kept == 2 * number  # the input of each of its modules
+        assert row.forward > 0
+
+
+def test_less_memory_recomputes_or_shards_more():
+    roomy, tight = (
+        pl.plan(layers(6, 64), torch.zeros(1024, 64), cluster="dgx-a100-80", devices=2, global_batch_size=1024,
+             memory_bytes=memory, fix="pipeline=1,microbatch_size=512", num_rounds=1)
+        for memory in (1e9, 1.5e6)
+    )  # fmt: skip
+    assert max(tight.predicted_memory_bytes) <= 1.5e6 < max(roomy.predicted_memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"memory_bytes": 1e3}, "no plan fits"),
+        ({"fix": "tensor=2"}, "tensor needs times of parts of layers"),
+        ({"cluster": "dgx-b900"}, "cluster=dgx-b900"),
+        ({"global_batch_size": 0}, "global_batch_size=0: must be at least 1"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(options, said):
+    given = {"cluster": "dgx-a100-80", "devices": 2, "global_batch_size": 8, "num_rounds": 1, **options}
+    with pytest.raises(InputError) as error:
+        pl.plan(layers(2), torch.zeros(4, 32), **given)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
