@@ -11,8 +11,8 @@ from pipeloom.common.quantities import seconds_text
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.named_clusters import find_cluster
-from pipeloom.plan.costs.profiled_costs import ProfiledCosts, Unit, UnitRow
 from pipeloom.plan.plan import Plan
+from pipeloom.plan.profiled_costs import ProfiledCosts, Unit, UnitRow
 from pipeloom.plan.search.answer import plan_of, predicted
 from pipeloom.plan.search.best_first import find_plans
 from pipeloom.plan.search.request import Objective, Request, parse_fixed, parse_forbidden
