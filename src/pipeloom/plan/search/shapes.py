@@ -12,7 +12,7 @@ from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.ir import Placement
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.recompute import Recompute
-from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.configuration import Configuration, even_blocks
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_bound import message_seconds, pipeline_bound
 from pipeloom.plan.costs.step_costs import StepCosts
@@ -23,7 +23,6 @@ from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Family
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
-from pipeloom.split.chain_partition import even_parts
 
 LEAST_TOKENS = 256  # of a process or slice
 _ASKED = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
@@ -79,7 +78,7 @@ class Shapes:
                 except ScheduleError:
                     self._refusals.add("the schedule does not support the sizes")
                     continue
-                if placement.num_stages > self._layers:
+                if placement.num_stages > self._costs.most_stages:
                     self._refusals.add("more stages than blocks")
                     continue
                 for order in orders:
@@ -96,7 +95,7 @@ class Shapes:
         else:
             least = 1 if "schedule" in self._request.fixed else 2
             numbers = list(range(least, _MOST_CHUNKS + 1))
-        most = max(1, self._layers // pipeline)
+        most = max(1, self._costs.most_stages // pipeline)
         return [n for n in numbers if self._request.allows("chunks", n) and (n <= most or family.chunks is not None)]
 
     def _slices(self, family: Family, of: Configuration) -> list[int]:
@@ -124,9 +123,16 @@ class Shapes:
         given = self._request.fixed.get("blocks")
         if given is not None:
             return [given] if len(given) == placement.num_stages and sum(given) == self._layers else []
-        even = tuple(even_parts(self._layers, placement.num_stages))
-        seconds = [sum(each) for each in self.block_seconds(of)]
-        return list(dict.fromkeys((even, balanced_blocks(seconds, placement))))
+        even = tuple(even_blocks(self._layers, placement.num_stages))
+        if self._costs.most_stages == self._layers:
+            seconds = [sum(each) for each in self.block_seconds(of)]
+            return list(dict.fromkeys((even, balanced_blocks(seconds, placement))))
+        if len(even) == 1:
+            return [even]
+        apart = replace(of, pipeline=self._costs.most_stages, chunks=1, blocks=None, recompute=Recompute.NONE)
+        seconds = [sum(each) for each in self._costs.stage_seconds(apart)]
+        first, *inner, last = balanced_blocks(seconds, placement)  # of embedding, blocks, and head
+        return list(dict.fromkeys((even, (first - 1, *inner, last - 1))))
 
     def orders(self, of: Configuration) -> list[tuple[str, ...]]:
         """Orders of the axes of which none has links at least as fast as another's for everything."""
