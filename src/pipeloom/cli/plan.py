@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
         optimizer=options.optimizer,
         objective=options.objective,
         top=options.top,
+        ends_alone=checks.ends_alone,
     )
     asked: dict[str, Any] = {"can_run": checks.can_run, "accept": checks.accept}
     answer = find_plans(costs, request, exhaustive=options.exhaustive, **asked)

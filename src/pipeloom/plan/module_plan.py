@@ -86,6 +86,7 @@ def plan_module(
         optimizer=optimizer,
         objective=objective,
         top=1,
+        ends_alone=False,
     )
     if (wrong := next((name for name in _WHOLE if name in request.fixed), None)) is not None:
         raise InputError(f"fix={fix}: {wrong} needs times of parts of layers, which a profile has not. Remove it.")

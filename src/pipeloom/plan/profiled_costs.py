@@ -91,10 +91,6 @@ class ProfiledCosts(StepCosts):
         return len(self.units)
 
     @property
-    def most_stages(self) -> int:
-        return len(self.units)
-
-    @property
     def tokens(self) -> int:
         return 1
 

@@ -70,6 +70,12 @@ class Checks:
         sliced = Configuration(schedule="seq1f1b", slices=2, blocks=blocks)
         return given if self._why_not(sliced) is None else given | {"slices"}
 
+    @property
+    def ends_alone(self) -> bool:
+        """Whether embedding and head can be stages without a block."""
+        stages = self._costs.num_blocks + 2
+        return self._why_not(Configuration(pipeline=stages, blocks=(0, *[1] * (stages - 2), 0))) is None
+
     def _why_not(self, of: Configuration, limit: float | None = None) -> str | None:
         try:
             self._model.check(plan_of(self._costs, of, limit))

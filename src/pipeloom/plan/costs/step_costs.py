@@ -31,11 +31,6 @@ class StepCosts(ABC):
         """Blocks, which stages consist of."""
 
     @property
-    def most_stages(self) -> int:
-        """With a block each; embedding and head may have stages of their own."""
-        return self.num_blocks + 2
-
-    @property
     @abstractmethod
     def tokens(self) -> int:
         """Tokens per sample."""

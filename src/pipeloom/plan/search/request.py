@@ -124,6 +124,7 @@ class Request:
         optimizer: a name of `pipeloom.plan.memory.OPTIMIZERS`.
         objective: what is minimized: seconds per step, the largest peak, or device-seconds per step.
         top: number of plans.
+        ends_alone: whether embedding and head can be stages without a block.
     """
 
     devices: int
@@ -134,6 +135,7 @@ class Request:
     optimizer: str = "adamw"
     objective: Objective = "time"
     top: int = 3
+    ends_alone: bool = True
 
     @property
     def kinds(self) -> tuple[Recompute, ...]:

@@ -51,6 +51,7 @@ class Shapes:
     def __init__(self, costs: StepCosts, request: Request, refusals: Refusals) -> None:
         self._costs, self._request, self._refusals = costs, request, refusals
         self._layers = costs.num_blocks
+        self._most_stages = self._layers + 2 * request.ends_alone
         self._single: dict[object, list[Seconds]] = {}
         self._bounds: dict[object, float] = {}
 
@@ -78,7 +79,7 @@ class Shapes:
                 except ScheduleError:
                     self._refusals.add("the schedule does not support the sizes")
                     continue
-                if placement.num_stages > self._costs.most_stages:
+                if placement.num_stages > self._most_stages:
                     self._refusals.add("more stages than blocks")
                     continue
                 for order in orders:
@@ -95,7 +96,9 @@ class Shapes:
         else:
             least = 1 if "schedule" in self._request.fixed else 2
             numbers = list(range(least, _MOST_CHUNKS + 1))
-        most = max(1, self._costs.most_stages // pipeline)
+        most = max(1, self._most_stages // pipeline)
+        if family.chunks is None and "chunks" in self._request.fixed and numbers[0] > most:
+            self._refusals.add("more stages than blocks")
         return [n for n in numbers if self._request.allows("chunks", n) and (n <= most or family.chunks is not None)]
 
     def _slices(self, family: Family, of: Configuration) -> list[int]:
@@ -124,12 +127,12 @@ class Shapes:
         if given is not None:
             return [given] if len(given) == placement.num_stages and sum(given) == self._layers else []
         even = tuple(even_blocks(self._layers, placement.num_stages))
-        if self._costs.most_stages == self._layers:
+        if not self._request.ends_alone:
             seconds = [sum(each) for each in self.block_seconds(of)]
             return list(dict.fromkeys((even, balanced_blocks(seconds, placement))))
         if len(even) == 1:
             return [even]
-        apart = replace(of, pipeline=self._costs.most_stages, chunks=1, blocks=None, recompute=Recompute.NONE)
+        apart = replace(of, pipeline=self._most_stages, chunks=1, blocks=None, recompute=Recompute.NONE)
         seconds = [sum(each) for each in self._costs.stage_seconds(apart)]
         first, *inner, last = balanced_blocks(seconds, placement)  # of embedding, blocks, and head
         return list(dict.fromkeys((even, (first - 1, *inner, last - 1))))

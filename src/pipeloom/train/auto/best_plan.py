@@ -100,6 +100,7 @@ def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[s
         forbidden=_UNMEASURED,
         optimizer=asked.optimizer.name,
         top=_TOP,
+        ends_alone=False,
     )
 
 
