@@ -217,7 +217,7 @@ def test_a_configuration_of_hugging_face(tmp_path, capsys):
             "must be p3.16xlarge, dgx-a100-80, dgx-h100, dgx-h200, local",
         ),
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --memory.cap 1MiB", "more. Use more devices"),
-        ("--cluster dgx-h100 --devices 7 --batch.size 5 --fix data=7", "do not divide the batch"),
+        ("--cluster dgx-h100 --devices 7 --batch.size 5 --fix data=7", "5 samples cannot be divided by data=7"),
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --fix pipelin=2", "key 'pipelin' is unknown"),
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --fix pipeline=x", "must be an integer"),
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --forbid speed", "cannot be forbidden"),
