@@ -153,6 +153,17 @@ def test_replicas_and_several_steps_weigh_by_labels():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-8)
 
 
+def test_a_loss_may_take_its_number_of_labels_as_a_keyword_argument():
+    def loss_function(logits, labels, vocab_size, num_items_in_batch=None, **_):
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        number = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return torch.div(input=total, other=number)
+
+    model = make("LlamaForCausalLM")
+    model.loss_function = loss_function
+    check(model, token_batch())
+
+
 def test_what_has_no_loss_is_told():
     model = make("LlamaForCausalLM")
     batch = token_batch()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from pipeloom.errors import PipeTypeError
-from pipeloom.split.skippable import SkipKey, skips_of, unpaired
+from pipeloom.split.skippable import SkipKey, pairing_error, skips_of
 
 
 def verify_skippables(module: nn.Sequential) -> None:
@@ -15,9 +15,9 @@ def verify_skippables(module: nn.Sequential) -> None:
     Raises:
         PipeTypeError: a skip that does not pair; the message lists all of them.
     """
-    problems = unpaired(module._modules.items())
-    if problems:
-        raise PipeTypeError(f"stash and pop do not pair: {'; '.join(problems)}. Declare each skip once on each side.")
+    problem = pairing_error(module._modules.items())
+    if problem is not None:
+        raise PipeTypeError(problem)
 
 
 class SkipRoutes(NamedTuple):

@@ -195,8 +195,8 @@ def skips_of(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     return stashed, popped
 
 
-def unpaired(layers: Iterable[tuple[str, nn.Module | None]]) -> list[str]:
-    """What is wrong with the skips of named layers: each is stashed by one, and popped by one behind it."""
+def pairing_error(layers: Iterable[tuple[str, nn.Module | None]]) -> str | None:
+    """The error for skips of named layers that do not pair: each is stashed by one, and popped by one behind it."""
     stashed: set[SkipKey] = set()
     popped: set[SkipKey] = set()
     problems = []
@@ -221,7 +221,9 @@ def unpaired(layers: Iterable[tuple[str, nn.Module | None]]) -> list[str]:
             popped.add(key)
         popped |= both
     problems += [f"no module declared {key.name!r} as poppable but stashed" for key in sorted_keys(stashed - popped)]
-    return problems
+    if not problems:
+        return None
+    return f"stash and pop do not pair: {'; '.join(problems)}. Declare each skip once on each side."
 
 
 def sorted_keys(keys: Iterable[SkipKey]) -> list[SkipKey]:

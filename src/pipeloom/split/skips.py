@@ -17,7 +17,7 @@ from torch import nn
 
 from pipeloom.errors import RunError, SplitError, folded
 from pipeloom.ir import SkippingValue
-from pipeloom.split.skippable import Namespace, SkipKey, skip_values, skips_of, unpaired
+from pipeloom.split.skippable import Namespace, SkipKey, pairing_error, skip_values, skips_of
 from pipeloom.split.stage_module import BlockRunner, StageModule, running
 
 
@@ -116,9 +116,9 @@ def skip_names(layers: Iterable[tuple[str, nn.Module]]) -> dict[SkipKey, str]:
         SplitError: a skip that does not pair.
     """
     layers = list(layers)
-    problems = unpaired(layers)
-    if problems:
-        raise SplitError(f"stash and pop do not pair: {'; '.join(problems)}. Declare each skip once on each side.")
+    problem = pairing_error(layers)
+    if problem is not None:
+        raise SplitError(problem)
     names: dict[SkipKey, str] = {}
     spaces: dict[Namespace, int] = {}
     for _, layer in layers:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from pipeloom.autograd.loss_metrics import Mean, counts_of_labels, zero_of
 from pipeloom.engine.batch import Batch
@@ -224,12 +225,13 @@ class NoticedNumber(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in args:
-            if isinstance(each, NoticedNumber):
-                each.was_read = True
+        def used(number: "NoticedNumber") -> Tensor:
+            number.was_read = True
+            return number.as_subclass(Tensor)
+
         with torch._C.DisableTorchFunctionSubclass():
-            args = tuple(each.as_subclass(Tensor) if isinstance(each, NoticedNumber) else each for each in args)
-            return func(*args, **(kwargs or {}))
+            args, kwargs = tree_map_only(NoticedNumber, used, (args, kwargs or {}))
+            return func(*args, **kwargs)
 
 
 def separated(loss_fn: Any, inputs: Any, targets: Any, *, needs_targets: bool) -> tuple[Any, Any]:
