@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, folded
 from pipeloom.models.experts.settings import ExpertSettings
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.parallel.traffic import LayerSizes
+
+_MOST_TRIED = 1 << 14  # divisors, for a hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +72,10 @@ class Architecture:
                 continue
             part, whole = getattr(self, name), getattr(self, of)
             if whole % part:
-                fits = [n for n in range(1, part) if whole % n == 0]
-                raise InputError(f"model {name}={part}: must divide {of}={whole}. Use {fits[-1]}.")
+                first = min(part - 1, whole)
+                tried = range(first, max(first - _MOST_TRIED, 0), -1)
+                fit = next((n for n in tried if whole % n == 0), 1)
+                raise InputError(f"model {name}={folded(part)}: must divide {of}={folded(whole)}. Use {fit}.")
 
     @classmethod
     def of_gpt(cls, sizes: GPTConfig) -> Self:

@@ -11,8 +11,12 @@ every host counts for itself. So rank 0 draws a new number, and sends it to each
       │ waits for taken/generation/2 ◀──────────────────────│ has the generation
 """
 
+import socket
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -23,6 +27,7 @@ from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.launcher import Membership
 
 _POLL_SECONDS = 0.01  # of rank 0, while other ranks start
+_LISTEN = "0A"  # state of a socket in /proc/net/tcp
 
 
 def join(member: Membership, backend: str) -> None:
@@ -66,3 +71,32 @@ def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800
             generation = int(store.get(answer))
             store.set(f"pipeloom/taken/{generation}/{rank}", "")
     return PrefixStore(f"pipeloom/{generation}", store)
+
+
+def open_store(environment: Mapping[str, str]) -> str | None:
+    """A line about the store of torchrun, if it listens on all interfaces of this machine; else None.
+
+    torch's TCPStore has no password, and binds to all interfaces whatever the address of the rendezvous is.
+    """
+    port = environment.get("MASTER_PORT", "")
+    if "TORCHELASTIC_RUN_ID" not in environment or not port.isdecimal():
+        return None
+    if {name for _, name in socket.if_nameindex()} <= {"lo"} or not _listens_everywhere(int(port)):
+        return None
+    return (
+        f"MASTER_PORT={port}: torchrun's store listens on all interfaces, without a password. On one machine, start "
+        "pipeloom train without torchrun, which opens no port to other machines; on several, close the port with a "
+        "firewall."
+    )
+
+
+def _listens_everywhere(port: int) -> bool:
+    """Whether a process of this machine listens on the port of every address; False where /proc does not show it."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                address, _, number = local.partition(":")
+                if state == _LISTEN and int(number, 16) == port and not address.strip("0"):
+                    return True
+    return False

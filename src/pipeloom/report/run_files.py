@@ -84,7 +84,7 @@ def read_metrics(path: Path) -> Metrics:
         try:
             row = json.loads(line)
             step = int(row["step"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             if number == len(lines) and not text.endswith("\n"):
                 truncated = True
                 break

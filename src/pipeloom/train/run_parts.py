@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pipeloom.models.gpt import SEES_THE_FUTURE
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.rendezvous import open_store
 from pipeloom.train.config.memory import offloads
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Sampler
@@ -76,6 +77,8 @@ class RunParts(RunModel):
         self.samples_seen = 0
         self.notices = list(self.samples.notices)
         self.notices += _slow_links(group)
+        if group.rank == 0 and (line := open_store(os.environ)) is not None:
+            self.notices.append(line)
         if config.model.experts and config.model.router == "expert-choice":
             self.notices.append(f"model.router=expert-choice: {SEES_THE_FUTURE}")
         if memory.offload is not None and not offloaded:

@@ -180,7 +180,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     try:
         return Manifest.from_dict(data)
-    except (ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, CheckpointError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else error
         raise CheckpointError(
             f"{checkpoint / MANIFEST_NAME} is not a valid manifest ({reason}). Use another checkpoint, see `pipeloom "
