@@ -25,14 +25,14 @@ from pipeloom.plan.memory import memory_of_ranks
 KINDS = ("profile", "tables")
 _QUIET = 0.1  # of the cores' time that others may use during a measurement
 _MOST_TRIES = 3  # rounds over those that count
+_CROWDED = 2  # micro-batch sizes that more processes than cores measure at once
 _NEAR = 1.05  # chosen over fastest
 
 
 def measure(case: Case, crew: Crew, cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
     """The layers of a model as measured, and for each configuration predicted seconds and bytes, and measured ones."""
     rows = [build(case, crew, cluster, of) for of in configurations(case)]
-    layers = measure_layers(case, crew, cluster)
-    take_turns(crew, rows, arguments, cluster.measured.cores if cluster.measured else 1)
+    layers = take_turns(case, crew, cluster, rows, arguments)
     crew.call("close_all")
     predict(case, cluster, layers, rows)
     return {"summary": summary(rows), "layers": layers.to_mapping(), "rows": rows}
@@ -52,11 +52,13 @@ def build(case: Case, crew: Crew, cluster: Cluster, of: Configuration) -> dict[s
     }
 
 
-def measure_layers(case: Case, crew: Crew, cluster: Cluster) -> LayerTimes:
-    """Measure the layers of the model, side by side on as many processes as there are cores."""
-    sizes = sorted({of.microbatch_size for of in configurations(case)})
-    answers = crew.call("layers", case.config, sizes, cluster.beside(case.processes).rates)
-    return mean_layers([each for each in answers if each is not None])
+def measure_layers(case: Case, crew: Crew, cluster: Cluster, side_by_side: int) -> list[LayerTimes]:
+    """Measure the layers of the model on so many processes at the same time."""
+    sizes = sorted({of.microbatch_size for of in configurations(case)})[
+        : None if side_by_side < case.processes or case.processes <= 2 else 2
+    ]
+    answers = crew.call("layers", case.config, sizes, cluster.beside(case.processes).rates, side_by_side)
+    return [each for each in answers if each is not None]
 
 
 def predict(case: Case, cluster: Cluster, layers: LayerTimes, rows: list[dict[str, Any]]) -> None:
@@ -74,9 +76,20 @@ def predict(case: Case, cluster: Cluster, layers: LayerTimes, rows: list[dict[st
         row["bubble"] = predictions["profile"].timeline.bubble_fraction
 
 
-def take_turns(crew: Crew, rows: list[dict[str, Any]], arguments: argparse.Namespace, cores: int) -> None:
-    """Measure steps of all configurations in rounds; one during which others used the cores is repeated."""
-    for _ in range(_MOST_TRIES * arguments.rounds):
+def take_turns(
+    case: Case, crew: Crew, cluster: Cluster, rows: list[dict[str, Any]], arguments: argparse.Namespace
+) -> LayerTimes:
+    """Measure layers and steps of all configurations in rounds; steps during which others used the cores are repeated.
+
+    Returns:
+        The mean of the layers of all rounds: the machine's speed drifts, and so both see the same of it.
+    """
+    cores, layers, crowded = cluster.measured.cores if cluster.measured else 1, list[LayerTimes](), list[LayerTimes]()
+    for number in range(_MOST_TRIES * arguments.rounds):
+        if number < arguments.rounds:
+            layers += measure_layers(case, crew, cluster, cores)
+            if case.processes > cores:
+                crowded += measure_layers(case, crew, cluster, case.processes)
         for row in rows:
             if len(row["measured"]) >= arguments.rounds * arguments.steps:
                 continue
@@ -87,6 +100,8 @@ def take_turns(crew: Crew, rows: list[dict[str, Any]], arguments: argparse.Names
             row[key] += [max(each) for each in zip(*(answer["steps"] for answer in answers), strict=True)]
     for row in rows:
         row["busy"] = crew.call("busy", row["label"])
+    found = mean_layers(layers)
+    return found.beside(mean_layers(crowded)) if crowded else found
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

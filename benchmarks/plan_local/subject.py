@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.plan_local.held import HeldBytes
 
 import pipeloom as pl
-from pipeloom.autograd.saved_bytes import SavedBytes
+from pipeloom import schedules
 from pipeloom.models import GPT, GPTConfig, loss_fn, materialize
 from pipeloom.parallel.tensor.parallelize import parallelize
 from pipeloom.plan.costs.configuration import Configuration
@@ -29,14 +30,14 @@ class Trainer:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._made: dict[str, tuple[pl.Pipeline, BarrierStep, Any]] = {}
+        self._held: dict[str, HeldBytes] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._meshes: dict[tuple[int, int, int], pl.Mesh] = {}
 
-    def layers(self, config: GPTConfig, samples: list[int], rates: Rates) -> LayerTimes | None:
-        """The layers of a model; as many processes measure as there are cores."""
-        cores = len(os.sched_getaffinity(0))
+    def layers(self, config: GPTConfig, samples: list[int], rates: Rates, side_by_side: int) -> LayerTimes | None:
+        """The layers of a model; so many processes measure at the same time."""
         found = None
-        if self._rank < cores:
+        if self._rank < side_by_side:
             found = measure_layers(config, samples, precision=pl.Precision("fp32"), rates=rates)
         dist.barrier()
         return found
@@ -51,7 +52,7 @@ class Trainer:
             of.schedule,
             num_ranks=of.pipeline,
             num_microbatches=of.microbatches,
-            num_chunks=of.chunks if of.chunks > 1 else None,
+            num_chunks=None if of.chunks == 1 or schedules.find(of.schedule).chunks else of.chunks,
         )
         with torch.device("meta"):
             model = GPT(config)
@@ -60,12 +61,14 @@ class Trainer:
         stages = split(model, schedule.num_stages, cut=list(of.blocks or ()))
         for stage in schedule.placement.stages_of[mesh.coordinate("pp")]:
             materialize(stages.modules[stage], 0)
+        held = self._held[name] = HeldBytes()
         pipeline = pl.Pipeline(
             stages,
             schedule,
             loss_fn=loss_fn,
             mesh=mesh,
             data=pl.DataParallel(of.strategy.value) if of.data > 1 else None,
+            blackbox=held,
         )
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4, fused=True)
         stepper = BarrierStep(pipeline, optimizer, max_norm=1.0)
@@ -106,7 +109,7 @@ class Trainer:
         """Most bytes that two steps hold, by kind."""
         pipeline, stepper, (inputs, targets) = self._made[name]
         stepper.step(inputs, targets)  # which makes the optimizer's states
-        kept = SavedBytes.beyond(*pipeline.modules())
+        kept = self._held[name]
         pipeline.memory.record_peaks()
         sums = [0]
 
@@ -114,7 +117,7 @@ class Trainer:
             sums.append(sum(p.grad.nbytes for p in pipeline.parameters() if p.grad is not None))
             return torch.empty(0)
 
-        with kept.counting():
+        with kept.counting(pipeline):
             stepper.step(inputs, targets, look)
         held, peak = pipeline.memory.held_bytes(), pipeline.memory.peak_bytes()
         pipeline.memory.record_peaks(False)
@@ -134,6 +137,7 @@ class Trainer:
             pipeline.close()
         self._made.clear()
         self._optimizers.clear()
+        self._held.clear()
 
 
 def _machine_seconds() -> float:

@@ -133,6 +133,7 @@ class Case(NamedTuple):
     gradients: str = "float32"
     bucket_bytes: int = 0
     away: bool = False  # main parameters in a file
+    microbatches: int = 2
 
 
 CASES = (
@@ -140,6 +141,8 @@ CASES = (
     Case("ddp", None, "bf16", "same", 2**20),
     Case("parameter-server", None, "bf16"),
     Case("zero1", None, "bf16", bucket_bytes=50_000),
+    Case("zero1", None, "fp32", microbatches=1),
+    Case("ddp", None, "fp32", bucket_bytes=2**20, microbatches=1),
     Case("zero2", "chunk", "fp32", bucket_bytes=2**20),
     Case("zero2", "microbatch", "bf16", "same"),
     Case("zero3", "step", "bf16", bucket_bytes=2**20),
@@ -156,8 +159,8 @@ def _hold(rank: int, directory: str) -> list[tuple[dict[str, int], dict[str, flo
     """What one of four processes holds, and what was predicted, in every case."""
     found = []
     mesh = pl.Mesh(pp=2, dp=2)
-    for strategy, granularity, dtype, gradients, bucket_bytes, away in CASES:
-        schedule = pl.schedules.build("bfs", num_ranks=2, num_microbatches=2)
+    for strategy, granularity, dtype, gradients, bucket_bytes, away, microbatches in CASES:
+        schedule = pl.schedules.build("bfs", num_ranks=2, num_microbatches=microbatches)
         precision = Precision(dtype, gradients)
         pipe = pl.Pipeline(
             small_gpt(),

@@ -9,6 +9,8 @@ import pytest
 from pipeloom import schedules
 from pipeloom.cli import main
 from pipeloom.errors import InputError
+from pipeloom.ir import Op
+from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.passes import lower
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster, Device, NodeLinks, NodeNetwork, parse_cluster
@@ -20,8 +22,10 @@ from pipeloom.plan.costs.step_bound import step_bound
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
 from pipeloom.plan.local.measured import CURVES, Measured, Rates, interpolated
 from pipeloom.plan.local.saved import local_path, notices
+from pipeloom.plan.stage_times import StageTimes
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.shared_cores import simulate_shared
+from pipeloom.train.machine.measure import SMALL, beyond_kernels
 
 GIGA = 1e9
 SIZES = (16.0, 256.0)
@@ -142,6 +146,8 @@ def test_cores_for_all_ranks_change_nothing(name):
     assert one.makespan == pytest.approx(3 * 6 * 3)  # all work, one computation after the other
     assert shared.makespan < simulate_shared(program, costs, network, cores=2).makespan < one.makespan + 1
     assert simulate_shared(program, costs, network, cores=6, copies=2).makespan == pytest.approx(alone.makespan)
+    assert simulate_shared(program, costs, network, cores=3, crowding=2.0).makespan == pytest.approx(alone.makespan)
+    assert simulate_shared(program, costs, Network(), cores=1, crowding=1.25).makespan > 1.1 * one.makespan
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (2, 2), (1, 4)])
@@ -154,6 +160,42 @@ def test_four_processes_on_two_cores(degrees):
     work = data * 4 * sum(map(sum, costs.stage_seconds(of))) / 2
     assert work < step < 2.5 * work
     assert step_bound(costs, of) <= step
+
+
+def test_software_counts_beside_kernels():
+    """A small GPT whose layers take 1 s longer than their kernels."""
+    plain = machine()
+    kernels = StageTimes(model=Architecture.of_gpt(SMALL), inside=InsideStage(), cluster=plain, samples=1, element=4)
+    forward, inputs, weights = kernels.block()
+    found = {"block forward": 1 + forward, "block backward": 1 + inputs + weights, "stage forward": 2.0, "step": 3.0}
+    rates = tuple(replace(each, seconds={**each.seconds, **found}) for each in plain.measured.rates)
+    rates = tuple(beyond_kernels(plain, rates))
+    cluster = replace(plain, measured=replace(plain.measured, rates=rates))
+    of = Configuration(precision=replace(Configuration().precision, dtype="fp32"))
+    times, before = (CostModel(model=model(), cluster=each).costs(of) for each in (cluster, plain))
+    assert times.forward[0] == pytest.approx(before.forward[0] + 4 * 1 + 2)
+    assert times.backward[0] == pytest.approx(before.backward[0] + 4 * 1)
+    steps = [CostModel(model=model(), cluster=each).update_seconds(of, [[0]]) for each in (cluster, plain)]
+    assert steps[0] == pytest.approx(steps[1] + 3)
+
+
+def test_crowding_is_how_much_slower_the_same_layers_are():
+    block = LayerSeconds((1.0, 0.0, 2.0), (3.0, 4.0, 5.0), {False: (1.0, 2.0, 3.0)})
+    crowded = block._replace(blocks={False: (1.5, 2.5, 3.5)})
+    alone, both = LayerTimes(element=4, rows={1: block, 2: block}), LayerTimes(element=4, rows={2: crowded})
+    assert alone.beside(both).crowding == pytest.approx(1.25)
+    assert LayerTimes.from_mapping(json.loads(json.dumps(alone.beside(both).to_mapping()))) == alone.beside(both)
+    costs = CostModel(model=model(), cluster=machine(), measured=alone)
+    of = Configuration(pipeline=4, microbatches=8, precision=replace(Configuration().precision, dtype="fp32"))
+    slower = replace(costs, measured=alone.beside(both))
+    assert 1.01 < slower.predict(of).timeline.makespan / costs.predict(of).timeline.makespan < 1.25
+
+
+def test_gradients_are_copied_before_they_are_reduced():
+    costs = CostModel(model=model(), cluster=machine())
+    of = Configuration(data=2, precision=replace(Configuration().precision, dtype="fp32"))
+    (seconds,) = costs.costs(of).other[Op.REDUCE_GRAD]
+    assert seconds == pytest.approx(4 * costs.costs(of).gradient_bytes[0] * 1e-9)  # two kernels, each of 1 ns per byte
 
 
 def test_measured_layers_replace_predicted_ones():

@@ -80,6 +80,7 @@ class WeightGradients:
     _gradients: list[Tensor | None]
     _ready: list[tuple[GradientEdge, Tensor]]
 
+    @torch.no_grad()  # else products of saved factors are recorded, and keep them
     def accumulate(self) -> None:
         """Add to every parameter's ``.grad`` what B would have added. Call it once."""
         heads = [head for head, _ in self._ready]

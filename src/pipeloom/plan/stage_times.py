@@ -150,6 +150,11 @@ class StageTimes:
             slices=self.slices,
         )
 
+    def _software(self, name: str) -> float:
+        """Seconds of a block beyond its kernels, on a measured machine."""
+        rates = self.cluster.rates
+        return 0.0 if rates is None else self.slices * rates.second(name)
+
     @property
     def tokens(self) -> int:
         """Of a micro-batch, all processes together."""
@@ -170,7 +175,7 @@ class StageTimes:
         hidden = self._hidden(attention[0])
         sends -= hidden[0]
         returns -= hidden[1]
-        computed = forward + attention[0] + elementwise[0]
+        computed = forward + attention[0] + elementwise[0] + self._software("block forward")
         repeats = {
             Recompute.NONE: (0.0, 0.0),
             Recompute.SELECTIVE: (attention[0], self._hidden_attention(attention[0])[0]),
@@ -184,6 +189,7 @@ class StageTimes:
         launches = [self._host * self.slices * count for count in found.launches(experts=experts)]
         back = launches[1] + launches[2] + (launches[0] if full else 0.0)
         backward = inputs + attention[1] + elementwise[1] + returns + again - hidden_again
+        backward += self._software("block backward")
         return Seconds(max(computed + sends, launches[0]), max(backward, back - weights), weights)
 
     def block_traffic(self, *, experts: bool) -> Traffic:

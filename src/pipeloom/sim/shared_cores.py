@@ -1,8 +1,9 @@
 """Simulation of a program whose ranks take turns on the cores of one machine.
 
 Every computing rank has the same share of the cores: with n processes that compute on c cores, each advances at the
-rate min(1, c / n). Ranks that wait use no core. Work is therefore measured on one clock that slows down and speeds up
-with the number of computing ranks, and each computation ends when that clock has advanced by its seconds.
+rate min(1, c / n), and for n > c, where each finds less of its data in caches, `crowding` times slower. Ranks that wait
+use no core. Work is therefore measured on one clock that slows down and speeds up with the number of computing ranks,
+and each computation ends when that clock has advanced by its seconds.
 
 All-gathers and reductions over replicas, whose threads need cores too, do not overlap with computations here.
 """
@@ -25,9 +26,11 @@ _BACKGROUND = (Op.UNSHARD, Op.REDUCE_GRAD)
 class _Run:
     """The state of all ranks of one replica; `copies` of each compute the same at the same time."""
 
-    def __init__(self, program: Program, costs: Costs, network: Network, cores: float, copies: int) -> None:
+    def __init__(
+        self, program: Program, costs: Costs, network: Network, cores: float, copies: int, crowding: float
+    ) -> None:
         self.program, self.schedule, self.network = program, program.schedule, network
-        self.cores, self.copies = cores, copies
+        self.cores, self.copies, self.crowding = cores, copies, crowding
         self.seconds = costs.seconds(self.schedule)
         counts = (1,) * self.schedule.num_stages
         links = link_seconds(program, self.schedule, costs, network, counts)
@@ -49,7 +52,7 @@ class _Run:
         for rank in range(len(self.orders)):
             self.begin(rank)
         while self.computing or self.timed:
-            rate = min(1.0, self.cores / (self.copies * len(self.computing))) if self.computing else 1.0
+            rate = self.rate()
             next_work = self.now + (self.computing[0][0] - self.work) / rate if self.computing else float("inf")
             if self.timed and self.timed[0][0] <= next_work:
                 at, ended, rank = heapq.heappop(self.timed)
@@ -63,6 +66,11 @@ class _Run:
                 self.now, self.work = next_work, end
                 self.finish(rank)
         return self.spans
+
+    def rate(self) -> float:
+        """At which each computing rank advances."""
+        computing = self.copies * len(self.computing)
+        return 1.0 if computing <= self.cores else self.cores / (computing * self.crowding)
 
     def _advance(self, at: float, rate: float) -> None:
         self.work += (at - self.now) * rate
@@ -115,7 +123,9 @@ class _Run:
             self.begin(other)
 
 
-def simulate_shared(program: Program, costs: Costs, network: Network, *, cores: float, copies: int = 1) -> Timeline:
+def simulate_shared(
+    program: Program, costs: Costs, network: Network, *, cores: float, copies: int = 1, crowding: float = 1.0
+) -> Timeline:
     """The timeline of a step whose processes share `cores`.
 
     Args:
@@ -124,7 +134,8 @@ def simulate_shared(program: Program, costs: Costs, network: Network, *, cores: 
         network: of messages.
         cores: that all processes share.
         copies: processes that do the same as each rank: replicas, and those that share a stage.
+        crowding: slowdown while more processes compute than there are cores, beside their shares of the cores.
     """
-    run = _Run(program, costs, network, cores, copies)
+    run = _Run(program, costs, network, cores, copies, crowding)
     schedule = program.schedule
     return build_timeline(schedule, run.run(), name=program.name, kind="simulated", keeps=costs.bytes_kept(schedule))

@@ -6,12 +6,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from pipeloom.errors import InputError
-from pipeloom.ir import Program
+from pipeloom.ir import Op, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.kernel_times import KernelTimes
 from pipeloom.plan.costs.links import data_links, pipeline_network
 from pipeloom.plan.costs.measured_layers import scaled_layers
 from pipeloom.plan.costs.measured_links import measured_network, step_end_seconds
@@ -123,7 +124,9 @@ class CostModel(StepCosts):
             times = self.times(of, recompute)
             kinds = {self.model.has_experts(index) for index in range(self.model.layers)}
             blocks = {experts: times.block(experts=experts) for experts in kinds}
-            found = times.embedding(), times.head(), blocks, times.message_bytes(), _NOTHING
+            rates = times.cluster.rates
+            more = _NOTHING if rates is None else Seconds(*map(rates.second, ("stage forward", "stage backward")), 0.0)
+            found = times.embedding(), times.head(), blocks, times.message_bytes(), more
             if self.measured is not None and self.measured.element == of.element:
                 embedding, head, blocks, stage = scaled_layers(self.measured, times, kinds)
                 found = embedding, head, blocks, times.message_bytes(), stage
@@ -194,8 +197,17 @@ class CostModel(StepCosts):
             activation_bytes=tuple(memory.kept_bytes(stage) for stage in range(of.stages)),
             parameter_bytes=parameters,
             gradient_bytes=gradients,
+            other=self._copies(of, gradients),
             units=tuple(min(MOST_UNITS, len(stage)) for stage in memory.stages),
         )
+
+    def _copies(self, of: Configuration, gradients: Sequence[float]) -> dict[Op, tuple[float, ...]]:
+        """On a measured machine, seconds in which gradients are copied into flat memory, and their sums divided."""
+        if self.cluster.measured is None or of.replicas == 1:
+            return {}
+        kernels = KernelTimes(self.cluster.beside(of.devices), of.element)
+        turns = max(1.0, of.devices / of.pipeline / self.cluster.measured.cores)
+        return {Op.REDUCE_GRAD: tuple(turns * kernels.elementwise(4 * size, 2) for size in gradients)}
 
     def network(self, of: Configuration) -> Network:
         """The links between stages, and between processes with the same parameters."""
@@ -239,6 +251,11 @@ class CostModel(StepCosts):
         update = self.update_seconds(of, program.placement.stages_of)
         seconds = timeline.makespan + self.shared_sum_seconds(of, program.placement) + update
         return StepPrediction(step_seconds=seconds, update_seconds=update, timeline=timeline)
+
+    def crowding(self, of: Configuration) -> float:
+        """That of the model's own layers where it is measured."""
+        known = None if self.measured is None else self.measured.crowding
+        return super().crowding(of) if known is None else known
 
     def parameters(self, of: Configuration) -> list[float]:
         """Elements of the parameters of every stage on one process."""
@@ -290,7 +307,7 @@ class CostModel(StepCosts):
         if cluster.measured is None or cluster.rates is None:
             return self.times(of, Recompute.NONE).update_seconds(held / shards, OPTIMIZERS[of.optimizer])
         turns = max(1.0, of.devices / cluster.measured.cores)
-        known = self.measured or LayerTimes(element=of.element)
+        known = self.measured or LayerTimes(element=of.element, step_seconds=cluster.rates.second("step"))
         update = known.update * cluster.rates.curve("update", held / shards)
         return turns * (update + known.step_seconds) + step_end_seconds(cluster)
 

@@ -158,4 +158,10 @@ class StepCosts(ABC):
         if measured is None or of.devices <= measured.cores:
             return simulate(program, costs, network)
         program = program if isinstance(program, Program) else lower(program)
-        return simulate_shared(program, costs, network, cores=measured.cores, copies=of.devices // of.pipeline)
+        copies, crowding = of.devices // of.pipeline, self.crowding(of)
+        return simulate_shared(program, costs, network, cores=measured.cores, copies=copies, crowding=crowding)
+
+    def crowding(self, of: Configuration) -> float:
+        """Slowdown of processes that take turns on the cores of a measured machine, beside their shares of a core."""
+        measured = self.cluster.measured
+        return 1.0 if measured is None else measured.crowding(of.devices)

@@ -38,12 +38,14 @@ class LayerTimes:
         rows: by samples per micro-batch.
         update: seconds of an update over those of the machine's table.
         step_seconds: of a step beside its computations, messages and update.
+        crowding: slowdown of processes that take turns, beside that each has a part of a core only; None: unknown.
     """
 
     element: int
     rows: Mapping[int, LayerSeconds] = field(default_factory=dict)
     update: float = 1.0
     step_seconds: float = 0.0
+    crowding: float | None = None
 
     def nearest(self, samples: int) -> tuple[int, LayerSeconds]:
         """The measured micro-batch whose size is nearest, by ratio."""
@@ -71,6 +73,15 @@ class LayerTimes:
         }
         return replace(self, rows=rows, update=update * self.update, step_seconds=update * self.step_seconds)
 
+    def beside(self, crowded: "LayerTimes") -> Self:
+        """With the crowding that follows from the same layers, measured by more processes than cores at once."""
+        ratios = [
+            sum(map(sum, crowded.rows[samples].blocks.values())) / sum(map(sum, row.blocks.values()))
+            for samples, row in self.rows.items()
+            if samples in crowded.rows
+        ]
+        return replace(self, crowding=max(1.0, fmean(ratios)))
+
     def to_mapping(self) -> dict[str, Any]:
         """As a JSON object; `from_mapping` reads it back."""
         rows = {
@@ -83,7 +94,8 @@ class LayerTimes:
             ]
             for samples, row in self.rows.items()
         }
-        return {"element": self.element, "rows": rows, "update": self.update, "step_seconds": self.step_seconds}
+        others = {name: getattr(self, name) for name in ("element", "update", "step_seconds", "crowding")}
+        return {**others, "rows": rows}
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Self:

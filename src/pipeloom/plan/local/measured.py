@@ -33,6 +33,11 @@ CURVES = (  # tables of [size, seconds]
 )
 SECONDS = (
     "kernel",  # of a kernel on next to nothing
+    "block forward",  # of a block beyond its kernels: Python, autograd
+    "block backward",
+    "stage forward",  # of a stage beside its layers
+    "stage backward",
+    "step",  # of a step beside its computations, messages and update
     "send",  # that a message keeps its sender busy
     "receive",  # and its receiver
     "collectives",  # cores that a process uses during a collective
@@ -76,6 +81,10 @@ class Rates:
         """Seconds of one table; 0 where it was not measured."""
         found = self.curves.get(name)
         return interpolated(found, size) if found else 0.0
+
+    def second(self, name: str) -> float:
+        """Of `SECONDS`; 0 where it was not measured."""
+        return self.seconds.get(name, 0.0)
 
     def product_seconds(self, kind: str, rows: float, columns: float, inner: float) -> float:
         """Seconds of a product [rows, inner] x [inner, columns] in the number format `kind`."""

@@ -222,15 +222,18 @@ class _Walk:
             return sum(sizes)
         return max([*sizes, *(sum(sizes[unit] for unit in layer) for layer in self._layers[stage])], default=0.0)
 
-    def _sending(self, stage: int) -> float:
+    def _sending(self, stage: int, backwards: int) -> float:
         """Bytes of flat gradients while a stage is reduced, beside its full ones.
 
-        Units are reduced one after another from the last on. Sharded ones are smaller from then on.
+        Units are reduced one after another from the last on. Sharded ones are smaller from then on. In the first of
+        `backwards`, the gradients of earlier units are not there yet.
         """
         units, data = self._units[stage], self._program.data
-        freed, most = 0.0, 0.0
+        missing = sum(unit.full_gradients for unit in units) if backwards == 1 and not self._fine_reductions else 0.0
+        freed, most = 0.0, -missing
         for unit in reversed(units):
-            most = max(most, unit.sending - freed)
+            missing = max(0.0, missing - unit.full_gradients)
+            most = max(most, unit.sending - freed - missing)
             if data is not None and data.strategy.shards_optimizer and not self._fine_reductions:
                 freed += unit.full_gradients - unit.reduced
         return most
@@ -257,6 +260,7 @@ class _Walk:
         coming: dict[int, list[float]] = {}  # of stages whose first computation has not run
         full: dict[int, float] = {}  # gradients
         reduced: dict[int, float] = {}
+        backwards = dict.fromkeys(self._held, 0)  # since the last reduction
         moments = []
         for stage, op, microbatch, piece in self._program.orders[self._rank]:
             sending = again = 0.0
@@ -273,11 +277,13 @@ class _Walk:
                 gathered[stage] = coming[stage][0]
             if op in (Op.B, Op.W):
                 full[stage] = self._full_gradients(stage)
+                backwards[stage] += 1
             if op in (Op.B, Op.I):
                 again = self._model.recomputed_bytes(stage, index, slices)
             of_data = op is Op.REDUCE_GRAD and microbatch is not None and self._reduces and not stream
             if of_data:
-                sending = self._sending(stage)
+                sending = self._sending(stage, backwards[stage])
+                backwards[stage] = 0
             moments.append(
                 {
                     "activations": activations,

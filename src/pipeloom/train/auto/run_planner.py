@@ -35,6 +35,7 @@ from pipeloom.train.run_parts import RunParts
 _COMPARED_AFTER = 10  # steps of this process with a plan; the first one warms up
 _RECENT = 20  # steps whose median is compared
 _MOST_SAMPLES = 16  # of a measured micro-batch; larger ones take in proportion
+_CROWDED = 2  # micro-batch sizes that more processes than cores measure at once
 _GAIN = 0.05  # by which another plan must be predicted faster
 
 
@@ -111,12 +112,18 @@ class RunPlanner:
         assert rates is not None
         assert measured is not None
         sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
-        mine: LayerTimes | None = None
-        if group.rank < measured.cores:  # others wait, so that each has a core
-            samples = [1 << power for power in range(_MOST_SAMPLES.bit_length()) if 1 << power <= asked.batch.size]
-            mine = measure_layers(sizes, samples, precision=asked.number_format, rates=rates)
-        every = group.gather_json(None if mine is None else mine.to_mapping())
-        layers = mean_layers([LayerTimes.from_mapping(each) for each in every if each is not None])
+        samples = [1 << power for power in range(_MOST_SAMPLES.bit_length()) if 1 << power <= asked.batch.size]
+
+        def measured_by(processes: int, samples: list[int]) -> LayerTimes:
+            mine: LayerTimes | None = None
+            if group.rank < processes:  # others wait
+                mine = measure_layers(sizes, samples, precision=asked.number_format, rates=rates)
+            every = group.gather_json(None if mine is None else mine.to_mapping())
+            return mean_layers([LayerTimes.from_mapping(each) for each in every if each is not None])
+
+        layers = measured_by(measured.cores, samples)
+        if group.size > measured.cores:
+            layers = layers.beside(measured_by(group.size, samples[:_CROWDED]))
         return CostModel(model=Architecture.of_gpt(sizes), cluster=cluster, measured=layers), said
 
     # Steps of the plan

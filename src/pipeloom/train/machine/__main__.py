@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.common.atomic_file import write_whole
+from pipeloom.parallel import Precision
+from pipeloom.plan.local.measured import Rates
 from pipeloom.processes import launcher, rendezvous
 from pipeloom.processes.collectives import all_gather_bytes
 from pipeloom.train.machine.exchanges import measure_collectives, measure_messages
@@ -24,6 +26,10 @@ from pipeloom.train.machine.kernels import (
     measure_update,
     seconds_of,
 )
+from pipeloom.train.machine.layers import measure_layers
+from pipeloom.train.machine.measure import SMALL
+
+_STEPS = 9  # of the small GPT
 
 
 def measured_rates(member: launcher.Membership, sizes: Sizes, cores: int) -> dict[str, Any]:
@@ -34,7 +40,7 @@ def measured_rates(member: launcher.Membership, sizes: Sizes, cores: int) -> dic
         found["products"] = measure_products(sizes)
         found["curves"] |= {"elementwise": measure_elementwise(sizes), **dict(measure_attention(sizes))}
         found["curves"]["update"] = measure_update(sizes, _adamw)
-        found["seconds"] = {"kernel": measure_kernel()}
+        found["seconds"] = {"kernel": measure_kernel(), **_layers(size)}
     found["probe"] = _probe()
     if size > 1:
         message, send, receive = measure_messages(member.rank, size, sizes.messages)
@@ -45,6 +51,21 @@ def measured_rates(member: launcher.Membership, sizes: Sizes, cores: int) -> dic
         found["seconds"] |= {"send": send, "receive": receive, "collectives": used}
     every = [json.loads(each) for each in all_gather_bytes(json.dumps(found).encode())] if size > 1 else [found]
     return {"processes": size, "threads": torch.get_num_threads(), **_mean(every)}
+
+
+def _layers(processes: int) -> dict[str, float]:
+    """Seconds of a block and of a step of a GPT so small that its kernels take next to nothing."""
+    rates = Rates(processes=processes, threads=torch.get_num_threads())
+    layers = measure_layers(SMALL, [1], precision=Precision("fp32"), rates=rates, rounds=_STEPS)
+    row = layers.rows[1]
+    (forward, *backward), (more, *others, _) = row.blocks[False], row.stage
+    return {
+        "block forward": forward,
+        "block backward": sum(backward),
+        "stage forward": more,
+        "stage backward": sum(others),
+        "step": layers.step_seconds,
+    }
 
 
 def _adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

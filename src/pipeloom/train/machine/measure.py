@@ -5,15 +5,24 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeloom.common.json_reader import Entry
 from pipeloom.errors import RunError
+from pipeloom.models.gpt_config import GPTConfig
+from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster, Device, NodeLinks, NodeNetwork
-from pipeloom.plan.local.measured import Measured
+from pipeloom.plan.local.measured import Measured, Rates
 from pipeloom.plan.local.saved import LOCAL, torch_version, usable_cores
+from pipeloom.plan.stage_times import StageTimes
 from pipeloom.processes import launcher
+
+SMALL = GPTConfig(vocabulary_size=16, layers=5, width=16, heads=1, sequence_length=8)
+"""A GPT whose kernels take next to nothing: what its layers take is Python and autograd."""
 
 
 def measure_machine(*, tiny: bool = False) -> Cluster:
@@ -60,7 +69,7 @@ def _cluster(measured: Measured) -> Cluster:
     if several is not None:
         latency, (length, transfer) = several.curves["message"][0][1], several.curves["message"][-1]
     rate = length / max(1e-9, transfer - latency)
-    return Cluster(
+    cluster = Cluster(
         name=LOCAL,
         devices_per_node=max(2 * measured.cores, 2),
         device=Device(
@@ -75,3 +84,20 @@ def _cluster(measured: Measured) -> Cluster:
         efficiency=1.0,
         measured=measured,
     )
+    return replace(cluster, measured=replace(measured, rates=tuple(beyond_kernels(cluster, measured.rates))))
+
+
+def beyond_kernels(cluster: Cluster, every: Sequence[Rates]) -> Iterator[Rates]:
+    """The rates, with the seconds of a small block beyond those of its kernels in place of all."""
+    model = Architecture.of_gpt(SMALL)
+    for rates in every:
+        seconds = dict(rates.seconds)
+        plain = {name: value for name, value in seconds.items() if not name.startswith("block")}
+        if "block forward" in seconds:
+            assert cluster.measured is not None
+            alone = replace(cluster, measured=replace(cluster.measured, rates=(replace(rates, seconds=plain),)))
+            times = StageTimes(model=model, inside=InsideStage(), cluster=alone, samples=1, element=4)
+            forward, inputs, weights = times.block()
+            seconds["block forward"] = max(0.0, seconds["block forward"] - forward)
+            seconds["block backward"] = max(0.0, seconds["block backward"] - inputs - weights)
+        yield replace(rates, seconds=seconds)
