@@ -125,7 +125,9 @@ class CostModel(StepCosts):
             kinds = {self.model.has_experts(index) for index in range(self.model.layers)}
             blocks = {experts: times.block(experts=experts) for experts in kinds}
             rates = times.cluster.rates
-            more = _NOTHING if rates is None else Seconds(*map(rates.second, ("stage forward", "stage backward")), 0.0)
+            more = _NOTHING
+            if rates is not None:
+                more = Seconds(rates.second("stage forward"), rates.second("stage backward"), 0.0)
             found = times.embedding(), times.head(), blocks, times.message_bytes(), more
             if self.measured is not None and self.measured.element == of.element:
                 embedding, head, blocks, stage = scaled_layers(self.measured, times, kinds)

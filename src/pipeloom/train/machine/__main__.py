@@ -55,8 +55,10 @@ def measured_rates(member: launcher.Membership, sizes: Sizes, cores: int) -> dic
 
 def _layers(processes: int) -> dict[str, float]:
     """Seconds of a block and of a step of a GPT so small that its kernels take next to nothing."""
-    rates = Rates(processes=processes, threads=torch.get_num_threads())
+    rates, threads = Rates(processes=processes, threads=1), torch.get_num_threads()
+    torch.set_num_threads(1)  # which is timed by its CPU time
     layers = measure_layers(SMALL, [1], precision=Precision("fp32"), rates=rates, rounds=_STEPS)
+    torch.set_num_threads(threads)
     row = layers.rows[1]
     (forward, *backward), (more, *others, _) = row.blocks[False], row.stage
     return {
