@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Stream,
         StreamUpdate,
         Update,
+        Watchdog,
         clip_grad_norm,
     )
 
@@ -59,7 +60,7 @@ _LAZY = {
     "pipeloom.sim": "Costs Network Timeline simulate",
     "pipeloom.split": "register_layout",
     "pipeloom.training": (
-        "BarrierStep Lion LossScaler Muon Pipeline PostValidatedStep Stream StreamUpdate Update clip_grad_norm"
+        "BarrierStep Lion LossScaler Muon Pipeline PostValidatedStep Stream StreamUpdate Update Watchdog clip_grad_norm"
     ),
 }
 
@@ -91,6 +92,7 @@ __all__ = [
     "Sum",
     "Timeline",
     "Update",
+    "Watchdog",
     "__version__",
     "auxiliary_loss",
     "auxiliary_losses",

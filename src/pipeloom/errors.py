@@ -44,7 +44,13 @@ class DataError(InputError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint that is unreadable, damaged, or does not match the model."""
+    """A checkpoint that is unreadable, damaged, or does not match the model.
+
+    Attributes:
+        rank: the rank that failed, where ranks save together and all raise; else None.
+    """
+
+    rank: int | None = None
 
 
 class PipeTypeError(InputError, TypeError):

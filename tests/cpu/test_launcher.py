@@ -116,6 +116,73 @@ while not (here / "never").exists(): time.sleep(0.005)
     assert re.search(r"rank 1 was killed by SIGKILL.* in step 12, last action 1B3; all ranks were ended", err), err
 
 
+def test_ranks_killed_at_once_are_all_named(start: Start) -> None:
+    """The launcher is stopped while they are killed, so that it cannot come between."""
+    body = """
+wait_for_all()
+victims = [int((here / f"ready-{other}").read_text()) for other in (1, 2)]
+if rank == 0:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    for victim in victims: os.kill(victim, signal.SIGKILL)
+    while any(Path(f"/proc/{victim}/stat").read_text().split()[2] != "Z" for victim in victims): time.sleep(0.005)
+    os.kill(os.getppid(), signal.SIGCONT)
+time.sleep(60)
+"""
+    code, _, err = finish(start(body, 3))
+    assert code == 1
+    assert err.startswith("pipeloom: error: rank 1 was killed by SIGKILL")
+    assert err.endswith("; also killed: rank 2 by SIGKILL; all ranks were ended\n")
+
+
+def test_the_rank_that_hangs_is_named_and_not_who_says_so(start: Start) -> None:
+    body = """
+wait_for_all()
+if rank == 1:
+    box.last_words = "rank 0 hangs in step 3."
+    launcher.leave(launcher.HUNG)
+time.sleep(60)
+"""
+    code, _, err = finish(start(body))
+    assert (code, err) == (1, "pipeloom: error: rank 0 hangs in step 3. All ranks were ended.\n")
+
+
+def test_where_all_ranks_are_stopped_the_launcher_ends_them(start: Start) -> None:
+    body = "box.limit_seconds = 0.2\nwait_for_all()\nos.kill(os.getpid(), signal.SIGSTOP)"
+    code, _, err = finish(
+        start(body, before="from pipeloom.processes import launcher\nlauncher._WATCHDOG_SECONDS = 0\n")
+    )
+    assert code == 1
+    assert "was stopped by SIGSTOP; the run waits for it, and ends after 0.2 s without progress. Continue" in err
+    assert re.search(r"pipeloom: error: rank \d \(process \d+\) was stopped for more than 0.2 s; all ranks", err), err
+
+
+def test_the_rank_that_could_not_save_is_named(start: Start) -> None:
+    body = """
+from pipeloom.errors import CheckpointError
+wait_for_all()
+error = CheckpointError("the checkpoint was not saved: rank 1: no space")
+error.rank = 1
+raise RunError(str(error)) from error
+"""
+    code, _, err = finish(start(body, 3))
+    line = "rank 1 failed in its start: the checkpoint was not saved: rank 1: no space; all ranks were ended"
+    assert (code, err) == (1, f"pipeloom: error: {line}\n")
+
+
+def test_a_rank_ends_with_the_agent_of_torchrun(tmp_path: Path) -> None:
+    note = tmp_path / "process"
+    words = (
+        "import os, time\nfrom pipeloom.processes import launcher\n"
+        "if os.fork(): time.sleep(60)\n"
+        "launcher.membership({'RANK': '0', 'WORLD_SIZE': '1', 'TORCHELASTIC_RUN_ID': 'x'})\n"
+        f"open({str(note)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE)
+    wait_for([note])
+    agent.kill()
+    agent.communicate(timeout=30)  # the pipe is closed when the rank has ended
+
+
 def test_the_cause_is_named_and_not_who_lost_its_peer(start: Start) -> None:
     body = """
 box.phase = "step 3"
@@ -276,7 +343,7 @@ def test_membership_of_the_environment() -> None:
     member = launcher.membership({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"})
     assert member is not None
     assert (member.rank, member.local_rank, member.world_size) == (3, 1, 4)
-    assert (member.meeting, member.black_box) == ("env://", None)
+    assert (member.meeting, member.launched) == ("env://", False)
     with pytest.raises(InputError, match="RANK='x': must be an integer of at least 0"):
         launcher.membership({"RANK": "x", "WORLD_SIZE": "4"})
     with pytest.raises(InputError, match=r"^RANK=4: must be below WORLD_SIZE=4\. Start"):

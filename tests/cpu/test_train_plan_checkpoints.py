@@ -84,7 +84,7 @@ def resaved(text: Path, path: Path, out: Path, *options: str) -> Path:
 
     def process() -> Path:
         with join(None, config) as group:
-            run = RunParts(config, group, None)
+            run = RunParts(config, group)
             try:
                 run_checkpoints.load(run, path)
                 return run_checkpoints.save(run, STEP)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeloom.processes import launcher
+from pipeloom.processes.compile_cache import without_empty_cache
 from pipeloom.processes.preemption import PREEMPTED
 from pipeloom.train.config.train_config import TrainConfig
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """
     member = launcher.membership(os.environ)
     with launcher.last_words(member):
-        if member is not None and member.black_box is not None:
+        if member is not None and member.launched:
             config = TrainConfig.from_json(os.environ[_VALIDATED])
         else:
             from pipeloom.train.config.automatic import for_processes, without_plan
@@ -66,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
             return _launch(config, argv)
         from pipeloom.train.loop import train
 
-        code = PREEMPTED if train(config, member) else 0
+        with without_empty_cache():
+            code = PREEMPTED if train(config, member) else 0
         if member is not None:
             launcher.leave(code)
     return code
@@ -81,6 +83,7 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
         try:
             words = ["-m", "pipeloom", "train", *argv]
             variables, seconds = {_VALIDATED: config.to_json()}, config.preempt_seconds
-            return launcher.launch(process_names(config), words, variables, preempt_seconds=seconds)
+            with without_empty_cache():
+                return launcher.launch(process_names(config), words, variables, preempt_seconds=seconds)
         finally:
             clean(output_dir)  # of a save that the end cut short

@@ -39,16 +39,25 @@ def parse_file(
         raise error(f"{name} {path}: {cause}") from cause
 
 
+def parse_json(text: str | bytes | bytearray, **hooks: Any) -> Any:
+    """As json.loads, for files that may be damaged or written by others.
+
+    Raises:
+        ValueError: the text is not valid JSON, or is nested too deep.
+    """
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
 def load_json(text: str) -> Any:
     """Parse JSON. Integers beyond the range of a float become infinite.
 
     Raises:
         ValueError: the text is not valid JSON, has a duplicate key in one object, or is nested too deep.
     """
-    try:
-        return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+    return parse_json(text, object_pairs_hook=_object, parse_int=_integer)
 
 
 class Entry(NamedTuple):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pipeloom.common.json_reader import parse_json
 from pipeloom.common.recorded_file import BLOCK_BYTES, Bytes, FileRecord, PlainFile, RecordedFile
 from pipeloom.errors import CheckpointError
 
@@ -202,8 +203,8 @@ def stored_tensors(path: Path, file: Bytes | None = None) -> dict[str, StoredTen
             "Use another checkpoint."
         )
     found: dict[str, StoredTensor] | None = None
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        header = json.loads(bytes(file.read(8, 8 + length)))
+    with suppress(ValueError, KeyError, TypeError):
+        header = parse_json(bytes(file.read(8, 8 + length)))
         header.pop("__metadata__", None)
         found = {name: _stored(path, file, 8 + length, **entry) for name, entry in header.items()}
     if found is None:

@@ -9,7 +9,7 @@ from pipeloom.engine.rank_state import Step
 from pipeloom.engine.refusals import PeerRefused
 from pipeloom.errors import CallerError, PeerLost, PipeloomError, RunError, StageError, one_line, unwrapped
 from pipeloom.ir import Action, Op
-from pipeloom.processes.black_box import BLACKBOX_BYTES, label_of
+from pipeloom.processes.black_box import BLACKBOX_BYTES, LABEL_BYTES, label_of
 
 # What one rank does in a call. It yields whenever it has to wait and the transport does not block.
 Run = Generator[None]
@@ -38,7 +38,7 @@ class InstructionList:
 
     Args:
         blocking: whether steps may block; else they are asked whether they are ready.
-        blackbox: a buffer for the label of the running action; None: without labels.
+        blackbox: a buffer for the label of the running action and its start; None: without labels.
     """
 
     def __init__(self, rank: int, steps: Iterable[tuple[Action, Step]], *, blocking: bool, blackbox: Any) -> None:
@@ -46,6 +46,7 @@ class InstructionList:
             Instruction(action, run, None if blocking else ready, label_of(action)) for action, (run, ready) in steps
         )
         self._rank, self._blackbox = rank, blackbox
+        self._clock = None if blackbox is None else memoryview(blackbox)[LABEL_BYTES:BLACKBOX_BYTES].cast("B").cast("d")
         self._starts = [0.0] * len(self._instructions)
         self._ends = [0.0] * len(self._instructions)
 
@@ -60,16 +61,18 @@ class InstructionList:
             PeerLost: a rank it waited for went away.
             PeerRefused: the batch of another rank is invalid.
         """
-        starts, ends, blackbox = self._starts, self._ends, self._blackbox
+        starts, ends, blackbox, clock = self._starts, self._ends, self._blackbox, self._clock
         position = start
         try:
             for position, instruction in enumerate(self._instructions[start:stop], start):
                 if instruction.ready is not None:
                     while not instruction.ready():
                         yield
-                if blackbox is not None:
-                    blackbox[:BLACKBOX_BYTES] = instruction.label
-                starts[position] = perf_counter()
+                if clock is not None:
+                    blackbox[:LABEL_BYTES] = instruction.label
+                    clock[0] = starts[position] = perf_counter()
+                else:
+                    starts[position] = perf_counter()
                 instruction.run()
                 ends[position] = perf_counter()
         except (CallerError, PeerRefused):

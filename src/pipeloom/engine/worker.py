@@ -79,7 +79,7 @@ class Worker:
         gradient_sum: sums gradients of parameters that other ranks hold too; None: there are none.
         block_sum: sums gradients over the processes that share a stage; None: there are none to sum.
         store: this rank's parameters.
-        blackbox: a buffer of at least `BLACKBOX_BYTES` bytes for the label of the running action, read after a crash.
+        blackbox: a buffer of `BLACKBOX_BYTES` bytes: the label of the running action and its start, read after a crash.
 
     Attributes:
         rank, stages: the rank, and its modules by stage.

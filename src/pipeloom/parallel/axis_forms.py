@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeloom.parallel.axis import Axis, AxisMeter, Combine
 from pipeloom.processes.collectives import noticing_lost_peers
+from pipeloom.processes.waits import waits_for
 from pipeloom.transport.interface import Channel, Lane, Transport
 from pipeloom.transport.values import flatten
 
@@ -166,8 +167,7 @@ class GroupAxis(Axis):
             work = dist.broadcast(found, group=self._group, group_src=self._ranks[source], async_op=True)
 
         def wait() -> Tensor:
-            with noticing_lost_peers():
-                work.wait()
+            self._wait([work])
             return found
 
         return wait
@@ -177,6 +177,12 @@ class GroupAxis(Axis):
         with noticing_lost_peers():
             dist.reduce(found, group=self._group, group_dst=self._ranks[target])
         return found if self.index == target else None
+
+    @waits_for(lambda at: dist.get_process_group_ranks(at["self"]._group))
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        with noticing_lost_peers():
+            for work in works:
+                work.wait()
 
     def _shift(self, tensors: list[Tensor], by: int) -> Callable[[], list[Tensor]]:
         if by == 0:
@@ -190,9 +196,7 @@ class GroupAxis(Axis):
             works = dist.batch_isend_irecv(calls)
 
         def finish() -> list[Tensor]:
-            with noticing_lost_peers():
-                for work in works:
-                    work.wait()
+            self._wait(works)
             sent.clear()
             return found
 

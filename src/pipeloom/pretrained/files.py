@@ -1,6 +1,5 @@
 """The weight files of a Hugging Face directory: which they are, and their tensors. Nothing is ever unpickled."""
 
-import json
 import math
 import mmap
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeloom.common.json_reader import parse_json
 from pipeloom.common.tensor_file import StoredTensor, TensorSource, stored_tensors
 from pipeloom.errors import CheckpointError, InputError
 
@@ -61,7 +61,7 @@ def find_tensors(directory: Path, named: str | None = None) -> dict[str, StoredT
 
 def _indexed(directory: Path, name: str) -> dict[str, StoredTensor]:
     try:
-        weight_map = json.loads((directory / name).read_bytes())["weight_map"]
+        weight_map = parse_json((directory / name).read_bytes())["weight_map"]
         files = {file: directory / file for file in weight_map.values() if Path(file).name == file}
         wrong = next((file for file in weight_map.values() if file not in files), None)
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -75,7 +75,9 @@ def together(work: Callable[[], T], gather: Callable[[bytes], list[bytes]], *, f
     if errors:
         rank, first = errors[0]
         more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
-        raise CheckpointError(f"{failed}: rank {rank}: {first}{more}") from failure
+        refusal = CheckpointError(f"{failed}: rank {rank}: {first}{more}")
+        refusal.rank = rank
+        raise refusal from failure
     return [answer["answer"] for answer in answers]
 
 

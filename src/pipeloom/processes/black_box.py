@@ -1,16 +1,20 @@
-"""`BlackBox`: a page of memory with a rank's step, action and error, which outlives the rank."""
+"""`BlackBox`: a page of memory with a rank's step, action, progress and error, which outlives the rank."""
 
 import mmap
+import time
 from typing import Any
 
 from pipeloom.ir import Action
 
-BLACKBOX_BYTES = 64  # size of the label of the running action in a black box
+LABEL_BYTES = 64  # size of the label of the running action
+BLACKBOX_BYTES = LABEL_BYTES + 8  # of the label, and of the time when the action started
+_CLOCK, _STEPS, _PATIENT, _LIMIT, _ENDING = range(5)  # float64 numbers behind the label
+_NUMBERS_END = LABEL_BYTES + 5 * 8
 
 
 def label_of(action: Action) -> bytes:
     """The label of `action` in a black box, padded with NULs."""
-    return f"{action}".encode().ljust(BLACKBOX_BYTES, b"\0")[:BLACKBOX_BYTES]
+    return f"{action}".encode().ljust(LABEL_BYTES, b"\0")[:LABEL_BYTES]
 
 
 class _Text:
@@ -27,22 +31,55 @@ class _Text:
         box.page[self.place] = " ".join(text.split()).encode()[: size - 1].ljust(size, b"\0")
 
 
+class _Number:
+    """A float64 number of the page, which is written in one piece."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __get__(self, box: "BlackBox", kind: type[Any] | None = None) -> float:
+        return box.numbers[self.index]
+
+    def __set__(self, box: "BlackBox", value: float) -> None:
+        box.numbers[self.index] = value
+
+
 class BlackBox:
     """A page of memory that a rank shares with the launcher. It outlives the rank.
+
+    Args:
+        descriptor: of a file of `SIZE` bytes; -1: the page is this process's alone.
 
     Attributes:
         action: the last action, such as ``1B3``; empty before the first.
         phase: the rank's current phase, such as ``step 12``.
         last_words: the error that ended the rank.
+        clock: when the last action or phase began (time.perf_counter, seconds): it changes with all progress.
+        steps: number of steps that this process has completed.
+        patient: 1 in a phase that may make no progress for long, such as a save, else 0.
+        limit_seconds: without progress, after which the rank counts as hung; 0: it is not watched.
+        ending: 1 once the watchdog ends the process, else 0.
     """
 
     SIZE = 4096
-    action, phase, last_words = _Text(0, BLACKBOX_BYTES), _Text(BLACKBOX_BYTES, 192), _Text(192, SIZE)
+    action, phase, last_words = _Text(0, LABEL_BYTES), _Text(128, 256), _Text(256, SIZE)
+    clock, steps, patient = _Number(_CLOCK), _Number(_STEPS), _Number(_PATIENT)
+    limit_seconds, ending = _Number(_LIMIT), _Number(_ENDING)
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int = -1) -> None:
         self.page = mmap.mmap(descriptor, self.SIZE)
+        self.numbers = memoryview(self.page)[LABEL_BYTES:_NUMBERS_END].cast("d")
 
     @property
     def action_buffer(self) -> memoryview:
-        """The part for the label of the running action, `BLACKBOX_BYTES` long."""
+        """The part for the label of the running action and its start, `BLACKBOX_BYTES` long."""
         return memoryview(self.page)[:BLACKBOX_BYTES]
+
+    def enter(self, phase: str, *, patient: bool) -> None:
+        """A phase begins; see `patient`."""
+        self.phase, self.patient, self.clock = phase, float(patient), time.perf_counter()
+
+    def count_step(self) -> None:
+        """A step is complete."""
+        self.steps += 1
+        self.clock = time.perf_counter()

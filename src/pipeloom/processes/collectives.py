@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLost, PipeloomError, shortened
+from pipeloom.processes.waits import waits_for
 
 _LOOK_SECONDS = 0.05  # between two checks of gloo's threads
 _MOST_SECONDS = 5.0  # the user's threads may never be idle
@@ -118,6 +119,7 @@ def leave_group(held: list[dist.ProcessGroup]) -> None:
     threading.Thread(target=held.clear, name="pipeloom-leave", daemon=True).start()
 
 
+@waits_for(lambda at: dist.get_process_group_ranks(at["group"]))
 def all_reduce(values: Tensor, group: dist.ProcessGroup, timeout_seconds: float) -> Tensor:
     """The sum over a CPU group's processes, in place.
 
@@ -129,6 +131,7 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, timeout_seconds: float)
     return values
 
 
+@waits_for(lambda at: dist.get_process_group_ranks(at["group"]))
 def all_gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup, timeout_seconds: float) -> list[list[int]]:
     """The integers of every process of a CPU group, as many from each, in order of rank.
 
@@ -142,6 +145,7 @@ def all_gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup, timeout
     return [row.tolist() for row in rows]
 
 
+@waits_for(lambda at: dist.get_process_group_ranks(at["group"]))
 def all_gather_bytes(
     payload: bytes,
     group: dist.ProcessGroup | None = None,

@@ -10,6 +10,7 @@ The launcher does not import torch: it starts in a tenth of a second and takes l
 """
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -21,13 +22,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from pipeloom.errors import InputError, PeerLost, PipeloomError
+from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, listed
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.preemption import PREEMPTED, Request
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
-_PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
+PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
+HUNG = 4  # exit code of ranks that name the one which hangs, in their last words
 _POLL_SECONDS = 0.02
+_WATCHDOG_SECONDS = 15.0  # how much longer than a rank's limit its watchdog may take to end the run
+_TOGETHER_SECONDS = 0.1  # how long after a first death others count as simultaneous
 _CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the PeerLost of others
 _PR_SET_PDEATHSIG = 1
 
@@ -38,14 +43,16 @@ class Membership:
 
     Attributes:
         meeting: the ``init_method`` of torch.distributed.
-        black_box: of a rank that `launch` started; None under torchrun.
+        black_box: of this rank; the launcher shares it, torchrun does not.
+        launched: whether `launch` started this rank, and not torchrun.
     """
 
     rank: int
     local_rank: int
     world_size: int
     meeting: str
-    black_box: BlackBox | None = None
+    black_box: BlackBox
+    launched: bool = False
 
 
 def membership(environment: Mapping[str, str]) -> Membership | None:
@@ -56,7 +63,9 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
-    meeting, black_box = "env://", None
+    meeting, black_box, launched = "env://", BlackBox(), False
+    if _TORCHRUN in environment:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank ends with torchrun's agent
     if _LAUNCHED in environment:
         launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank ends with its launcher, however it ends
@@ -64,11 +73,11 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
             os._exit(1)
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # of one rank alone, since Ctrl-C reaches the launcher
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # peers would report a loss before Python has unwound
-        meeting, black_box = f"file:///proc/self/fd/{file}", BlackBox(box)
+        meeting, black_box, launched = f"file:///proc/self/fd/{file}", BlackBox(box), True
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world_size:  # it would wait for ranks that do not exist
         raise InputError(f"RANK={rank}: must be below WORLD_SIZE={world_size}. Start the processes with torchrun.")
-    return Membership(rank, _number(environment, "LOCAL_RANK"), world_size, meeting, black_box)
+    return Membership(rank, _number(environment, "LOCAL_RANK"), world_size, meeting, black_box, launched)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -87,15 +96,27 @@ def last_words(member: Membership | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        while member is not None and member.black_box.ending:  # other ranks have ended, and this one is about to
+            time.sleep(_POLL_SECONDS)
         known = isinstance(error, PipeloomError)
-        if member is None or member.black_box is None:
+        if member is None or not member.launched:
             if member is not None and known:
                 raise type(error)(f"rank {member.rank}: {error}") from error
             raise
         if not known:
             traceback.print_exc()
         member.black_box.last_words = str(error) if known else f"{type(error).__name__}: {error}"
-        leave(2 if isinstance(error, InputError) else _PEER_LOST if isinstance(error, PeerLost) else 1)
+        lost = isinstance(error, PeerLost) or _is_of_another(error, member.rank)
+        leave(PEER_LOST if lost else 2 if isinstance(error, InputError) else 1)
+
+
+def _is_of_another(error: BaseException | None, rank: int) -> bool:
+    """Whether another rank failed in what ranks do together, such as a save, and its error was raised here too."""
+    while error is not None:
+        if isinstance(error, CheckpointError) and error.rank not in (None, rank):
+            return True
+        error = error.__cause__
+    return False
 
 
 def leave(code: int) -> NoReturn:
@@ -109,7 +130,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Rank:
     name: str
     process: subprocess.Popen[bytes]
@@ -205,7 +226,7 @@ def _start(
 
 def _watch(ranks: Sequence[_Rank], signals: Sequence[int], request: Request) -> tuple[int, str | None]:
     """Wait until all ranks are done, one fails or a signal arrives; returns the exit code and the line to print."""
-    deadline = None
+    deadline, stops, seen_killed = None, _Stops(), False
     while True:
         if (number := request.ending(signals, ranks)) is not None:
             phase = ranks[0].black_box.phase if ranks else ""
@@ -216,38 +237,76 @@ def _watch(ranks: Sequence[_Rank], signals: Sequence[int], request: Request) -> 
         lost = {rank: code for rank, code in enumerate(codes) if code and code != PREEMPTED}
         if lost:
             deadline = deadline or time.monotonic() + _CAUSE_SECONDS
-            if set(lost.values()) != {_PEER_LOST} or None not in codes or time.monotonic() > deadline:
+            if min(lost.values()) < 0 and None in codes and not seen_killed:
+                seen_killed = True
+                time.sleep(_TOGETHER_SECONDS)
+                continue
+            if set(lost.values()) != {PEER_LOST} or None not in codes or time.monotonic() > deadline:
                 return _explain(ranks, lost)
-        _warn_of_stops(ranks)
+        if (text := stops.look(ranks)) is not None:
+            return 1, text
         time.sleep(_POLL_SECONDS)
 
 
-def _warn_of_stops(ranks: Sequence[_Rank]) -> None:
-    """Print a warning for each rank that was stopped since the last call. The other ranks wait for it silently."""
-    for rank in ranks:
-        number, found = rank.process.pid, None
-        if rank.process.returncode is None:
-            with suppress(ChildProcessError):  # it ended just now
-                found = os.waitid(os.P_PID, number, os.WSTOPPED | os.WNOHANG)
-        if found is not None:
-            sys.stderr.write(
-                f"pipeloom: warning: {rank.name} (process {number}) was stopped by {_signal_name(found.si_status)}; "
-                f"the run waits for it. Continue it with `kill -CONT {number}`.\n"
-            )
-            sys.stderr.flush()
+class _Stops:
+    """Tells of ranks that were stopped, for which the other ranks wait."""
+
+    def __init__(self) -> None:
+        self._since: dict[_Rank, float] = {}
+
+    def look(self, ranks: Sequence[_Rank]) -> str | None:
+        """Print a warning for each rank that was stopped since the last call.
+
+        Returns:
+            An error where a rank is stopped for longer than its watchdog waits, and than watchdogs of others need to
+            say so: they may be stopped too.
+        """
+        for rank in ranks:
+            number, found = rank.process.pid, None
+            if rank.process.returncode is None:
+                with suppress(ChildProcessError):  # it ended just now
+                    found = os.waitid(os.P_PID, number, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+            limit = rank.black_box.limit_seconds
+            if found is not None and found.si_code == os.CLD_CONTINUED:
+                self._since.pop(rank, None)
+            elif found is not None:
+                self._since[rank] = time.monotonic()
+                ends = f", and ends after {limit:g} s without progress" if 0 < limit < math.inf else ""
+                name = _signal_name(found.si_status)
+                sys.stderr.write(
+                    f"pipeloom: warning: {rank.name} (process {number}) was stopped by {name}; the run waits for it"
+                    f"{ends}. Continue it with `kill -CONT {number}`.\n"
+                )
+                sys.stderr.flush()
+            since = self._since.get(rank)
+            if since is not None and 0 < limit < time.monotonic() - since - _WATCHDOG_SECONDS:
+                where = f" in {rank.black_box.phase}" if rank.black_box.phase else ""
+                return (
+                    f"error: {rank.name} (process {number}) was stopped{where} for more than {limit:g} s; all ranks "
+                    "were ended"
+                )
+        return None
 
 
 def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> tuple[int, str]:
     """The exit code, and a line with the rank that failed first, how, and in which step and action."""
-    order = {2: 1, _PEER_LOST: 3}  # the likeliest cause first: killed, invalid input, failed, lost a peer
+    # The likeliest cause first: hung, killed, invalid input, failed, lost a peer.
+    order = {HUNG: -1, 2: 1, PEER_LOST: 3}
     rank = min(lost, key=lambda rank: 0 if lost[rank] < 0 else order.get(lost[rank], 2))
     code, name, box = lost[rank], ranks[rank].name, ranks[rank].black_box
     if code == 2 and box.last_words:
         return 2, f"error: {box.last_words}"
+    if code == HUNG:
+        return 1, f"error: {box.last_words} All ranks were ended."
     where = f" in {box.phase or 'its start'}" + (f", last action {box.action}" if box.action else "")
     if code < 0:
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
         text = f"{name} was killed by {_signal_name(-code)}{hint}{where}"
+        others = [
+            f"{ranks[each].name} by {_signal_name(-lost[each])}" for each in lost if lost[each] < 0 and each != rank
+        ]
+        if others:
+            text += f"; also killed: {listed(others)}"
     else:
         text = f"{name} failed{where}: {box.last_words or f'exit code {code}'}"
     return 1, f"error: {text}; all ranks were ended"

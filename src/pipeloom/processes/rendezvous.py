@@ -37,7 +37,7 @@ def join(member: Membership, backend: str) -> None:
         PeerLost: a process timed out.
     """
     rank, size = member.rank, member.world_size
-    if member.black_box is not None:  # the launcher made the meeting place for this run
+    if member.launched:  # the launcher made the meeting place for this run
         dist.init_process_group(backend, init_method=member.meeting, rank=rank, world_size=size)
         return
     store, _, _ = next(rendezvous(member.meeting, rank, size))

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import InputError
 from pipeloom.sim.timeline import Timeline
 
@@ -82,7 +83,7 @@ def read_metrics(path: Path) -> Metrics:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             step = int(row["step"])
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             if number == len(lines) and not text.endswith("\n"):
@@ -103,7 +104,7 @@ def read_timelines(path: Path) -> dict[str, Timeline]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         return {
             kind: Timeline.from_json(found[kind] if isinstance(found[kind], str) else json.dumps(found[kind]))
             for kind in ("measured", "predicted")
@@ -130,7 +131,7 @@ def read_environment(path: Path) -> tuple[dict[str, str], str]:
     """The machine and package versions of the run if it recorded them, else of this process; and a note on which."""
     if path.exists():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(path.read_text(encoding="utf-8"))
             return {str(name): str(value) for name, value in found.items()}, "Recorded by the run."
         except (OSError, ValueError, AttributeError) as error:
             raise InputError(f"{path} is not a JSON object of names and values. Remove or repair it.") from error

@@ -90,7 +90,7 @@ class FlushSteps:
 
     def _step(self, step: int, batches: Batches) -> list[Update]:
         """Run one step; returns the updates that are final now: its own or the previous one."""
-        self._parts.journal.enter(f"step {step}")
+        self._parts.journal.enter(f"step {step}", patient=False)
         started = time.perf_counter()
         config, optimizer = self._parts.config, self._parts.optimizer
         rate = learning_rate(step - 1, config.steps, config.optimizer)
@@ -101,12 +101,13 @@ class FlushSteps:
         with self._probe.step(self._steps_here):
             updates = self._stepper.step(inputs, targets, lambda: self._cost_numbers(step))
         self._begun.append((step, rate, scale, num_tokens, time.perf_counter() - started))
+        self._parts.journal.count_step()
         return updates
 
     def _cost_numbers(self, step: int) -> Tensor:
         pipeline = self._parts.pipeline
         self._records, self._waits, self._collectives = pipeline.records, pipeline.waits, pipeline.collectives
-        self._parts.journal.enter(f"step {step}, update")
+        self._parts.journal.enter(f"step {step}, update", patient=False)
         self._probe.look(self._steps_here)
         cost = cost_numbers(self._parts.pipeline, self._records, self._parts.group)
         if self._declared is None:

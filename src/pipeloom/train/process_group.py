@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from pipeloom.parallel import Mesh
 from pipeloom.processes import rendezvous
+from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.processes.exchange import Exchange
 from pipeloom.processes.launcher import Membership
 from pipeloom.processes.preemption import Preemption
+from pipeloom.processes.watchdog import Watchdog
+from pipeloom.train.config.schedule import process_names
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.training.stream.stream_stop import StreamStop
 from pipeloom.transport.thread_members import ThreadMembers
@@ -35,6 +38,7 @@ class Group(Exchange):
         place: this process's number when all pipelines are listed one after another, the ranks of each in order.
         seed_rank: number of this process that is equal for all tensor-parallel ranks: they draw the same numbers.
         preemption: whether a signal asks the run to end.
+        black_box: in which this process notes its phase and its actions.
     """
 
     def __init__(
@@ -44,8 +48,10 @@ class Group(Exchange):
         device: torch.device,
         mesh: Mesh | None = None,
         preemption: Preemption | None = None,
+        black_box: BlackBox | None = None,
     ) -> None:
         self.preemption = preemption or Preemption()
+        self.black_box = BlackBox() if black_box is None else black_box
         self.rank = rank
         self.size = size
         self.device = device
@@ -106,23 +112,35 @@ def join(member: Membership | None, config: TrainConfig, preemption: Preemption 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if member is None:
-        if config.num_threads == 1:
-            yield Group(0, 1, device, None, preemption)
-        else:
-            with make_mesh(config, config.num_threads) as mesh:
-                yield Group(mesh.rank, config.num_threads, device, mesh, preemption)
+        black_box = BlackBox()
+        with _watched(config, black_box, None):
+            if config.num_threads == 1:
+                yield Group(0, 1, device, None, preemption, black_box)
+            else:
+                with make_mesh(config, config.num_threads) as mesh:
+                    yield Group(mesh.rank, config.num_threads, device, mesh, preemption, black_box)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rendezvous.join(member, backend)
-    group = Group(member.rank, member.world_size, device, None, preemption)
-    yield group if config.parallel.auto else with_layout(group, config)
+    group = Group(member.rank, member.world_size, device, None, preemption, member.black_box)
+    with _watched(config, member.black_box, member):
+        yield group if config.parallel.auto else with_layout(group, config)
     dist.destroy_process_group()  # not after an error: others may be gone
+
+
+def _watched(config: TrainConfig, black_box: BlackBox, member: Membership | None) -> AbstractContextManager[object]:
+    """A watchdog of this process, unless the run has none."""
+    if not config.watchdog:
+        return nullcontext()
+    black_box.enter("setup", patient=True)
+    name = process_names(config)[member.rank] if member else None
+    return Watchdog(config.watchdog_seconds, black_box=black_box, member=member, always=True, name=name)
 
 
 def with_layout(group: Group, config: TrainConfig) -> Group:
     """The processes of a group at their places in the mesh of a configuration; a collective call."""
     shared = make_mesh(config, group.size) if group.size > config.num_ranks else None
-    return Group(group.rank, group.size, group.device, shared, group.preemption)
+    return Group(group.rank, group.size, group.device, shared, group.preemption, group.black_box)
 
 
 def make_mesh(config: TrainConfig, num_processes: int) -> Mesh:

@@ -9,7 +9,6 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
 from pipeloom.models import GPT, loss_fn, materialize
 from pipeloom.parallel.tensor.parallelize import parallelize
-from pipeloom.processes.black_box import BlackBox
 from pipeloom.split import Stages, split
 from pipeloom.train.config.memory import activation_offload, offloads
 from pipeloom.train.config.schedule import make_schedule, parse_cut, slice_lengths
@@ -28,7 +27,6 @@ class RunModel:
         group: its processes.
         vocabulary_size: of a GPT.
         samples: what a cut by measured times is measured on.
-        black_box: where the pipeline notes its actions.
 
     Attributes:
         schedule: of every step.
@@ -48,7 +46,6 @@ class RunModel:
         vocabulary_size: int,
         *,
         samples: Samples | None = None,
-        black_box: BlackBox | None = None,
     ) -> None:
         self.config, self.group = config, group
         self.schedule = make_schedule(config)
@@ -75,7 +72,7 @@ class RunModel:
             precision=config.number_format if precision.dtype != "fp32" else None,
             recompute=memory.recompute,
             offload=activation_offload(config) if offloaded else None,
-            blackbox=black_box and black_box.action_buffer,
+            blackbox=group.black_box.action_buffer,
         )
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from pipeloom.models.gpt import SEES_THE_FUTURE
 from pipeloom.parallel import OffloadedOptimizer
-from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.rendezvous import open_store
 from pipeloom.train.config.memory import offloads
 from pipeloom.train.config.train_config import TrainConfig
@@ -52,16 +51,14 @@ class RunParts(RunModel):
         notices: lines to show before the first step.
     """
 
-    def __init__(self, config: TrainConfig, group: Group, black_box: BlackBox | None) -> None:
+    def __init__(self, config: TrainConfig, group: Group) -> None:
         self.output_dir = Path(config.output_dir)
-        self.journal = Journal(black_box, self.output_dir if group.rank == 0 else None)
+        self.journal = Journal(group.black_box, self.output_dir if group.rank == 0 else None)
         self.journal.enter("setup")
         memory, offloaded = config.memory, offloads(config, group.device.type)
         self.samples = open_samples(config)
         warnings.filterwarnings("ignore", ".* " + SEES_THE_FUTURE)  # of each process: it is a notice below
-        super().__init__(
-            config, group, self.samples.tokenizer.vocabulary_size, samples=self.samples, black_box=black_box
-        )
+        super().__init__(config, group, self.samples.tokenizer.vocabulary_size, samples=self.samples)
         shapes = {name: part.shape for name, part in self.pipeline.state.ranges.items()}
         blocks = self.pipeline.state.sharing.blocks
         self.optimizer = make_optimizer(

@@ -23,9 +23,10 @@ from pipeloom.train.output.step_metrics import (
     gathered_records,
     read_cost,
 )
-from pipeloom.train.run_parts import Batches, Live, RunParts
+from pipeloom.train.run_parts import Batches, Live, RunParts, TokenBatch
 from pipeloom.training import Stream
 from pipeloom.training.stream.update_options import Discount
+from pipeloom.transport.values import Value
 
 _MOST_SHOWN = 256  # micro-batches of a run in its report
 
@@ -75,7 +76,7 @@ class StreamSteps:
             count: number of batches.
             live: called with each loss but the last, on process 0.
         """
-        self._parts.journal.enter(f"steps {self.done + 1} to {self.done + count}")
+        self._parts.journal.enter(f"steps {self.done + 1} to {self.done + count}", patient=False)
         try:
             rows = self._run(batches, count, live)
         finally:
@@ -90,7 +91,7 @@ class StreamSteps:
         self._live, self._first, self._last = live, first, first + count - 1
         self._begun, self._known = time.perf_counter(), []
         self._stream.num_batches = self.done
-        updates = self._stream.run(((batch.inputs, batch.targets) for batch in batches), count)
+        updates = self._stream.run(map(self._inputs, batches), count)
         count = len(updates)  # fewer where a signal asked the run to end
         self._last = first + count - 1
         self.done += count
@@ -124,6 +125,10 @@ class StreamSteps:
             rows.append(row | declared_metrics(update.auxiliary_losses, update.observations))
         self._known = []
         return rows
+
+    def _inputs(self, batch: TokenBatch) -> tuple[Value, Value]:
+        self._parts.journal.count_step()  # the stream reads the batch of a step when it begins
+        return batch.inputs, batch.targets
 
     def timelines(self) -> tuple[Timeline, Timeline] | None:
         """The end of the last run as measured, and a stream of that length as predicted, on process 0."""

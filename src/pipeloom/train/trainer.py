@@ -44,9 +44,9 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, group: Group, member: Membership | None) -> None:
         self.config, self.group = config, group
-        self._launched = member is not None and member.black_box is not None
+        self._launched = member is not None and member.launched
         self._held = ExitStack()
-        self.run = RunParts(config, group, member.black_box if member else None)
+        self.run = RunParts(config, group)
         self._probe = MemoryProbe(self.run)
         streams = self.run.schedule.microbatches_per_update is not None
         self._steps = StreamSteps(self.run) if streams else FlushSteps(self.run, self._probe)

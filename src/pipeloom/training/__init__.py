@@ -1,5 +1,6 @@
 """The front door: `Pipeline` and `Stream` train a model, with optimizer steps and gradient clipping."""
 
+from pipeloom.processes.watchdog import Watchdog
 from pipeloom.training.clipping import clip_by_norms, clip_grad_norm, gradient_norms
 from pipeloom.training.loss_scaler import LossScaler
 from pipeloom.training.observations import AuxiliaryValue
@@ -23,6 +24,7 @@ __all__ = [
     "Stream",
     "StreamUpdate",
     "Update",
+    "Watchdog",
     "clip_by_norms",
     "clip_grad_norm",
     "gradient_norms",

@@ -82,7 +82,8 @@ class Pipeline:
         check: a small batch of inputs, or (inputs, targets): before training, the pipeline's outputs are compared with
             those of the model, in evaluation mode, and a loss_fn that would be a mean of means is reported. Every
             process passes it.
-        blackbox: a writable buffer of 64 bytes for the label of the running action.
+        blackbox: a writable buffer of 72 bytes: the label of the running action, then its start (time.perf_counter, a
+            float64); such as that of a `pipeloom.Watchdog`.
         timeout_seconds: how long a rank waits for a message, or for replicas.
 
     Attributes:

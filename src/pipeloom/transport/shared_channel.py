@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import PeerLost
+from pipeloom.processes.waits import waits_for
 from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing
 from pipeloom.transport.shared_block import HEAD_BYTES, SharedBlock
 from pipeloom.transport.values import Layout, decode
@@ -36,6 +37,7 @@ class Waiting(Protocol):
 
     spin_seconds: float
     timeout_seconds: float
+    processes: Sequence[int]  # of each rank
 
     def flush(self) -> bool:
         """Try to send what did not fit into the sockets; returns whether nothing is left."""
@@ -151,6 +153,11 @@ class SharedIncoming(Incoming):
         self._poll.register(connection, select.POLLIN)
         self._longest_ms = 0
 
+    @property
+    def source_process(self) -> int:
+        """The rank in the default group of the process that sends."""
+        return self._transport.processes[self._channel.source]
+
     def ready(self) -> bool:
         return bool(self._poll.poll(0))
 
@@ -170,6 +177,7 @@ class SharedIncoming(Incoming):
         layout = decode(block.tail(long) if long else datagram[start:])
         return Message(layout, block.read(layout), call)
 
+    @waits_for(lambda at: [at["self"].source_process])
     def _next_datagram(self) -> tuple[bytes, int | None]:
         spin_until = time.perf_counter() + self._transport.spin_seconds
         give_up, flags = None, _NO_WAIT

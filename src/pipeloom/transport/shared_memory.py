@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from pipeloom.errors import PeerLost, listed
+from pipeloom.processes.waits import waits_for
 from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing, Transport
 from pipeloom.transport.shared_channel import SharedIncoming, SharedOutgoing
 
@@ -82,6 +83,7 @@ class SharedMemoryTransport(Transport):
         self._listener.listen(1024)
         hello = json.dumps({"host": host_identity(), "name": name}).encode()
         everybody = [json.loads(answer) for answer in exchange(hello)]
+        self.processes = range(len(everybody)) if processes is None else processes
         self._addresses = everybody if processes is None else [everybody[process] for process in processes]
         local = sum(address["host"] == self._addresses[rank]["host"] for address in everybody)
         if spin_seconds is None:
@@ -92,6 +94,7 @@ class SharedMemoryTransport(Transport):
         """Whether ranks `peer` and `of` run on one host; returns the same on every rank."""
         return bool(self._addresses[peer]["host"] == self._addresses[of]["host"])
 
+    @waits_for(lambda at: [at["self"].processes[channel.source] for channel in at.get("expected", ())])
     def open(self, channels: Iterable[Channel]) -> None:
         channels = list(channels)
         for channel in channels:
@@ -135,6 +138,7 @@ class SharedMemoryTransport(Transport):
         for end in self._outgoing.values():
             end.end_step()
 
+    @waits_for(lambda at: [at["self"].processes[end.channel.target] for end in [*at["self"]._backlogged]])
     def _drain(self, seconds: float) -> None:
         """Wait until all messages are in the sockets."""
         deadline = time.perf_counter() + seconds

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pipeloom.errors import PeerLost
 from pipeloom.processes.collectives import destroy_groups, first_line, is_lost_peer, noticing_lost_peers
+from pipeloom.processes.waits import waits_for
 from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing, Transport
 from pipeloom.transport.values import Layout, decode
 
@@ -65,8 +66,11 @@ class _PeerGroup:
 
 
 class _TorchOutgoing(Outgoing):
-    def __init__(self, channel: Channel, control: _PeerGroup, data: _PeerGroup, timeout_seconds: float) -> None:
+    def __init__(
+        self, channel: Channel, target: int, control: _PeerGroup, data: _PeerGroup, timeout_seconds: float
+    ) -> None:
         self._channel, self._control, self._data = channel, control, data
+        self.target_process = target
         self._timeout = timedelta(seconds=timeout_seconds)
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -90,6 +94,7 @@ class _TorchOutgoing(Outgoing):
         with noticing_lost_peers(f"rank {self._channel.target} cannot be reached"):
             self._in_flight.append((link.send(tensor), tensor))
 
+    @waits_for(lambda at: [at["self"].target_process])
     def end_step(self) -> None:
         """Wait until all sends are done."""
         with noticing_lost_peers(f"rank {self._channel.target} did not take what this rank sent"):
@@ -112,6 +117,7 @@ class _TorchOutgoing(Outgoing):
 @dataclass(eq=False)
 class _TorchIncoming(Incoming):
     _channel: Channel
+    source_process: int
     _control: _PeerGroup
     _data: _PeerGroup
     _device: torch.device
@@ -126,6 +132,7 @@ class _TorchIncoming(Incoming):
     def ready(self) -> bool:
         return not self._messages.empty()
 
+    @waits_for(lambda at: [at["self"].source_process])
     def receive(self) -> Message:
         while not self._idle() and self._messages.empty():  # another rank may wait for what is still to be sent here
             time.sleep(0.001)
@@ -210,13 +217,14 @@ class TorchDistributedTransport(Transport):
                 if self._process not in members:
                     continue
                 peer = 1 - members.index(self._process)
+                process = members[peer]
                 links = _PeerGroup(control, peer), _PeerGroup(data, peer)
                 self._links += links
                 if channel.source == self._rank:
-                    self._outgoing[channel] = _TorchOutgoing(channel, *links, self._timeout_seconds)
+                    self._outgoing[channel] = _TorchOutgoing(channel, process, *links, self._timeout_seconds)
                 else:
                     self._incoming[channel] = _TorchIncoming(
-                        channel, *links, self._device, self._timeout_seconds, self._idle
+                        channel, process, *links, self._device, self._timeout_seconds, self._idle
                     )
 
     def outgoing(self, channel: Channel) -> Outgoing:

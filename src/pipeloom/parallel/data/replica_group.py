@@ -17,6 +17,7 @@ from pipeloom.ir import Action, DataStrategy, Op
 from pipeloom.parallel.data.links import Links
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.processes.collectives import noticing_lost_peers
+from pipeloom.processes.waits import waits_for
 
 _LOST = "another replica exited or did not answer in time during a collective"
 # The axes along which processes hold the same parameters and see other data. Experts are the
@@ -169,6 +170,7 @@ class ReplicaGroup:
         if ended is not no_wait:
             self._links.on_end(works, ended)
 
+        @waits_for(lambda at: at["self"].members)
         def wait() -> None:
             if self._has_left:
                 raise PeerLost(_LOST)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipeloom.common.field_types import check_fields
+from pipeloom.common.json_reader import parse_json
 from pipeloom.common.recorded_file import FileRecord, RecordedFile
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, folded
@@ -164,7 +165,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{checkpoint / MANIFEST_NAME} is damaged: its hash differs from {SEAL_NAME}. Use another checkpoint."
         )
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         found = (data["format"], data["version"])
     except (ValueError, KeyError, TypeError, RecursionError):
         found = (None, None)
@@ -248,7 +249,10 @@ def read_weight_map(checkpoint: Path, record: FileRecord | None) -> dict[str, st
         text = path.read_bytes() if record is None else RecordedFile(path, record).read(0, record.bytes)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return dict(json.loads(text)["weight_map"])
+    try:
+        return dict(parse_json(text)["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not an index of safetensors files. Use another checkpoint.") from error
 
 
 def _read(path: Path) -> bytes:

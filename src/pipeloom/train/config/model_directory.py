@@ -1,11 +1,11 @@
 """What the configuration of a Hugging Face directory says about its model. Needs neither torch nor transformers."""
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import InputError
 
 CONFIG_NAME = "config.json"
@@ -75,7 +75,7 @@ def default_length(directory: str) -> int:
 
 @lru_cache(maxsize=16)
 def _read(path: Path, changed: int, size: int) -> ModelFacts:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError
     inner = content.get("text_config")

@@ -44,6 +44,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (_RATES, lambda value: 0 <= value < math.inf, "finite and at least 0"),
     (_FRACTIONS, lambda value: 0 <= value < 1, "at least 0 and below 1"),
     (("optimizer.min_learning_rate_fraction",), lambda value: 0 <= value <= 1, "from 0 to 1"),
+    (("watchdog_seconds",), lambda value: 0 < value < math.inf, "finite and above 0"),
     (("precision.loss_scale",), lambda value: 1 <= value < math.inf, "finite and at least 1"),
 )
 _USERS = {  # optimizers that an option is for

@@ -71,6 +71,10 @@ class TrainConfig:
     preempt_seconds: float = option(
         30.0, "seconds from SIGTERM or SIGUSR1 to a saved checkpoint; 0: end at once", group="faults"
     )
+    watchdog: bool = option(True, "end the run when a rank hangs; off: wait", group="faults")
+    watchdog_seconds: float | None = option(
+        None, "seconds without progress", unset="5 x the slowest recent step, at least 30", group="faults"
+    )
     local: bool = option(
         False,
         "run all ranks in this process, in turn or in threads",

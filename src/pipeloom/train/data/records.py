@@ -5,11 +5,11 @@
 {"messages": [{"role": ..., "content": ...}]}     the turns of the assistant are scored
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import DataError
 from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.train.data.token_cache import unreadable
@@ -51,8 +51,8 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 def _line(place: str, content: bytes) -> Line:
     try:
-        record = json.loads(content)
-    except (ValueError, RecursionError):
+        record = parse_json(content)
+    except ValueError:
         raise DataError(f"{place} is not JSON: must be one object per line. Change it.") from None
     if not isinstance(record, dict):
         raise DataError(f"{place} is not a JSON object: must have {_kinds()}. Change it.")

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.common.atomic_file import whole_file, write_whole
+from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import DataError
 
 
@@ -68,7 +69,7 @@ def fits_fraction(number: int, fraction: float, total: int) -> bool:
 def _read_about(stream: Path, about: Path, dtype: np.dtype[Any]) -> dict[str, Any] | None:
     """The JSON that describes a file of tokens, or None if it is missing or incomplete."""
     try:
-        facts: dict[str, Any] = json.loads(about.read_bytes())
+        facts: dict[str, Any] = parse_json(about.read_bytes())
         whole = stream.stat().st_size == facts["num_tokens"] * dtype.itemsize
     except (OSError, ValueError, KeyError, TypeError):
         return None

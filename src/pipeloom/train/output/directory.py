@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from pipeloom.common.atomic_file import UNFINISHED, write_whole
+from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import RunError
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.schedules import user_defined as own_schedule
@@ -90,7 +91,7 @@ def _cut_metrics(path: Path, step: int) -> set[Entry]:
     kept, found = [], set()
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            entry = entry_of(json.loads(line))
+            entry = entry_of(parse_json(line))
         except (ValueError, KeyError, TypeError):
             continue
         if line.endswith("\n"):
@@ -105,7 +106,7 @@ class Journal:
     """The current phase and the metrics of a run.
 
     Args:
-        black_box: of this process, if it was launched with one.
+        black_box: of this process; None: phases are not recorded.
         directory: of ``metrics.jsonl``; None for all processes but the first, which write none.
 
     Attributes:
@@ -116,10 +117,15 @@ class Journal:
         self._black_box, self._directory = black_box, directory
         self.reporters: Reporters | None = None
 
-    def enter(self, phase: str) -> None:
-        """Record in the black box which phase begins."""
+    def enter(self, phase: str, *, patient: bool = True) -> None:
+        """Record in the black box which phase begins, and whether it may make no progress for long."""
         if self._black_box is not None:
-            self._black_box.phase = phase
+            self._black_box.enter(phase, patient=patient)
+
+    def count_step(self) -> None:
+        """Record in the black box that a step is complete."""
+        if self._black_box is not None:
+            self._black_box.count_step()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row to ``metrics.jsonl``; nan and inf are written as null, as JSON needs."""

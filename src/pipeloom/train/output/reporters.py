@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.json_reader import parse_json
+from pipeloom.errors import RunError
 
 Entry = tuple[int, bool]  # step, and whether it is an evaluation: what a row of metrics.jsonl is about
 
@@ -141,7 +143,10 @@ def _run_name(directory: Path) -> str:
     """The name of the run, the same for all processes that resume it."""
     path = directory / TRACKING_NAME
     if path.exists():
-        return str(json.loads(path.read_text(encoding="utf-8"))["run"])
+        try:
+            return str(parse_json(path.read_text(encoding="utf-8"))["run"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} has no name of a run: the file is damaged. Remove it.") from error
     name = f"{directory.absolute().name}-{secrets.token_hex(4)}"
     write_whole(path, json.dumps({"run": name}) + "\n")
     return name

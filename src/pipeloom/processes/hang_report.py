@@ -1,0 +1,154 @@
+"""`RankReport`: what a rank does that makes no progress, and which of several ranks holds up the others."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeloom.errors import listed
+from pipeloom.ir import Op
+from pipeloom.ir.text import parse_action
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Where a rank's process runs.
+
+    Attributes:
+        host: identity of its host.
+        process: process number.
+        started: when it started, in clock ticks of its host; tells it from a later process of the same number.
+        name: of the rank, such as ``rank 3``.
+    """
+
+    host: str
+    process: int
+    started: str
+    name: str
+
+    def state(self) -> str | None:
+        """The kernel's letter for the state of the process, T where it is stopped; None: it has ended."""
+        fields = stat_fields(self.process)
+        return fields[0] if fields and fields[19] == self.started else None
+
+
+def stat_fields(process: int) -> list[str]:
+    """The fields of ``/proc/PROCESS/stat`` from the state on; empty: there is no such process."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """A rank when the ranks were asked.
+
+    Attributes:
+        rank: in the default group.
+        name: ``rank 3``, with its place in a mesh ``rank 3 (rank 1 of replica 1)``.
+        phase, action: as in its black box.
+        seconds: without progress.
+        waits: the ranks that it waits for; None: it waits for none.
+        line: the innermost line of Python that it runs, outside torch and the standard library.
+        hung: whether it makes no progress; else it is busy, or in a phase that may take long.
+    """
+
+    rank: int
+    name: str
+    phase: str
+    action: str
+    seconds: float
+    waits: tuple[int, ...] | None
+    line: str
+    hung: bool
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "RankReport":
+        values = json.loads(text)
+        return cls(**{**values, "waits": values["waits"] and tuple(values["waits"])})
+
+    @property
+    def place(self) -> str:
+        """``in step 12, action 1F3 (stage 1, micro-batch 3)``."""
+        found = f"in {self.phase}" if self.phase else ""
+        if self.action:
+            stage, op, microbatch, _ = parse_action(self.action)
+            unit = "update" if op is Op.STEP else "micro-batch"
+            inside = f"stage {stage}" + ("" if microbatch is None else f", {unit} {microbatch}")
+            found += f"{', ' if found else 'in '}action {self.action} ({inside})"
+        return found or "before its first action"
+
+    def __str__(self) -> str:
+        waits = f"waits for {ranks_text(self.waits)}" if self.waits else "waits for no rank"
+        return f"{self.name} {self.place}: no progress for {self.seconds:.1f} s, {waits}, at {self.line}"
+
+
+class Verdict(NamedTuple):
+    """What the reports say together.
+
+    Attributes:
+        culprits: the ranks that hold up the others; empty: ranks wait for each other in a cycle.
+        line: for the user; empty: no rank is hung.
+    """
+
+    culprits: tuple[int, ...]
+    line: str
+
+
+def judge(
+    reports: Sequence[RankReport], silent: Mapping[int, str], limit_seconds: float, unreachable: bool = False
+) -> Verdict:
+    """Find the rank that waits for nobody, by following the peers that each rank waits for.
+
+    Args:
+        reports: of the ranks that answered; at least one.
+        silent: a sentence about each rank that did not.
+        limit_seconds: without progress, after which a rank counts as hung.
+        unreachable: whether no rank can be asked.
+    """
+    by_rank = {report.rank: report for report in reports}
+    fix = f"If it only needs longer, raise the watchdog's limit of {limit_seconds:g} s (--watchdog_seconds)."
+    reached = _reached(by_rank, silent)
+    free = [report for report in reports if report.waits is None and report.rank in reached]
+    waiting = _waiting([report.rank for report in reports if report.waits])
+    if lost := [rank for rank in silent if rank in reached or not free]:
+        words = "; ".join(silent[rank] for rank in lost)
+        return Verdict(tuple(lost), f"{words}{waiting}. {fix}")
+    if hung := [report for report in free if report.hung]:
+        culprit = max(hung, key=lambda report: report.seconds)
+        return Verdict(
+            (culprit.rank,),
+            f"{culprit.name} hangs {culprit.place}, at {culprit.line}: no progress for {culprit.seconds:.1f} s"
+            f"{waiting}. Look at its stack above. {fix}",
+        )
+    if free:
+        return Verdict((), "")
+    cycle = "; ".join(f"rank {report.rank} waits for {ranks_text(report.waits or ())}" for report in reports[:8])
+    reason = "the other ranks cannot be asked" if unreachable else "the ranks wait for each other"
+    return Verdict((), f"no progress for {reports[0].seconds:.1f} s, and {reason}: {cycle}. Look at the stacks above.")
+
+
+def _reached(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> set[int]:
+    """The ranks in which the waits of hung ranks end, and these ranks themselves."""
+    found: set[int] = set()
+    open_ranks = [rank for rank, report in reports.items() if report.hung]
+    while open_ranks:
+        rank = open_ranks.pop()
+        if rank not in found:
+            found.add(rank)
+            open_ranks += (reports[rank].waits or ()) if rank in reports else ()
+    return found
+
+
+def _waiting(ranks: Sequence[int]) -> str:
+    return f"; {ranks_text(ranks)} wait{'s' if len(ranks) == 1 else ''} for it" if ranks else ""
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks)}"

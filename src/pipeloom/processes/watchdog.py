@@ -1,0 +1,230 @@
+"""`Watchdog`: a thread in every rank that ends the run when ranks make no progress, and says which rank holds it up.
+
+    rank 0                      rank 1                       rank 2
+    no progress for `limit`     `while True` in a forward    no progress
+      │ alarm ────────────────────▶ sees it at its next look ──▶ sees it
+      │ report: waits for 1         │ report: waits for none     │ report: waits for 1
+      ◀──────────────────────────────────────────────────────────┘
+    verdict: rank 1             stack of all its threads
+
+Ranks exchange reports through the store in which they met, never through the stuck threads. A rank that does not answer
+is stopped, or a C call holds its interpreter lock. Progress is the clock of the rank's black box, which every action
+writes. The peers that a rank waits for are read from its stack (`pipeloom.processes.waits`).
+"""
+
+import faulthandler
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch
+
+from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.hang_board import HangBoard
+from pipeloom.processes.hang_report import RankReport, Verdict, judge
+from pipeloom.processes.launcher import HUNG, Membership
+from pipeloom.processes.waits import waited_for
+
+_LEAST_SECONDS, _STEPS = 30.0, 5.0  # the limit where none is given: so many seconds, so many times the slowest step
+_RECENT_STEPS = 20
+_FIRST_STEPS = 2  # of a process, which compile and allocate
+_PATIENCE, _PATIENT_SECONDS = 10.0, 300.0  # phases that are no steps may take so much longer, at least so long
+_LONGEST_LOOK, _SHORTEST_LOOK = 3.0, 0.1  # seconds between two looks
+_ANSWER_SECONDS = 3.0  # how long other ranks may take to answer, beside one look
+_LAST_SECONDS = 1.5  # for stacks of other ranks, before the run ends
+_OWN_DIRECTORY = str(Path(__file__).parents[1])
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
+
+
+class Watchdog:
+    """Ends the run where a rank makes no progress, and says which rank holds up the others, and where.
+
+    Make it on every rank, after ``torch.distributed.init_process_group`` where there are several, and use it as a
+    context manager. Its thread looks at the progress of this process. Without progress for `seconds`, every rank prints
+    where it is: step, action, micro-batch, the ranks that it waits for. One line names the rank that waits for no other
+    one, which prints its Python stack. Then all processes end with exit code 1; one that was stopped is killed if it
+    runs on the same host as another rank. A process whose parent, such as torchrun's agent, has ended, ends too.
+
+    Args:
+        seconds: without progress inside a call of a `Pipeline` or `Stream`. It must be longer than the longest action
+            and than the time that one rank spends between two calls while another one waits, see `paused`. None: 5
+            times the slowest of the last 20 steps that `black_box` counts, at least 30 s.
+        black_box: of this process; None: a new one.
+        member: of the run that `pipeloom train` started; None: the default process group.
+        always: whether the time outside of such calls counts too.
+        name: of this rank in messages; None: its number.
+
+    Attributes:
+        black_box: what is watched. Pass ``blackbox=watchdog.blackbox`` to `Pipeline`.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None,
+        *,
+        black_box: BlackBox | None = None,
+        member: Membership | None = None,
+        always: bool = False,
+        name: str | None = None,
+    ) -> None:
+        self.black_box = BlackBox() if black_box is None else black_box
+        self._seconds, self._member, self._always = seconds, member, always
+        self._parent, self._thread_id = os.getppid(), threading.get_ident()
+        self._board = HangBoard(name)
+        self._closed = threading.Event()
+        self._stuck, self._round = 0.0, 0
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._thread = threading.Thread(target=self._watch, name="pipeloom-watchdog", daemon=True)
+
+    @property
+    def blackbox(self) -> memoryview:
+        """The buffer for `Pipeline`, in which it notes its actions."""
+        return self.black_box.action_buffer
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._closed.set()
+        self._board.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """This rank may take as long as it likes inside the block, such as to save a checkpoint; others wait for it."""
+        before = self.black_box.patient
+        self.black_box.patient = math.inf
+        try:
+            yield
+        finally:
+            self.black_box.patient, self.black_box.clock = before, time.perf_counter()
+
+    # The thread
+
+    @property
+    def _limit(self) -> float:
+        """Seconds without progress, after which this rank counts as hung."""
+        slowest = max(self._step_seconds, default=0.0)
+        limit = max(_LEAST_SECONDS, _STEPS * slowest) if self._seconds is None else self._seconds
+        if self.black_box.patient == math.inf:
+            return math.inf
+        first = self._always and self.black_box.steps < _FIRST_STEPS
+        return max(_PATIENT_SECONDS, _PATIENCE * limit) if self.black_box.patient or first else limit
+
+    @property
+    def _look_seconds(self) -> float:
+        return min(max((self._seconds or _LEAST_SECONDS) / 10, _SHORTEST_LOOK), _LONGEST_LOOK)
+
+    def _watch(self) -> None:
+        clock, steps, at = self.black_box.clock, self.black_box.steps, time.monotonic()
+        step_began = at
+        while not self._closed.wait(self._look_seconds):
+            before, at = at, time.monotonic()
+            if os.getppid() != self._parent:  # torchrun's agent has ended
+                self._say(f"{self._board.name}: its parent process has ended, and this process ends too")
+                os._exit(1)
+            if (done := self.black_box.steps) != steps:
+                if steps >= 1:
+                    self._step_seconds.append((at - step_began) / (done - steps))
+                steps, step_began = done, at
+            # The clock of a stopped or starved process does not count.
+            self._stuck += min(at - before, 2 * self._look_seconds)
+            if self.black_box.clock != clock:
+                clock, self._stuck = self.black_box.clock, 0.0
+            limit = self.black_box.limit_seconds = self._limit
+            if self._always and limit < math.inf:  # a C call that holds the interpreter lock also holds this thread
+                faulthandler.dump_traceback_later(limit + _LAST_SECONDS, file=2)
+            alarmed = self._board.is_alarmed(self._round)
+            if alarmed or (self._stuck >= limit and (self._always or self._in_call())):
+                self._confer()
+        if self._always:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _confer(self) -> None:
+        """Ask all ranks; end the run, unless the rank that holds up the others is busy."""
+        number, self._round = self._round, self._round + 1
+        report, board = self._report(), self._board
+        board.report(number, report.to_json())
+        patience = _ANSWER_SECONDS + self._look_seconds
+        leads = board.claim(number)
+        if leads:
+            verdict = self._judge(number, report, patience)
+            board.decide(number, verdict)
+        else:
+            found = board.verdict(number, 2 * patience)
+            verdict = self._judge(number, report, 0.0) if found is None else found
+        if verdict.line:
+            self._end(report, verdict, leads=leads)
+        self._stuck = min(self._stuck, self._limit / 2)
+
+    def _judge(self, number: int, report: RankReport, patience: float) -> Verdict:
+        answers = {report.rank: report}
+        answers |= {r.rank: r for r in map(RankReport.from_json, self._board.reports(number, patience))}
+        missing = sorted({*range(self._board.size)} - answers.keys())
+        silent = {rank: self._board.describe(rank) for rank in missing} if self._board.answers else {}
+        reports = [answers[rank] for rank in sorted(answers)]
+        return judge(reports, silent, self._limit, unreachable=not self._board.answers)
+
+    def _end(self, report: RankReport, verdict: Verdict, *, leads: bool) -> None:
+        self.black_box.ending = 1.0
+        self._say(str(report))
+        if report.rank in verdict.culprits or not verdict.culprits:
+            self._say(f"{report.name}: Python stack")
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        time.sleep(_LAST_SECONDS if leads else 2 * _LAST_SECONDS)
+        launched = self._member is not None and self._member.launched
+        if launched:  # the launcher prints the line, and ends all ranks
+            self.black_box.last_words = verdict.line
+            os._exit(HUNG)
+        if leads:
+            self._say(f"error: {verdict.line}")
+        for rank in verdict.culprits:
+            if rank != report.rank and (place := self._board.place(rank)) is not None and self._board.is_near(place):
+                with suppress(OSError):
+                    if place.state() is not None:
+                        os.kill(place.process, signal.SIGKILL)
+        os._exit(1)
+
+    def _report(self) -> RankReport:
+        frames = sys._current_frames()
+        main = frames.pop(self._thread_id, None)
+        frames.pop(threading.get_ident(), None)
+        waits = waited_for(main)
+        if waits is None:  # autograd calls hooks in threads of its own
+            waits = next((found for found in map(waited_for, frames.values()) if found is not None), None)
+        box, limit = self.black_box, self._limit
+        hung = self._stuck >= limit / 2 and box.patient != math.inf
+        return RankReport(
+            self._board.rank, self._board.name, box.phase, box.action, self._stuck, waits, _line(main), hung
+        )
+
+    def _in_call(self) -> bool:
+        """Whether the watched thread is inside pipeloom."""
+        frame = sys._current_frames().get(self._thread_id)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(_OWN_DIRECTORY):
+                return True
+            frame = frame.f_back
+        return False
+
+    def _say(self, text: str) -> None:
+        os.write(2, f"pipeloom: {text}\n".encode())  # the stuck thread may hold the lock of sys.stderr
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line of a stack outside torch and the standard library."""
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if (frame := frame or innermost) is None:
+        return "an unknown line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

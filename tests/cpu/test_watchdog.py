@@ -1,0 +1,214 @@
+"""Ranks that hang: stopped, in Python, in a lock, in the data. Every rank says where it is, and one line names one."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pipeloom as pl
+from pipeloom.cli import main
+from pipeloom.processes.watchdog import Watchdog
+from pipeloom.train.trainer import Trainer
+
+from .train_runs import Fork, printed, text, words
+
+__all__ = ["text"]  # a fixture
+
+SECONDS = 2.0
+OPTIONS = (f"--watchdog_seconds={SECONDS}", "--eval_steps=0", "--save_steps=0", "--steps=2000", "--sample_tokens=0")
+LIBC = ctypes.PyDLL(None)  # its calls keep the interpreter lock
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+HANGS: dict[str, Callable[[], object]] = {
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "spin": _spin,
+    "interpreter lock": lambda: LIBC.sleep(1000),
+}
+
+
+def _hang_in_forward(kind: str, victim: str) -> None:
+    """The process whose rank is `victim` hangs in a forward of its sixth step."""
+    calls = 0
+
+    def before(module: nn.Module, arguments: Any) -> None:
+        nonlocal calls
+        if type(module).__name__ == "StageModule" and os.environ.get("RANK") == victim and module.training:
+            calls += 1
+            if calls == 22:  # four in a step
+                HANGS[kind]()
+
+    nn.modules.module.register_module_forward_pre_hook(before)
+
+
+def _hang_in_data(victim: str) -> None:
+    batch, calls = Trainer._batch, 0
+
+    def slow(self: Trainer, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 6 and os.environ.get("RANK") == victim:
+            time.sleep(1000)
+        return batch(self, *arguments)
+
+    Trainer._batch = slow  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [*HANGS, "data"])
+def test_a_rank_that_hangs_is_named_by_all(text: Path, tmp_path: Path, kind: str) -> None:
+    """No process is left, also none that is stopped: the fixture of all tests looks for them."""
+
+    def first() -> None:
+        _hang_in_data("0") if kind == "data" else _hang_in_forward(kind, "0")
+
+    command = words(text, tmp_path / "out", *OPTIONS)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        process = Fork([sys.executable, "-m", "pipeloom", *command], stdout=out, stderr=errors, first=first)
+        code, lines = process.wait(), printed(errors).splitlines()
+    last = lines[-1]
+    assert code == 1, lines
+    assert last.startswith("pipeloom: error: rank 0"), lines
+    assert "; rank 1 waits for it." in last
+    assert "If it only needs longer, raise the watchdog's limit of 2 s" in last
+    assert len([line for line in lines if line.startswith("pipeloom: error")]) == 1
+    told = [line for line in lines if line.startswith("pipeloom: rank 1 in step 6, action 1RECV_F")]
+    assert len(told) == 1, lines
+    assert "(stage 1, micro-batch " in told[0]
+    assert "waits for rank 0" in told[0]
+    if kind == "stop":
+        assert "is stopped by SIGSTOP or a debugger" in last
+    elif kind == "interpreter lock":
+        assert "does not answer: a C call holds Python's interpreter lock" in last
+        assert any("test_watchdog.py" in line for line in lines)  # its stack, by a thread that needs no lock
+    else:
+        assert " hangs in step 6" in last
+        assert "test_watchdog.py:" in last
+        assert lines.count("pipeloom: rank 0: Python stack") == 1
+
+
+def _forks(function: Callable[[int], None], directory: Path, size: int = 2) -> tuple[list[int], str]:
+    """``function(rank)`` in forks; their exit codes, and what they print on standard error."""
+    errors, children = directory / "errors", []
+    for rank in range(size):
+        if not (child := os.fork()):
+            code = 99
+            try:
+                os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+                function(rank)
+                code = 0
+            except BaseException as error:
+                os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return codes, errors.read_text()
+
+
+def test_a_stopped_rank_of_torchrun_is_named_and_killed(text: Path, tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank(number: int) -> None:
+        place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_PORT": store.port}
+        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {name: f"{value}" for name, value in {**place, **agent, "GLOO_SOCKET_IFNAME": "lo"}.items()}
+        _hang_in_forward("stop", "1")
+        with open(os.devnull, "w") as nothing:
+            sys.stdout = nothing
+            main(words(text, tmp_path / "out", *OPTIONS))
+
+    codes, printed_lines = _forks(rank, tmp_path)
+    assert codes == [1, -signal.SIGKILL], printed_lines
+    lines = printed_lines.splitlines()
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("pipeloom: rank 0 in step 6, action 0RECV_B"), lines
+    assert lines[1].startswith("pipeloom: error: rank 1, process "), lines
+    assert "is stopped by SIGSTOP or a debugger; rank 0 waits for it" in lines[1]
+
+
+def _train(rank: int, directory: Path, between: Callable[[int], None]) -> None:
+    """Six steps of a pipeline of the library with a watchdog; `between` is called before each."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
+    with Watchdog(SECONDS) as watchdog:
+        pipe = pl.Pipeline(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), schedule,
+            loss_fn=nn.functional.mse_loss, blackbox=watchdog.blackbox,
+        )  # fmt: skip
+        for _ in range(6):
+            if rank == 1:
+                between(rank)
+            pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+        with watchdog.paused():
+            dist.barrier()
+        pipe.close()
+
+
+def test_the_library_names_a_rank_that_does_not_step(tmp_path: Path) -> None:
+    calls = iter(range(6))
+
+    def sleep(rank: int) -> None:
+        time.sleep(1000 if next(calls) == 3 else 0)
+
+    codes, lines = _forks(lambda rank: _train(rank, tmp_path, sleep), tmp_path)
+    assert codes == [1, 1], lines
+    assert "pipeloom: error: rank 1 hangs in action " in lines
+    assert "test_watchdog.py" in lines
+    assert "pipeloom: rank 0 in action " in lines
+
+
+def test_a_rank_that_only_works_longer_is_left_alone(tmp_path: Path) -> None:
+    """Rank 0 waits for longer than its limit, while rank 1 makes progress, or is paused."""
+
+    def work(rank: int) -> None:
+        watchdog = next(each for each in gc.get_objects() if isinstance(each, Watchdog))
+        if next(calls) == 2:
+            with watchdog.paused():
+                time.sleep(3 * SECONDS)
+        if next(calls) == 3:
+            for _ in range(15):
+                time.sleep(SECONDS / 5)
+                watchdog.black_box.clock = time.perf_counter()
+
+    calls = iter([0, 0, 2, 0, 0, 3, 0, 0, 0, 0, 0, 0])
+    codes, lines = _forks(lambda rank: _train(rank, tmp_path, work), tmp_path)
+    assert (codes, lines) == ([0, 0], "")
+
+
+def test_a_rank_whose_parent_has_ended_ends(tmp_path: Path) -> None:
+    note = tmp_path / "process"
+    code = (
+        "import os, time\n"
+        "from pipeloom.processes.watchdog import Watchdog\n"
+        "if os.fork(): time.sleep(1000)\n"
+        "with Watchdog(0.5):\n"
+        f"    open({str(note)!r}, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(1000)\n"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    while not (note.exists() and note.read_text()):
+        assert agent.poll() is None
+        time.sleep(0.01)
+    agent.kill()
+    _, error = agent.communicate(timeout=300)  # the pipe is closed when the rank has ended
+    assert error == "pipeloom: rank 0: its parent process has ended, and this process ends too\n"
