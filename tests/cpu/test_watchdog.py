@@ -138,7 +138,7 @@ def test_a_stopped_rank_of_torchrun_is_named_and_killed(text: Path, tmp_path: Pa
     codes, printed_lines = _forks(rank, tmp_path)
     assert codes == [1, -signal.SIGKILL], printed_lines
     lines = printed_lines.splitlines()
-    assert len(lines) == 2, lines
+    assert len(lines) == 2, printed_lines
     assert lines[0].startswith("pipeloom: rank 0 in step 6, action 0RECV_B"), lines
     assert lines[1].startswith("pipeloom: error: rank 1, process "), lines
     assert "is stopped by SIGSTOP or a debugger; rank 0 waits for it" in lines[1]
@@ -171,7 +171,8 @@ def test_the_library_names_a_rank_that_does_not_step(tmp_path: Path) -> None:
         time.sleep(1000 if next(calls) == 3 else 0)
 
     codes, lines = _forks(lambda rank: _train(rank, tmp_path, sleep), tmp_path)
-    assert codes == [1, 1], lines
+    assert codes[0] == 1, lines
+    assert codes[1] in (1, -signal.SIGKILL), lines  # it ends by itself, or is ended
     assert "pipeloom: error: rank 1 hangs in action " in lines
     assert "test_watchdog.py" in lines
     assert "pipeloom: rank 0 in action " in lines
