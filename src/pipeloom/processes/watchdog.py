@@ -151,7 +151,8 @@ class Watchdog:
 
     def _confer(self) -> None:
         """Ask all ranks; end the run, unless the rank that holds up the others is busy."""
-        faulthandler.cancel_dump_traceback_later()  # this thread runs
+        if self._always:
+            faulthandler.cancel_dump_traceback_later()  # this thread runs
         number, self._round = self._round, self._round + 1
         report, board = self._report(), self._board
         board.report(number, report.to_json())
