@@ -37,7 +37,8 @@ from pipeloom.processes.waits import waited_for
 _LEAST_SECONDS, _STEPS = 30.0, 5.0  # the limit where none is given: so many seconds, so many times the slowest step
 _RECENT_STEPS = 20
 _FIRST_STEPS = 2  # of a process, which compile and allocate
-_PATIENCE, _PATIENT_SECONDS = 10.0, 300.0  # phases that are no steps may take so much longer, at least so long
+# How much longer phases that are no steps may take, and at least: with a given limit, and without.
+_PATIENCE, _PATIENT_SECONDS, _PATIENT_DEFAULT_SECONDS = 10.0, 300.0, 1800.0
 _LONGEST_LOOK, _SHORTEST_LOOK = 3.0, 0.1  # seconds between two looks
 _ANSWER_SECONDS = 3.0  # how long other ranks may take to answer, beside one look
 _LAST_SECONDS = 1.5  # for stacks of other ranks, before the run ends
@@ -118,7 +119,9 @@ class Watchdog:
         if self.black_box.patient == math.inf:
             return math.inf
         first = self._always and self.black_box.steps < _FIRST_STEPS
-        return max(_PATIENT_SECONDS, _PATIENCE * limit) if self.black_box.patient or first else limit
+        if not (self.black_box.patient or first):
+            return limit
+        return max(_PATIENT_DEFAULT_SECONDS if self._seconds is None else _PATIENT_SECONDS, _PATIENCE * limit)
 
     @property
     def _look_seconds(self) -> float:
