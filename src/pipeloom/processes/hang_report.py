@@ -103,7 +103,7 @@ class Verdict(NamedTuple):
 def judge(
     reports: Sequence[RankReport], silent: Mapping[int, str], limit_seconds: float, unreachable: bool = False
 ) -> Verdict:
-    """Find the rank that waits for nobody, by following the peers that each rank waits for.
+    """Find the rank that waits for no other rank, by following the peers that each rank waits for.
 
     Args:
         reports: of the ranks that answered; at least one.

@@ -1,4 +1,4 @@
-"""Which ranks a thread waits for, read from its stack when somebody asks: a wait costs nothing more.
+"""Which ranks a thread waits for, read from its stack only when a watchdog asks.
 
 A function that waits for other processes declares them with `waits_for`. Functions of torch.distributed are known.
 """
