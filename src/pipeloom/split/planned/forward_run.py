@@ -1,6 +1,6 @@
 """`ForwardRun`: one forward of a planned stage: what happens where the model calls its parts, and how it ends."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
+from pipeloom.split.planned.draws import SharedDraws
 from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, Origins, tensors_of, with_tensors
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import Format, shaped_like_result, zeros_like
@@ -25,8 +26,10 @@ class ForwardRun:
         arrived: the message of the previous stage; empty on the first.
         sends: keys of the values that later stages need; None: unknown, so this forward finds them.
         formats: returns the dtype that the model's parameters had, and the one that they have now.
+        draws: whether the forward draws random numbers between its parts, as far as this stage runs it.
 
     Attributes:
+        draws: makes them those of other stages; None: nothing is drawn.
         origins: follows values, in the first forward of a form of inputs.
         found: the values that later stages need: arguments of parts, "part|place", and results of modules, "=module".
         done: own parts that have run.
@@ -40,6 +43,7 @@ class ForwardRun:
         arrived: Mapping[str, Any],
         sends: Sequence[str] | None,
         formats: Callable[[], tuple[Format, Format]],
+        draws: bool = False,
     ) -> None:
         self.inputs, self.arrived, self._formats = inputs, arrived, formats
         self.origins: Origins | None = None
@@ -48,9 +52,11 @@ class ForwardRun:
         self.result: Any = None
         self._place, self._sends = place, sends or ()
         self._extras = all_of(arrived.get("extras", {}), arrived.get("same", {}))
+        self.draws: SharedDraws | None = None
         self._passed: set[str] = set()
         self._entries: dict[str, dict[Any, Any]] = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
         self._collected: dict[str, Any] = {}
+        self._kept: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Tensor, Tensor, int]]]] = []  # see `_keep`
         self._forms: dict[str, Any] = {}  # of what blocks of other stages return, by list
         self._left: Any = None  # the last own result, as the rest of the forward gets it
         self._received: dict[
@@ -59,6 +65,8 @@ class ForwardRun:
         results = {key.removeprefix(_RESULT): value for key, value in self._extras.items() if key.startswith(_RESULT)}
         if place.before is not None and "value" in arrived:
             results[place.before] = arrived["value"]
+        if sends is None or draws:
+            self.draws = SharedDraws(arrived.get("seed"))
         if sends is None:
             self.origins = Origins()
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
@@ -67,8 +75,14 @@ class ForwardRun:
 
     def message(self) -> dict[str, Any]:
         """What the next stage receives."""
+        missing = [key for key in self._sends if key not in self.found]
+        if missing:
+            raise self._place.not_found(missing[0].removeprefix(_RESULT))
         extras, same = each_once(self.found)
         message: dict[str, Any] = {"value": self.result, "inputs": self.inputs}
+        seed = self.arrived.get("seed") if self.draws is None else self.draws.seed
+        if seed is not None:
+            message["seed"] = seed
         optional = {"extras": extras, "same": same, "entries": self._entries, "collected": self._collected}
         return message | {name: value for name, value in optional.items() if value}
 
@@ -81,7 +95,11 @@ class ForwardRun:
     def add_results_in(self, value: Any) -> None:
         """Send the results known here that are combined in a value of a later stage."""
         assert self.origins is not None
-        for name, result in self.origins.results_in(self.origins.of(value)).items():
+        self._add_results(self.origins.of(value))
+
+    def _add_results(self, origins: int) -> None:
+        assert self.origins is not None
+        for name, result in self.origins.results_in(origins).items():
             if name != self._place.names[-1]:  # the next stage gets it anyway
                 self.found[_RESULT + name] = result
 
@@ -97,14 +115,41 @@ class ForwardRun:
             raise place.not_called(missing)
         if self._received:  # such as an encoder's result, which a decoder's parts read and the model returns too
             output = tree_map_only(Tensor, lambda t: self._received.get(id(t), (t, t))[1], output)
-        if self.origins is not None and self.origins.of(output) & EARLIER:
-            raise place.reads_earlier()
+        if self.origins is not None:
+            if self.origins.of(output) & EARLIER:
+                raise place.reads_earlier()
+            self._check_decisions()
         return output
+
+    def end_exploration(self) -> None:
+        """Undo changes of buffers by the rest of the forward, and send the results that it branches on."""
+        assert self.origins is not None
+        self._add_results(self.origins.decided)
+        for home, kept, values in self._kept:
+            home.update(kept)
+            for tensor, value, version in values:
+                if tensor._version != version:
+                    with torch.no_grad():
+                        tensor.copy_(value)
+
+    @property
+    def decides(self) -> bool:
+        """Whether the forward branches on what parts computed, so that the next one may need other values."""
+        return self.origins is not None and self.origins.decided != 0
+
+    def _check_decisions(self) -> None:
+        if self.origins is not None and self.origins.decided & EARLIER:
+            raise self._place.decides_by_earlier()
 
     # Parts of the stage
 
     def run_part(
-        self, index: int, layer: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any], stage: object
+        self,
+        index: int,
+        layer: Callable[..., Any],
+        args: tuple[Any, ...],
+        settings: dict[str, Any],
+        stage: Any,
     ) -> Any:
         """Run a part: `layer`, with the arguments of the model's call, as far as they are not those of zeros.
 
@@ -129,8 +174,9 @@ class ForwardRun:
         origins = self.origins
         if origins is not None:
             origins.check_arguments(name, args, settings)
+            self._check_decisions()
             origins.quiet = True
-        result = layer(*args, **settings)
+        result = self._quietly(layer, args, settings)
         for where, container in containers.items():
             for entry, value in entries_of(container).items():
                 if before[where].get(entry) is not value:
@@ -144,10 +190,32 @@ class ForwardRun:
             self.result = result
             found = collector()
             self._collected = {} if found is None else collected_outputs(found)
+            for key in self._sends:
+                parameter = None if key in self.found else stage.own_parameter(key.removeprefix(_RESULT))
+                if parameter is not None:  # which the forward reads behind the last part
+                    self.found[key] = parameter.view_as(parameter)
             if origins is None and len(self.found) == len(self._sends):
                 raise Leave(stage)
+            if origins is not None:
+                self._keep(stage.outer_buffers())
         self._left = self._given(name, result, LAST if ends else OWN)
         return self._left
+
+    def _quietly(self, layer: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        """Run a module of which only its result counts; what it draws is its own."""
+        if self.draws is None:
+            return layer(*args, **settings)
+        self.draws.quiet = True
+        try:
+            return layer(*args, **settings)
+        finally:
+            self.draws.quiet = False
+
+    def _keep(self, homes: Iterable[dict[str, Any]]) -> None:
+        """Remember buffers: the rest of the forward runs with zeros, and changes none of them."""
+        for home in homes:
+            tensors = [tensor for tensor in home.values() if tensor is not None and not tensor.is_meta]
+            self._kept.append((home, dict(home), [(t, t.detach().clone(), t._version) for t in tensors]))
 
     def _given(self, name: str, result: Any, origin: int) -> Any:
         """What the forward gets of a module's result: a copy where the result is sent, since it may go on in place."""
@@ -168,8 +236,11 @@ class ForwardRun:
         if key in self._extras:
             return self._given(name, self._extras[key], OWN)
         origins = self.origins
+        if self.draws is not None:
+            self.draws.scope = name
         if origins is None:
             result = module(*args, **settings)
+            self._end_scope()
             if key in self._sends and key not in self.found:
                 self.found[key] = result
                 return self._given(name, result, 0)
@@ -178,6 +249,7 @@ class ForwardRun:
         given = origins.of((args, settings)) if has_parameters else 0
         origins.quiet = has_parameters
         result = module(*args, **settings)
+        self._end_scope()
         origins.quiet = False
         if has_parameters:
             own = OWN if self._place.blocks & set(self._place.names) and not everywhere else 0
@@ -187,13 +259,17 @@ class ForwardRun:
             return self._given(name, result, known & (OWN | LAST))  # and not what it was computed of
         return result
 
+    def _end_scope(self) -> None:
+        if self.draws is not None:
+            self.draws.scope = ""
+
     def read_own(self, key: str, tensor: Tensor) -> Tensor:
         """A parameter of a module that not every stage has, which the forward reads from outside of the module."""
         if _RESULT + key in self._sends:
-            self.found[_RESULT + key] = tensor
+            self.found[_RESULT + key] = tensor.view_as(tensor)
         if self.origins is not None and not self.origins.has_result(key):
             self.origins.mark(tensor, OWN)
-            self.origins.add_result(key, tensor, tensor)
+            self.origins.add_result(key, tensor.view_as(tensor), tensor)
         return tensor
 
     def read_absent(self, key: str, tensor: Tensor) -> Tensor:

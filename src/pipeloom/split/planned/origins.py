@@ -33,6 +33,12 @@ _OF_SHAPES = frozenset(
     )
 )
 _OF_FIRST = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
+_TO_PYTHON = frozenset(
+    (
+        *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
+        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
+    )
+)
 
 
 class Origins(TorchFunctionMode):
@@ -40,11 +46,13 @@ class Origins(TorchFunctionMode):
 
     Attributes:
         quiet: whether functions are not followed: inside of parts.
+        decided: origins of the values that the forward has read into Python, such as for a branch.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.quiet = False
+        self.decided = 0
         self._of: dict[int, tuple[Tensor, int]] = {}  # tensors are kept, so that no other gets their id
         self._results: dict[str, tuple[Any, int]] = {}
 
@@ -107,7 +115,9 @@ class Origins(TorchFunctionMode):
         if name in _OF_SHAPES:
             return result
         origins = self.of(args[:1] if name in _OF_FIRST else (args, settings))
-        if origins:
+        if name in _TO_PYTHON:
+            self.decided |= origins
+        elif origins:
             self.mark(result, origins)
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 self.mark(args[:1], origins)

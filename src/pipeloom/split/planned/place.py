@@ -28,6 +28,7 @@ class StagePlace:
     Attributes:
         names: of the stage's parts.
         places: name of a part -> its place in the model.
+        elsewhere: names of the parts of other stages.
         blocks: names of the repeated parts.
         first, last: places of the stage's first and last part.
         before: the name of the part before the first.
@@ -43,6 +44,7 @@ class StagePlace:
     ) -> None:
         self.names = list(names)
         self.places = {name: place for place, (name, _) in enumerate(chain)}
+        self.elsewhere = frozenset(self.places).difference(self.names)
         blocks = [name for name, is_block in chain if is_block]
         self.blocks = frozenset(blocks)
         self.first, self.last = (self.places[self.names[index]] for index in (0, -1))
@@ -79,4 +81,25 @@ class StagePlace:
         return SplitError(
             f"the result of {self._model} reads what earlier stages computed, beside the result of {self.names[0]!r} "
             f"and later parts: it would be wrong. Use another way in: {OTHER_WAYS}."
+        )
+
+    def decides_by_earlier(self) -> SplitError:
+        """The error for a forward that goes on as a value tells, which follows from zeros."""
+        return SplitError(
+            f"the forward of {self._model} branches on a value that combines what several earlier stages compute: "
+            f"stages cannot exchange it. Use a cut that keeps these parts together, or {OTHER_WAYS}."
+        )
+
+    def not_found(self, name: str) -> SplitError:
+        """The error for a value that later stages read, and that this forward did not come to."""
+        return SplitError(
+            f"the forward of {self._model} went another way than with earlier inputs of the same shapes: it did not "
+            f"compute {name!r}, which later stages read. Use another way in: {OTHER_WAYS}."
+        )
+
+    def reads_parameters(self) -> SplitError:
+        """The error for a forward that reads all parameters."""
+        return SplitError(
+            f"the forward of {self._model} reads all its parameters, as parameters() gives them: a stage has its own "
+            "only. Add such a term in the modules that have the parameters, with pl.auxiliary_loss, or use one stage."
         )

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import PipeloomError, SplitError
 from pipeloom.split.planned.caches import fill_others, lengths_of
@@ -36,6 +37,7 @@ from pipeloom.split.planned.stand_ins import (
 )
 from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace, running
 
+_COUNT = "num_items_in_batch"  # differs from batch to batch, and is only divided by
 _FIRST = ""  # the key of the model's first argument, given without a name
 
 
@@ -64,6 +66,7 @@ class PlannedStage(StageModule):
         self._containers: list[nn.Module] = []
         self._training = model.training
         self._known: dict[Any, tuple[str, ...]] = {}
+        self._drawing: set[Any] = set()  # forms of inputs with which the forward draws between its parts
         self._current: ForwardRun | None = None
         self._run_block: BlockRunner | None = None
         self._cache: Any = None
@@ -95,6 +98,7 @@ class PlannedStage(StageModule):
         if not holds_parts and type(module).forward is not nn.Module.forward:
             return self._other(module, name)
         shell = shallow_copy(module)
+        vars(shell)["named_parameters"] = partial(self._named_parameters_of, shell, name)
         self._containers.append(shell)
         if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
             home = self._namespace(name)
@@ -104,6 +108,15 @@ class PlannedStage(StageModule):
         for key, child in module._modules.items():
             shell._modules[key] = None if child is None else self._shell_of(child, prefix + key)
         return shell
+
+    def _named_parameters_of(
+        self, shell: nn.Module, name: str, *args: Any, **settings: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of a container: the first ones may tell a dtype, all of them are on no stage."""
+        yield from type(shell).named_parameters(shell, *args, **settings)
+        prefix = f"{name}." if name else ""
+        if self._current is not None and any(part.startswith(prefix) for part in self._where.elsewhere):
+            raise self._where.reads_parameters()
 
     def _namespace(self, name: str) -> nn.Module:
         """The module of this stage with the name of a container of the model."""
@@ -223,7 +236,7 @@ class PlannedStage(StageModule):
             for container in self._containers:
                 container.training = self.training
         form = self._form(inputs)
-        call = ForwardRun(self._where, inputs, arrived, self._known.get(form), self._formats)
+        call = ForwardRun(self._where, inputs, arrived, self._known.get(form), self._formats, form in self._drawing)
         settings = dict(inputs)
         first = (settings.pop(_FIRST),) if _FIRST in settings else ()
         if self._cache is not None:
@@ -233,7 +246,7 @@ class PlannedStage(StageModule):
         self._current, self._run_block = call, run
         lengths = lengths_of(self._cache)
         try:
-            with call.origins or nullcontext():
+            with call.origins or nullcontext(), call.draws or nullcontext():
                 output = self._shell[0](*first, **settings)
             self._check_keys(lengths)
             if call.explores:
@@ -254,13 +267,34 @@ class PlannedStage(StageModule):
             self._current = self._run_block = None
             fill_others(self._cache, lengths, inputs.get("input_ids", first[0] if first else None))
         output = call.finished(output)
-        self._known[form] = ()
+        self._learn(form, call)
         return output
 
     def _message(self, form: Any, call: ForwardRun) -> dict[str, Any]:
         if call.origins is not None:
-            self._known[form] = tuple(call.found)
+            call.end_exploration()
+        self._learn(form, call)
         return call.message()
+
+    def _learn(self, form: Any, call: ForwardRun) -> None:
+        """Keep what an exploring forward has found, unless the next one may go another way."""
+        if call.origins is not None and not call.decides:
+            self._known[form] = tuple(call.found)
+        if call.draws is not None and call.draws.seed is not None:
+            self._drawing.add(form)
+
+    def own_parameter(self, name: str) -> nn.Parameter | None:
+        """A parameter of one of the stage's parts, by its name in the model; None: there is no such parameter."""
+        part, _, key = name.rpartition(".")
+        if part not in self._where.names:
+            return None
+        modules, own = self._chain[self._where.names.index(part)]
+        return modules[own]._parameters.get(key)
+
+    def outer_buffers(self) -> list[dict[str, Any]]:
+        """The buffers of modules outside of the stage's parts, by module."""
+        inside = {id(part) for modules, key in self._chain for part in modules[key].modules()}
+        return [part._buffers for part in self.modules() if part._buffers and id(part) not in inside]
 
     def _check_keys(self, before: list[int]) -> None:
         """Raises SplitError where all blocks of a stage read keys and values of other stages' layers."""
@@ -296,6 +330,12 @@ class PlannedStage(StageModule):
         return {_FIRST: value}
 
     def _form(self, inputs: Mapping[str, Any]) -> Any:
-        kinds = tuple((name, type(value)) for name, value in inputs.items())
-        flags = tuple((name, value) for name, value in inputs.items() if isinstance(value, bool))
-        return self.training, kinds, flags, None if self._cache is None else any(lengths_of(self._cache))
+        """What the way of values through a forward may depend on: structure and shapes of the inputs, and constants."""
+        leaves, structure = tree_flatten({name: value for name, value in inputs.items() if name != _COUNT})
+        kinds = tuple(
+            leaf.shape
+            if isinstance(leaf, Tensor) and self._cache is None
+            else (type(leaf), leaf if isinstance(leaf, bool | int | float | str) else None)
+            for leaf in leaves
+        )
+        return self.training, structure, kinds, None if self._cache is None else any(lengths_of(self._cache))

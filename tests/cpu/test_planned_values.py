@@ -1,0 +1,138 @@
+"""Forwards between whose layers something happens: stages compute what the model does, or refuse."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipeloom as pl
+
+LAYERS = ["first", "blocks.*", "last"]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(default)
+
+
+class Net(nn.Module):
+    """Linear layers that begin as the identity; subclasses run them."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.register_buffer("seen", torch.ones(width), persistent=False)
+        for layer in (self.first, *self.blocks, self.last):
+            nn.init.eye_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def through(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Skips(Net):
+    """The first layer's result is read at the end: of some shapes, constants and values."""
+
+    def forward(self, x, mode="chain", power=1):
+        first = self.first(x)
+        y = self.through(first)
+        if x.shape[1] > 2 or mode == "skip" or power > 1 or first.mean() > 10:
+            y = y * first**power
+        return self.last(y)
+
+
+def compared(model, inputs, targets, pipe):
+    """The largest difference in loss and gradients to accumulation over the same micro-batches."""
+    plain = copy.deepcopy(model)
+    plain.zero_grad(), model.zero_grad()
+    loss = pipe.step(inputs, targets)
+    expected = torch.zeros(())
+    for index in range(4):
+        part = {n: v.chunk(4)[index] if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+        term = F.mse_loss(plain(**part), targets.chunk(4)[index]) / 4
+        term.backward()
+        expected = expected + term.detach()
+    gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    worst = max((gradients[name] - p.grad).abs().max().item() for name, p in plain.named_parameters())
+    return max(worst, abs(float(loss - expected)))
+
+
+def pipeline(model, ranks=3, schedule="zb-h1", loss_fn=F.mse_loss):
+    built = pl.schedules.build(schedule, num_ranks=ranks, num_microbatches=4)
+    return pl.Pipeline(model, built, layers=LAYERS, loss_fn=loss_fn)
+
+
+def test_what_later_stages_read_depends_on_shapes_constants_and_values():
+    model = Skips()
+    with pipeline(model) as pipe:
+        for more in ({}, {"mode": "skip"}, {"power": 2}, {"shape": 3}, {"shift": 100.0}, {}):
+            x = torch.randn(8, more.pop("shape", 2), 4) + more.pop("shift", 0.0)
+            assert compared(model, {"x": x, **more}, torch.randn_like(x), pipe) < 1e-9, more
+
+
+@pytest.mark.parametrize("draw", [torch.randn_like, torch.bernoulli, lambda x: torch.rand(len(x), 4)])
+def test_stages_draw_the_same_numbers_between_layers(draw):
+    """The model subtracts what it has drawn, or compares with it."""
+
+    class Denoiser(Net):
+        def forward(self, x):
+            noise = draw(torch.full_like(x, 0.5))
+            kept = F.dropout(self.first(noise), 0.5, self.training)
+            return self.last(self.through(kept)) - kept, kept, noise
+
+    def loss_fn(output, _):
+        zero, kept, noise = output
+        return zero.abs().sum() + (torch.where(kept == 0, 0, kept / 2 - noise)).abs().sum()
+
+    x = torch.zeros(8, 4)
+    with pipeline(Denoiser(), loss_fn=loss_fn) as pipe:
+        losses = [float(pipe.step(x, x)) for _ in range(2)]
+    assert losses == [0, 0]
+
+
+def test_buffers_change_once_per_microbatch():
+    class Counts(Net):
+        def forward(self, x):
+            y = self.through(self.first(x))
+            self.seen.lerp_(y.detach().mean(0), 0.5)
+            return self.last(y)
+
+    model, x = Counts(), torch.randn(8, 4)
+    plain = copy.deepcopy(model)
+    with pipeline(model) as pipe:
+        pipe.step(x, x)
+    for part in x.chunk(4):
+        plain(part)
+    torch.testing.assert_close(model.seen, plain.seen)
+
+
+def test_penalties_of_weights_of_other_stages():
+    class Penalty(Net):
+        def forward(self, x):
+            return self.last(self.through(self.first(x))) * sum(block.weight.square().sum() for block in self.blocks)
+
+    model, x = Penalty(), torch.randn(8, 4)
+    with pipeline(model) as pipe:
+        for _ in range(2):
+            assert compared(model, {"x": x}, x, pipe) < 1e-9
+
+
+def test_a_forward_that_reads_all_parameters_is_refused():
+    class Decay(Net):
+        def forward(self, x):
+            assert next(self.parameters()).dtype is torch.float64  # the first one tells the dtype
+            return self.last(self.through(self.first(x))) + sum(p.square().sum() for p in self.parameters())
+
+    x = torch.randn(8, 4)
+    with pipeline(Decay(), ranks=2) as pipe, pytest.raises(pl.PipeloomError, match="reads all its parameters"):
+        pipe.step(x, x)
