@@ -1,6 +1,6 @@
 """`ForwardRun`: one forward of a planned stage: what happens where the model calls its parts, and how it ends."""
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
 from pipeloom.split.planned.draws import SharedDraws
+from pipeloom.split.planned.kept_buffers import KeptBuffers
 from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, Origins, tensors_of, with_tensors
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import Format, shaped_like_result, zeros_like
@@ -26,10 +27,9 @@ class ForwardRun:
         arrived: the message of the previous stage; empty on the first.
         sends: keys of the values that later stages need; None: unknown, so this forward finds them.
         formats: returns the dtype that the model's parameters had, and the one that they have now.
-        draws: whether the forward draws random numbers between its parts, as far as this stage runs it.
 
     Attributes:
-        draws: makes them those of other stages; None: nothing is drawn.
+        draws: draws alike on all stages what the forward draws between its parts, inside its block.
         origins: follows values, in the first forward of a form of inputs.
         found: the values that later stages need: arguments of parts, "part|place", and results of modules, "=module".
         done: own parts that have run.
@@ -43,7 +43,6 @@ class ForwardRun:
         arrived: Mapping[str, Any],
         sends: Sequence[str] | None,
         formats: Callable[[], tuple[Format, Format]],
-        draws: bool = False,
     ) -> None:
         self.inputs, self.arrived, self._formats = inputs, arrived, formats
         self.origins: Origins | None = None
@@ -52,11 +51,11 @@ class ForwardRun:
         self.result: Any = None
         self._place, self._sends = place, sends or ()
         self._extras = all_of(arrived.get("extras", {}), arrived.get("same", {}))
-        self.draws: SharedDraws | None = None
+        self.draws = SharedDraws(arrived.get("seed"))
         self._passed: set[str] = set()
         self._entries: dict[str, dict[Any, Any]] = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
         self._collected: dict[str, Any] = {}
-        self._kept: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Tensor, Tensor, int]]]] = []  # see `_keep`
+        self._kept: KeptBuffers | None = None  # before the exploration
         self._forms: dict[str, Any] = {}  # of what blocks of other stages return, by list
         self._left: Any = None  # the last own result, as the rest of the forward gets it
         self._received: dict[
@@ -65,8 +64,6 @@ class ForwardRun:
         results = {key.removeprefix(_RESULT): value for key, value in self._extras.items() if key.startswith(_RESULT)}
         if place.before is not None and "value" in arrived:
             results[place.before] = arrived["value"]
-        if sends is None or draws:
-            self.draws = SharedDraws(arrived.get("seed"))
         if sends is None:
             self.origins = Origins()
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
@@ -80,10 +77,13 @@ class ForwardRun:
             raise self._place.not_found(missing[0].removeprefix(_RESULT))
         extras, same = each_once(self.found)
         message: dict[str, Any] = {"value": self.result, "inputs": self.inputs}
-        seed = self.arrived.get("seed") if self.draws is None else self.draws.seed
-        if seed is not None:
-            message["seed"] = seed
-        optional = {"extras": extras, "same": same, "entries": self._entries, "collected": self._collected}
+        optional = {
+            "extras": extras,
+            "same": same,
+            "entries": self._entries,
+            "collected": self._collected,
+            "seed": self.draws.seed,
+        }
         return message | {name: value for name, value in optional.items() if value}
 
     @property
@@ -125,12 +125,8 @@ class ForwardRun:
         """Undo changes of buffers by the rest of the forward, and send the results that it branches on."""
         assert self.origins is not None
         self._add_results(self.origins.decided)
-        for home, kept, values in self._kept:
-            home.update(kept)
-            for tensor, value, version in values:
-                if tensor._version != version:
-                    with torch.no_grad():
-                        tensor.copy_(value)
+        if self._kept is not None:
+            self._kept.restore()
 
     @property
     def decides(self) -> bool:
@@ -176,7 +172,9 @@ class ForwardRun:
             origins.check_arguments(name, args, settings)
             self._check_decisions()
             origins.quiet = True
-        result = self._quietly(layer, args, settings)
+        self.draws.quiet = True
+        result = layer(*args, **settings)
+        self.draws.quiet = False
         for where, container in containers.items():
             for entry, value in entries_of(container).items():
                 if before[where].get(entry) is not value:
@@ -197,25 +195,9 @@ class ForwardRun:
             if origins is None and len(self.found) == len(self._sends):
                 raise Leave(stage)
             if origins is not None:
-                self._keep(stage.outer_buffers())
+                self._kept = KeptBuffers(stage.outer_buffers())
         self._left = self._given(name, result, LAST if ends else OWN)
         return self._left
-
-    def _quietly(self, layer: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        """Run a module of which only its result counts; what it draws is its own."""
-        if self.draws is None:
-            return layer(*args, **settings)
-        self.draws.quiet = True
-        try:
-            return layer(*args, **settings)
-        finally:
-            self.draws.quiet = False
-
-    def _keep(self, homes: Iterable[dict[str, Any]]) -> None:
-        """Remember buffers: the rest of the forward runs with zeros, and changes none of them."""
-        for home in homes:
-            tensors = [tensor for tensor in home.values() if tensor is not None and not tensor.is_meta]
-            self._kept.append((home, dict(home), [(t, t.detach().clone(), t._version) for t in tensors]))
 
     def _given(self, name: str, result: Any, origin: int) -> Any:
         """What the forward gets of a module's result: a copy where the result is sent, since it may go on in place."""
@@ -236,11 +218,10 @@ class ForwardRun:
         if key in self._extras:
             return self._given(name, self._extras[key], OWN)
         origins = self.origins
-        if self.draws is not None:
-            self.draws.scope = name
+        self.draws.scope = name
         if origins is None:
             result = module(*args, **settings)
-            self._end_scope()
+            self.draws.scope = ""
             if key in self._sends and key not in self.found:
                 self.found[key] = result
                 return self._given(name, result, 0)
@@ -249,7 +230,7 @@ class ForwardRun:
         given = origins.of((args, settings)) if has_parameters else 0
         origins.quiet = has_parameters
         result = module(*args, **settings)
-        self._end_scope()
+        self.draws.scope = ""
         origins.quiet = False
         if has_parameters:
             own = OWN if self._place.blocks & set(self._place.names) and not everywhere else 0
@@ -258,10 +239,6 @@ class ForwardRun:
         if known & (OWN | LAST) and not known & (LATER | EARLIER) and not origins.has_result(name):
             return self._given(name, result, known & (OWN | LAST))  # and not what it was computed of
         return result
-
-    def _end_scope(self) -> None:
-        if self.draws is not None:
-            self.draws.scope = ""
 
     def read_own(self, key: str, tensor: Tensor) -> Tensor:
         """A parameter of a module that not every stage has, which the forward reads from outside of the module."""

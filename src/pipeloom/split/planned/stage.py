@@ -236,7 +236,8 @@ class PlannedStage(StageModule):
             for container in self._containers:
                 container.training = self.training
         form = self._form(inputs)
-        call = ForwardRun(self._where, inputs, arrived, self._known.get(form), self._formats, form in self._drawing)
+        call = ForwardRun(self._where, inputs, arrived, self._known.get(form), self._formats)
+        draws = call.origins is not None or form in self._drawing
         settings = dict(inputs)
         first = (settings.pop(_FIRST),) if _FIRST in settings else ()
         if self._cache is not None:
@@ -246,7 +247,7 @@ class PlannedStage(StageModule):
         self._current, self._run_block = call, run
         lengths = lengths_of(self._cache)
         try:
-            with call.origins or nullcontext(), call.draws or nullcontext():
+            with call.origins or nullcontext(), call.draws if draws else nullcontext():
                 output = self._shell[0](*first, **settings)
             self._check_keys(lengths)
             if call.explores:
@@ -280,7 +281,7 @@ class PlannedStage(StageModule):
         """Keep what an exploring forward has found, unless the next one may go another way."""
         if call.origins is not None and not call.decides:
             self._known[form] = tuple(call.found)
-        if call.draws is not None and call.draws.seed is not None:
+        if call.draws.seed is not None:
             self._drawing.add(form)
 
     def own_parameter(self, name: str) -> nn.Parameter | None:
@@ -289,11 +290,14 @@ class PlannedStage(StageModule):
         if part not in self._where.names:
             return None
         modules, own = self._chain[self._where.names.index(part)]
-        return modules[own]._parameters.get(key)
+        layer: Any = modules[own]
+        parameter: nn.Parameter | None = layer._parameters.get(key)
+        return parameter
 
     def outer_buffers(self) -> list[dict[str, Any]]:
         """The buffers of modules outside of the stage's parts, by module."""
-        inside = {id(part) for modules, key in self._chain for part in modules[key].modules()}
+        layers: list[Any] = [modules[key] for modules, key in self._chain]
+        inside = {id(part) for layer in layers for part in layer.modules()}
         return [part._buffers for part in self.modules() if part._buffers and id(part) not in inside]
 
     def _check_keys(self, before: list[int]) -> None:
