@@ -136,3 +136,27 @@ def test_a_forward_that_reads_all_parameters_is_refused():
     x = torch.randn(8, 4)
     with pipeline(Decay(), ranks=2) as pipe, pytest.raises(pl.PipeloomError, match="reads all its parameters"):
         pipe.step(x, x)
+
+
+def test_sizes_among_arguments_of_layers():
+    """A torch.Size is a tuple that takes its items in one argument."""
+
+    class Sized(nn.Linear):
+        def forward(self, x, scale, size):
+            return super().forward(x).reshape(size) * scale
+
+    class Sizes(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Sized(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            y = scale = self.first(x)
+            for block in self.blocks:
+                y = block(y, scale, x.shape)
+            return self.last(y)
+
+    x = torch.randn(8, 4)
+    model = Sizes()
+    with pipeline(model) as pipe:
+        assert compared(model, {"x": x}, x, pipe) < 1e-9

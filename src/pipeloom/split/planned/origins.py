@@ -146,7 +146,7 @@ def with_tensors(
     def fill(place: str, value: Any) -> Any:
         if isinstance(value, tuple):
             items = [fill(f"{place}/{index}", each) for index, each in enumerate(value)]
-            return tuple(items) if type(value) is tuple else type(value)(*items)
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return found.get(place, value)
 
     filled = tuple(fill(str(index), value) for index, value in enumerate(args))
