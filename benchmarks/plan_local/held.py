@@ -14,28 +14,30 @@ from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.autograd.split_backward import WeightGradients
 from pipeloom.ir import Op
 from pipeloom.ir.text import parse_action
+from pipeloom.processes.black_box import ActionObserver
 from pipeloom.training import Pipeline
 
 _WALKED = list, tuple, FunctionType, CellType
 
 
-class HeldBytes:
-    """Looks before every action of a pipeline, in place of a black box, while it counts.
+class HeldBytes(ActionObserver):
+    """Looks before every action of a pipeline while it counts.
 
     Attributes:
         peak: in bytes.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._saved: SavedBytes | None = None
         self._parameters: set[int] = set()
         self._waiting = self.peak = 0
         self._op = Op.F  # of the action that runs
 
-    def __setitem__(self, where: slice, label: bytes) -> None:
+    def begins(self, action: str) -> None:
         if self._saved is not None:
             self._look(self._saved)
-            self._op = parse_action(label.rstrip(b"\0 ").decode()).op
+            self._op = parse_action(action).op
 
     @contextmanager
     def counting(self, pipeline: Pipeline) -> Iterator[None]:

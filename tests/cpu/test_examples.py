@@ -226,6 +226,8 @@ PAGES = (
     "docs/how-to/fine-tune.md",
     "docs/reference/checkpoints.md",
     "docs/how-to/recipes.md",
+    "docs/how-to/faults.md",
+    "docs/how-to/plan.md",
 )
 
 

@@ -40,7 +40,7 @@ def plan_module(
     memory_bytes: float | None = None,
     optimizer: str = "adamw",
     objective: Objective = "time",
-    fix: str | None = None,
+    fix: str | Mapping[str, Any] | None = None,
     forbid: str | None = None,
     num_rounds: int = 5,
 ) -> Plan:
@@ -63,7 +63,8 @@ def plan_module(
         memory_bytes: per device; None: 92 % of the memory of the cluster's devices.
         optimizer: a name of `pipeloom memory --optimizers`.
         objective: "time", "memory" or "cost", as ``--objective``.
-        fix, forbid: as ``--fix`` and ``--forbid`` of `pipeloom plan`, such as ``"schedule=1f1b,pipeline=4"``.
+        fix, forbid: as ``--fix`` and ``--forbid`` of `pipeloom plan`, such as ``"schedule=1f1b,pipeline=4"``; `fix` may
+            be a dict.
         num_rounds: measurements whose median counts.
 
     Raises:
@@ -72,6 +73,8 @@ def plan_module(
 
     Source: the profile of layers is PipeDream's (arXiv:1806.03377, section 3.1).
     """
+    if isinstance(fix, Mapping):
+        fix = ",".join(f"{key}={value}" for key, value in fix.items())
     where = find_cluster(cluster, "cluster") if isinstance(cluster, str) else cluster
     count = where.devices_per_node if devices is None else devices
     for name, value in (("global_batch_size", global_batch_size), ("devices", count)):

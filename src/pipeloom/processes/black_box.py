@@ -2,6 +2,7 @@
 
 import mmap
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from pipeloom.ir import Action
@@ -15,6 +16,20 @@ _NUMBERS_END = LABEL_BYTES + 5 * 8
 def label_of(action: Action) -> bytes:
     """The label of `action` in a black box, padded with NULs."""
     return f"{action}".encode().ljust(LABEL_BYTES, b"\0")[:LABEL_BYTES]
+
+
+class ActionObserver(bytearray, ABC):
+    """A buffer for the label of the running action, in place of a black box, that receives each action that begins."""
+
+    def __init__(self) -> None:
+        super().__init__(BLACKBOX_BYTES)
+
+    def __setitem__(self, where: Any, label: Any) -> None:
+        self.begins(bytes(label).rstrip(b"\0").decode())
+
+    @abstractmethod
+    def begins(self, action: str) -> None:
+        """`action`, such as ``1B3``, is about to run."""
 
 
 class _Text:

@@ -73,7 +73,7 @@ class TrainConfig:
     )
     watchdog: bool = option(True, "end the run when a rank hangs; off: wait", group="faults")
     watchdog_seconds: float | None = option(
-        None, "seconds without progress", unset="5 x the slowest recent step, at least 30", group="faults"
+        None, "seconds without progress", unset="5 x a recent step, at least 30", group="faults"
     )
     local: bool = option(
         False,

@@ -17,6 +17,7 @@ from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel import Precision
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, Three
 from pipeloom.plan.local.measured import Rates
+from pipeloom.processes.black_box import ActionObserver
 from pipeloom.train.machine.kernels import clock
 from pipeloom.training import BarrierStep, Pipeline
 
@@ -107,15 +108,16 @@ def _shared_out(times: Sequence[float], inputs: float, weights: float) -> Three:
     return forward, part * backward, (1 - part) * backward
 
 
-class _ActionTimes:
-    """Seconds of every action of a step, from its start to that of the next one: it takes the place of a black box."""
+class _ActionTimes(ActionObserver):
+    """Seconds of every action of a step, from its start to that of the next one."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._now = clock()
         self._marks: list[tuple[str, float]] = []
 
-    def __setitem__(self, where: slice, label: bytes) -> None:
-        self._marks.append((label.rstrip(b"\0 ").decode(), self._now()))
+    def begins(self, action: str) -> None:
+        self._marks.append((action, self._now()))
 
     def take(self) -> dict[tuple[int, Op], float]:
         """Median seconds by stage and op since the last call."""
