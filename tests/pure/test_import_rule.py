@@ -21,9 +21,9 @@ MODULES = {  # dotted name -> file
 # What each room may import of pipeloom, beside itself, `common`, `errors` and `version`.
 DATA = {"ir"}
 PROCESSES = {"ir"}
-TRANSPORT = {"ir", "split", "processes"}
+TRANSPORT = {"ir", "split", "processes", "devices"}
 AUTOGRAD = {"ir", "split", "slicing", "transport"}
-ENGINE = {"ir", "passes", "split", "slicing", "processes", "transport", "autograd"}
+ENGINE = {"ir", "passes", "split", "slicing", "processes", "devices", "transport", "autograd"}
 PARALLEL = ENGINE | {"engine", "models"}  # models: experts that processes share
 PRETRAINED = PARALLEL | {"parallel"}
 TRAINING = PRETRAINED | {"pretrained", "plan"}
@@ -41,12 +41,13 @@ ALLOWED = {
     "split": {"ir", "slicing"},
     "models": {"slicing", "autograd"},
     "processes": PROCESSES,
+    "devices": set(),
     "transport": TRANSPORT,
     "autograd": AUTOGRAD,
     "engine": ENGINE,
     "parallel": PARALLEL,
     "pretrained": PRETRAINED,
-    "pipe": {"split", "autograd"},
+    "pipe": {"split", "autograd", "devices"},
     "training": TRAINING,
     "plan": PLAN,
     "report": {"ir", "sim"},
