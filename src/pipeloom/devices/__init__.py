@@ -5,14 +5,17 @@ host.py     `HostDevice`: the CPU, whose operations end before their calls retur
 cuda.py     `CudaDevice`: one CUDA device; the only file that makes streams and events
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
+from torch import nn
 
 from pipeloom.devices.device import Device, Mark, Stamp
 from pipeloom.devices.host import HostDevice
+from pipeloom.errors import InputError
 
-__all__ = ["Device", "HostDevice", "Mark", "Stamp", "device_of"]
+__all__ = ["Device", "HostDevice", "Mark", "Stamp", "device_of", "device_of_modules"]
 
 
 @lru_cache
@@ -23,3 +26,25 @@ def device_of(device: torch.device) -> Device:
     from pipeloom.devices.cuda import CudaDevice  # here: a machine without CUDA never needs it
 
     return CudaDevice(device if device.index is not None else torch.device("cuda", torch.cuda.current_device()))
+
+
+def device_of_modules(rank: int, stages: Mapping[int, nn.Module]) -> Device:
+    """The device where a rank computes: that of its parameters and buffers, the CPU without any.
+
+    Raises:
+        InputError: its stages are on several devices.
+    """
+    found = {
+        tensor.device: stage
+        for stage, module in sorted(stages.items())
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.device.type != "meta"
+    }
+    asynchronous = [device for device in found if device.type == "cuda"]
+    if len(asynchronous) > 1:
+        one, other = asynchronous[:2]
+        raise InputError(
+            f"rank {rank} has stage {found[one]} on {one} and stage {found[other]} on {other}: a rank computes on one "
+            "device. Move all its stages there, or use a schedule with a rank for each device."
+        )
+    return device_of(asynchronous[0] if asynchronous else next(iter(found), torch.device("cpu")))

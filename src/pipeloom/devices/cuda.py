@@ -72,6 +72,20 @@ class CudaDevice(Device):
         self.used_here(moved)
         return moved
 
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        # A copy from pageable memory has read it when the call returns. One from pinned memory has not: the host waits
+        # for it, in a stream where it does not wait for computations.
+        if not any(tensor.is_pinned() for tensor in tensors if not tensor.is_cuda):
+            return [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        with self.on(Stream.INCOMING):
+            found = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+            copied = self.mark()
+        copied.synchronize()
+        self.wait(copied)
+        for tensor in found:
+            self.used_here(tensor)
+        return found
+
     def stamp(self) -> Stamp:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))

@@ -74,18 +74,21 @@ class Device(ABC):
 
     # Values
 
-    def take(self, tensors: Sequence[Tensor], ready: Mark) -> list[Tensor]:
-        """The tensors on this device, complete for what the current stream does from now on.
-
-        Args:
-            tensors: on any device.
-            ready: the moment when they are complete.
-        """
-        return [self.receive(tensor, ready) for tensor in tensors]
-
     @abstractmethod
     def receive(self, tensor: Tensor, ready: Mark) -> Tensor:
-        """`take` of one tensor."""
+        """A tensor of any device on this one, complete for what the current stream does from now on.
+
+        Args:
+            tensor: of this process.
+            ready: the moment when it is complete.
+        """
+
+    @abstractmethod
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the host on this device, complete for what the current stream does from now on.
+
+        The host may change its own as soon as this returns, also where their memory is pinned.
+        """
 
     # Times
 

@@ -43,6 +43,9 @@ class HostDevice(Device):
             ready.synchronize()
         return tensor.to(self.device)
 
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.to(self.device) for tensor in tensors]
+
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
         return list(stamps)
 

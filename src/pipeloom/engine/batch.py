@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import DeclaredLoss, ObservedQuantity
 from pipeloom.autograd.loss_metrics import Metric
+from pipeloom.devices import Device
 from pipeloom.errors import InputError
-from pipeloom.transport.values import MicroBatches, Value, flatten, sizes_of, split_batch
+from pipeloom.transport.values import MicroBatches, Value, flatten, sizes_of, split_batch, unflatten
 
 
 class Extent(NamedTuple):
@@ -136,6 +137,12 @@ class LabelWeights(Protocol):
 
     def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
         """Replace the targets of a batch with its weights, for labels of all replicas with these `counts`."""
+
+
+def moved(value: Value, device: Device) -> Value:
+    """A micro-batch on `device`."""
+    layout, tensors = flatten(value)
+    return unflatten(layout, device.upload(tensors)) if tensors else value
 
 
 def prepared(loss_fn: Any, targets: Value) -> Value:

@@ -6,7 +6,8 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pipeloom.engine.batch import Batch, LabelWeights, label_weights, prepared
+from pipeloom.devices import Device
+from pipeloom.engine.batch import Batch, LabelWeights, label_weights, moved, prepared
 from pipeloom.engine.batch_agreement import BatchAgreement
 from pipeloom.engine.binders.sequence_parts import cut_tokens
 from pipeloom.engine.binders.sequence_slices import cut_sequences
@@ -51,7 +52,8 @@ class BatchReader:
     """Reads what the caller of a step or an evaluation passed.
 
     Args:
-        reads_inputs, reads_targets: whether this process holds the first stage, the last stage.
+        reads_inputs, reads_targets: where the first stage, the last stage of this process computes: inputs and targets
+            are moved there; None: it holds no such stage.
         programs: of the pipeline.
         sharing: how replicas share work.
         slice_lengths: tokens of each slice, for a schedule with slices.
@@ -61,8 +63,8 @@ class BatchReader:
     def __init__(
         self,
         *,
-        reads_inputs: bool,
-        reads_targets: bool,
+        reads_inputs: Device | None,
+        reads_targets: Device | None,
         programs: Programs,
         sharing: Sharing,
         loss_fn: LossFn | None,
@@ -71,7 +73,12 @@ class BatchReader:
         parts: SequenceParts | None,
         check_batch: Callable[[Batch], None],
     ) -> None:
-        self._reads_inputs, self._reads_targets, self._programs = reads_inputs, reads_targets, programs
+        self._reads_inputs, self._reads_targets = reads_inputs is not None, reads_targets is not None
+        self._moves_inputs, self._moves_targets = (
+            device if device is not None and device.is_asynchronous else None
+            for device in (reads_inputs, reads_targets)
+        )
+        self._programs = programs
         self._sharing, self._loss_fn, self._check_batch = sharing, loss_fn, check_batch
         self._sliced, self._slice_lengths, self._parts = sliced, slice_lengths, parts
         self._has_replicas = bool(sharing.replica_ranks)
@@ -122,6 +129,10 @@ class BatchReader:
             batch.all_samples = agreed.all_samples
             if self._has_replicas:
                 self._weigh(found, agreed.all_samples, agreed.labels)
+        if self._moves_inputs is not None:  # at the end: what was counted before is on the host, without a wait
+            batch.inputs = [moved(value, self._moves_inputs) for value in batch.inputs]
+        if self._moves_targets is not None and batch.targets is not None:
+            batch.targets = [moved(value, self._moves_targets) for value in batch.targets]
         return batch
 
     def _cut(self, inputs: Value, targets: Value, num_microbatches: int, *, training: bool, with_loss: bool) -> Read:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pipeloom.devices import Device, HostDevice, device_of_modules
 from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.batch_agreement import BatchAgreement, LineExchange, MembersExchange
@@ -87,6 +88,9 @@ class Executor:
         self.local_ranks = tuple(state.stages_of)
         self._state, self._transport = state, connection.transport
         self._results = ResultExchange(connection.rank, programs.forward.schedule, self._transport)
+        devices = {rank: device_of_modules(rank, stages) for rank, stages in state.stages_of.items()}
+        if isinstance(self._transport, OneProcessTransport):
+            self._transport.place(devices)
         self._opened: set[Channel] = set()
         self.open_channels({*program_channels(programs.train), *self._results.channels()})
         self.workers: dict[int, Worker] = {}
@@ -102,6 +106,7 @@ class Executor:
                 recompute,
                 open_mover(),
                 skips,
+                devices[rank],
             )
             shared, store = state.ownership.shared(rank), state.stores[rank]
             gradient_sum = GradientSum(rank, shared, self._transport, store.value) if shared else None
@@ -109,10 +114,10 @@ class Executor:
             self.workers[rank] = Worker(
                 wiring, gradient_sum=gradient_sum, block_sum=block_sum, store=store, blackbox=blackbox
             )
-        stages = state.stages
+        last = programs.train.placement.num_stages - 1
         self._reader = BatchReader(
-            reads_inputs=0 in stages,
-            reads_targets=programs.train.placement.num_stages - 1 in stages,
+            reads_inputs=_only(devices[rank] for rank, stages in state.stages_of.items() if 0 in stages),
+            reads_targets=_only(devices[rank] for rank, stages in state.stages_of.items() if last in stages),
             programs=programs,
             sharing=state.sharing,
             loss_fn=loss_fn,
@@ -136,7 +141,7 @@ class Executor:
         self._bound: dict[tuple[int, bool], dict[int, Bound]] = {}
         self._threads: RankThreads | None = None
         if isinstance(self._transport, OneProcessTransport) and self._transport.blocking and len(self.local_ranks) > 1:
-            self._threads = RankThreads(len(self.local_ranks), self._transport)
+            self._threads = RankThreads(devices, self._transport)
         self._running = False
         self.num_calls = 0
         self.before_call: Callable[[], None] | None = None
@@ -330,3 +335,9 @@ def close_runs(runs: Iterable[Run]) -> None:
     for run in runs:
         with suppress(Exception):  # an error here would hide the first one
             run.close()
+
+
+def _only(devices: Iterable[Device]) -> Device | None:
+    """The device that all of these are, the CPU where they differ; None without any."""
+    found = dict.fromkeys(devices)
+    return None if not found else next(iter(found)) if len(found) == 1 else HostDevice()

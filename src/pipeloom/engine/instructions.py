@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from pipeloom.devices import Device, Stamp
 from pipeloom.engine.rank_state import Step
 from pipeloom.engine.refusals import PeerRefused
 from pipeloom.errors import CallerError, PeerLost, PipeloomError, RunError, StageError, one_line, unwrapped
@@ -37,18 +38,21 @@ class InstructionList:
     """Instructions of one rank in order, and the times of their last run.
 
     Args:
+        device: where the rank computes: it says when an action began and ended, which may be after its call returned.
         blocking: whether steps may block; else they are asked whether they are ready.
         blackbox: a buffer for the label of the running action and its start; None: without labels.
     """
 
-    def __init__(self, rank: int, steps: Iterable[tuple[Action, Step]], *, blocking: bool, blackbox: Any) -> None:
+    def __init__(
+        self, rank: int, steps: Iterable[tuple[Action, Step]], *, device: Device, blocking: bool, blackbox: Any
+    ) -> None:
         self._instructions = tuple(
             Instruction(action, run, None if blocking else ready, label_of(action)) for action, (run, ready) in steps
         )
-        self._rank, self._blackbox = rank, blackbox
+        self._rank, self._device, self._blackbox = rank, device, blackbox
         self._clock = None if blackbox is None else memoryview(blackbox)[LABEL_BYTES:BLACKBOX_BYTES].cast("B").cast("d")
-        self._starts = [0.0] * len(self._instructions)
-        self._ends = [0.0] * len(self._instructions)
+        self._starts: list[Stamp] = [0.0] * len(self._instructions)
+        self._ends: list[Stamp] = [0.0] * len(self._instructions)
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self._instructions)
@@ -62,6 +66,7 @@ class InstructionList:
             PeerRefused: the batch of another rank is invalid.
         """
         starts, ends, blackbox, clock = self._starts, self._ends, self._blackbox, self._clock
+        stamp = self._device.stamp
         position = start
         try:
             for position, instruction in enumerate(self._instructions[start:stop], start):
@@ -70,11 +75,10 @@ class InstructionList:
                         yield
                 if clock is not None:
                     blackbox[:LABEL_BYTES] = instruction.label
-                    clock[0] = starts[position] = perf_counter()
-                else:
-                    starts[position] = perf_counter()
+                    clock[0] = perf_counter()
+                starts[position] = stamp()
                 instruction.run()
-                ends[position] = perf_counter()
+                ends[position] = stamp()
         except (CallerError, PeerRefused):
             raise
         except Exception as error:
@@ -83,7 +87,8 @@ class InstructionList:
     def records(self) -> Iterator[Record]:
         """Every instruction with its last start and end; 0.0 where it has not run yet."""
         actions = (instruction.action for instruction in self._instructions)
-        return zip(actions, self._starts, self._ends, strict=True)
+        times = self._device.seconds([*self._starts, *self._ends])
+        return zip(actions, times[: len(self._starts)], times[len(self._starts) :], strict=True)
 
 
 def explained(error: Exception, rank: int, action: Action) -> PipeloomError:

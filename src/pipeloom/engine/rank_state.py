@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pipeloom.autograd.recomputation import recomputed
 from pipeloom.autograd.split_backward import Root, WeightGradients
+from pipeloom.devices import Device
 from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.engine.batch import Batch, Extent
 from pipeloom.ir import Action, Program, Skip
@@ -75,6 +76,7 @@ class RankWiring:
         recompute: what backwards recompute, per stage of the model.
         mover: moves saved activations, where programs have OFFLOAD and RELOAD.
         skips: by pair of stages, the names of the values that skip stages between them.
+        device: where the rank computes.
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
         copies_input: by stage, whether it receives a copy of its input: the caller's batch, and leaves, must not change
             in place.
@@ -89,7 +91,8 @@ class RankWiring:
     parts: SequenceParts | None
     recompute: Sequence[Recompute]
     mover: ActivationMover | None
-    skips: Mapping[Skip, tuple[str, ...]] = field(default_factory=dict)
+    skips: Mapping[Skip, tuple[str, ...]]
+    device: Device
     forwards: dict[int, Callable[..., Value]] = field(init=False)
     copies_input: dict[int, bool] = field(init=False)
     runs_known: set[tuple[int, bool]] = field(init=False, default_factory=set)

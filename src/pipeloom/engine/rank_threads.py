@@ -9,17 +9,23 @@ from typing import Any
 
 import torch
 
+from pipeloom.devices import Device, Mark
 from pipeloom.errors import PeerLost
 from pipeloom.transport.interface import OneProcessTransport
 
 
 class RankThreads:
-    """One thread per rank, which share the cores evenly."""
+    """One thread per rank, which share the cores evenly. On a device each computes in a stream of its own.
 
-    def __init__(self, num_ranks: int, transport: OneProcessTransport) -> None:
-        self._transport = transport
-        cores = max(1, torch.get_num_threads() // num_ranks)
-        self._pool = ThreadPoolExecutor(num_ranks, "rank", initializer=torch.set_num_threads, initargs=(cores,))
+    Args:
+        devices: where each rank computes.
+        transport: between them.
+    """
+
+    def __init__(self, devices: Mapping[int, Device], transport: OneProcessTransport) -> None:
+        self._devices, self._transport = devices, transport
+        cores = max(1, torch.get_num_threads() // len(devices))
+        self._pool = ThreadPoolExecutor(len(devices), "rank", initializer=torch.set_num_threads, initargs=(cores,))
 
     def run(self, runs: Mapping[int, Iterator[None]]) -> None:
         """Run all ranks to their ends; raises the error that came first.
@@ -37,17 +43,22 @@ class RankThreads:
         modes: list[Callable[[], AbstractContextManager[Any]]] = [gradients, *autocast]
         futures: list[Future[None]] = []
         begin = threading.Event()
+        before = {device: device.mark() for device in set(self._devices.values())}
+        done: dict[int, Mark] = {}
 
         def drive(rank: int) -> None:
             begin.wait()
             if len(futures) < len(runs):  # the caller was interrupted before all were submitted
                 return
             try:
+                device = self._devices[rank]
                 with ExitStack() as stack:
+                    stack.enter_context(device.computing(before[device]))
                     for mode in modes:
                         stack.enter_context(mode())
                     for _ in runs[rank]:
                         pass
+                    done[rank] = device.mark()
             except BaseException:
                 self._transport.interrupt(rank)
                 raise
@@ -63,6 +74,8 @@ class RankThreads:
             begin.set()
             wait(futures)
             raise
+        for rank, mark in done.items():
+            self._devices[rank].wait(mark)
         if errors:  # the cause rather than a PeerLost that followed from it
             raise min(errors, key=lambda error: isinstance(error, PeerLost))
 

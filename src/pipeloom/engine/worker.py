@@ -116,7 +116,10 @@ class Worker:
 
     def bind_steps(self, steps: Iterable[tuple[Action, Step]]) -> InstructionList:
         """Instructions of this rank, one per step."""
-        return InstructionList(self.rank, steps, blocking=self.state.wiring.transport.blocking, blackbox=self._blackbox)
+        wiring = self.state.wiring
+        return InstructionList(
+            self.rank, steps, device=wiring.device, blocking=wiring.transport.blocking, blackbox=self._blackbox
+        )
 
     def steps(self, action: Action, program: Program) -> list[Step]:
         """The functions of one action."""

@@ -27,7 +27,9 @@ def gradient_norms(pipeline: Pipeline, rank: int | None = None) -> Tensor:
         positions = torch.tensor([position for position, _ in owned])
         # of a 16-bit gradient in 32 bits
         each = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for _, g in owned]
-        found = torch.stack([norm.double().cpu() for norm in each])
+        if len({norm.device for norm in each}) > 1:
+            each = [norm.cpu() for norm in each]
+        found = torch.stack([norm.double() for norm in each]).cpu()  # the host waits for the device once
         norms[0].index_add_(0, positions, found.square() if _has_squares(pipeline) else found)
         norms[1, positions] = 1.0
     return norms

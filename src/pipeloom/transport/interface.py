@@ -7,12 +7,13 @@ messages that are received in the order in which they are sent; messages with di
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from torch import Tensor
 
+from pipeloom.devices import Device
 from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, Program, peer_of
 from pipeloom.ir.action import SENDS, SKIP_OPS
@@ -80,7 +81,10 @@ class Outgoing(ABC):
 
     @abstractmethod
     def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
-        """Send a message; returns without waiting for the receiver. The tensors must not be changed afterwards."""
+        """Send a message; returns without waiting for the receiver. The tensors must not be changed afterwards.
+
+        On a device, they are complete once the current stream has done what it holds now.
+        """
 
 
 class Incoming(ABC):
@@ -92,7 +96,7 @@ class Incoming(ABC):
 
     @abstractmethod
     def receive(self) -> Message:
-        """The next message; waits for it. The tensors belong to the caller.
+        """The next message; waits for it. The tensors belong to the caller, whose current stream may use them.
 
         Raises:
             PeerLost: the sender ended, or nothing came within the transport's timeout.
@@ -146,6 +150,9 @@ class OneProcessTransport(Transport):
     Where it is `blocking`, each rank has a thread and calls its own ends at the same time as the others: state that the
     ends share needs a lock. A wrapper of such a transport extends this class, and forwards `blocking` and every method.
     """
+
+    def place(self, devices: Mapping[int, Device]) -> None:
+        """Called once before messages are sent: where each rank computes. Messages arrive there."""
 
     @abstractmethod
     def interrupt(self, source: int) -> None:

@@ -1,40 +1,51 @@
 """`LoopbackTransport`: messages between ranks that share one process."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
+from pipeloom.devices import Device, HostDevice, Mark
 from pipeloom.errors import PeerLost
 from pipeloom.transport.interface import Channel, Incoming, Message, OneProcessTransport, Outgoing
 from pipeloom.transport.values import Layout
+
+_HOST = HostDevice()
 
 
 class _Queue(Outgoing, Incoming):
     """Both ends of a channel within one process. None in place of a message: the sender has stopped."""
 
-    def __init__(self, channel: Channel, timeout_seconds: float) -> None:
+    def __init__(self, channel: Channel, timeout_seconds: float, source: Device, target: Device) -> None:
         self._channel, self._timeout_seconds = channel, timeout_seconds
-        self.messages: SimpleQueue[Message | None] = SimpleQueue()
+        self._source, self._target = source, target
+        self._moves = source.is_asynchronous or target.is_asynchronous
+        self.messages: SimpleQueue[tuple[Message, Mark] | None] = SimpleQueue()
 
     def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
-        self.messages.put(Message(layout, list(tensors), call))
+        self.messages.put((Message(layout, list(tensors), call), self._source.mark()))
 
     def ready(self) -> bool:
         return not self.messages.empty()
 
     def receive(self) -> Message:
         try:
-            message = self.messages.get(timeout=self._timeout_seconds)
+            found = self.messages.get(timeout=self._timeout_seconds)
         except Empty:
             raise self._channel.timed_out(self._timeout_seconds) from None
-        if message is None:
+        if found is None:
             raise PeerLost(f"rank {self._channel.source} stopped")
-        return message
+        message, sent = found
+        if not self._moves:
+            return message
+        # What is elsewhere than its sender, such as lengths on the CPU, stays there.
+        home = self._source.device
+        here = [self._target.receive(t, sent) if t.device == home else t for t in message.tensors]
+        return message._replace(tensors=here)
 
 
 class LoopbackTransport(OneProcessTransport):
-    """All ranks in one process: messages are references in a queue, no tensor is copied.
+    """All ranks in one process: messages are references in a queue; no tensor is copied within a device.
 
     Either one thread runs all ranks in turn (deterministic; `blocking` is False), or each rank has its own thread,
     which sleeps in `receive`.
@@ -48,10 +59,16 @@ class LoopbackTransport(OneProcessTransport):
         self.blocking = blocking
         self._timeout_seconds = timeout_seconds
         self._queues: dict[Channel, _Queue] = {}
+        self._devices: Mapping[int, Device] = {}
+
+    def place(self, devices: Mapping[int, Device]) -> None:
+        self._devices = devices
 
     def open(self, channels: Iterable[Channel]) -> None:
         for channel in channels:
-            self._queues.setdefault(channel, _Queue(channel, self._timeout_seconds))
+            if channel not in self._queues:
+                source, target = (self._devices.get(rank, _HOST) for rank in (channel.source, channel.target))
+                self._queues[channel] = _Queue(channel, self._timeout_seconds, source, target)
 
     def outgoing(self, channel: Channel) -> Outgoing:
         return self._queues[channel]
