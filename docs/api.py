@@ -36,6 +36,7 @@ TITLES = {
     "pipeloom.plan.memory": "Memory estimates",
     "pipeloom.plan.collectives": "Collectives as sends, step by step",
     "pipeloom.transport": "Messages between ranks",
+    "pipeloom.devices": "Devices: streams, marks, times, memory",
     "pipeloom.models.experts": "Layers of experts",
     "pipeloom.integrations.transformers": "transformers' Trainer on a pipeline",
 }

@@ -493,7 +493,7 @@ def test_the_help_of_train_fits_the_eye(capsys: pytest.CaptureFixture[str], monk
     assert main(["train", "--help"]) == 0
     wide = capsys.readouterr().out
     groups = ["most used", "data", "model", "parallel", "batch", "optimizer", "memory", "output"]
-    groups += ["faults", "configuration"]
+    groups += ["device", "faults", "configuration"]
     assert re.findall(r"^([a-z ]+):$", wide, re.MULTILINE) == [*groups, "examples"]
     first = re.search(r"^most used:\n(.*?)\n\n", wide, re.MULTILINE | re.DOTALL)
     assert first is not None

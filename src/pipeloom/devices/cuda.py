@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.devices.device import Device, Mark, Stamp, Stream
+from pipeloom.devices.graphs import CudaGraphs, Graphs
 
 _ORIGIN_SECONDS = 600.0  # times between events are milliseconds in 32 bits: after an hour they lose their microseconds
 
@@ -108,6 +109,9 @@ class CudaDevice(Device):
         event = self.stamp()
         event.synchronize()
         return event, perf_counter()
+
+    def graphs(self) -> Graphs | None:
+        return CudaGraphs(self.device)
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)

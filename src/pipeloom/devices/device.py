@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.devices.graphs import Graphs
+
 Mark = Any  # a moment in a stream; None: it has passed
 Stamp = Any  # a moment whose time can be asked for later
 
@@ -99,6 +101,12 @@ class Device(ABC):
     @abstractmethod
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
         """When the moments were (time.perf_counter, seconds); 0.0 for 0.0. Waits for the last of them."""
+
+    # Graphs
+
+    @abstractmethod
+    def graphs(self) -> Graphs | None:
+        """What records kernels to start them again with one call; None where a device cannot."""
 
     # Memory
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.devices.device import Device, Mark, Stamp, Stream
+from pipeloom.devices.graphs import Graphs
 
 
 class HostDevice(Device):
@@ -48,6 +49,9 @@ class HostDevice(Device):
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
         return list(stamps)
+
+    def graphs(self) -> Graphs | None:
+        return None
 
     def allocated_bytes(self) -> int:
         return 0

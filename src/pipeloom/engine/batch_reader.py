@@ -74,10 +74,7 @@ class BatchReader:
         check_batch: Callable[[Batch], None],
     ) -> None:
         self._reads_inputs, self._reads_targets = reads_inputs is not None, reads_targets is not None
-        self._moves_inputs, self._moves_targets = (
-            device if device is not None and device.is_asynchronous else None
-            for device in (reads_inputs, reads_targets)
-        )
+        self._devices = reads_inputs, reads_targets
         self._programs = programs
         self._sharing, self._loss_fn, self._check_batch = sharing, loss_fn, check_batch
         self._sliced, self._slice_lengths, self._parts = sliced, slice_lengths, parts
@@ -129,10 +126,11 @@ class BatchReader:
             batch.all_samples = agreed.all_samples
             if self._has_replicas:
                 self._weigh(found, agreed.all_samples, agreed.labels)
-        if self._moves_inputs is not None:  # at the end: what was counted before is on the host, without a wait
-            batch.inputs = [moved(value, self._moves_inputs) for value in batch.inputs]
-        if self._moves_targets is not None and batch.targets is not None:
-            batch.targets = [moved(value, self._moves_targets) for value in batch.targets]
+        for_inputs, for_targets = self._devices  # moved at the end: what was counted is on the host, without a wait
+        if for_inputs is not None and for_inputs.is_asynchronous:
+            batch.inputs = [moved(value, for_inputs) for value in batch.inputs]
+        if for_targets is not None and for_targets.is_asynchronous and batch.targets is not None:
+            batch.targets = [moved(value, for_targets) for value in batch.targets]
         return batch
 
     def _cut(self, inputs: Value, targets: Value, num_microbatches: int, *, training: bool, with_loss: bool) -> Read:

@@ -1,7 +1,7 @@
 """`Executor`: runs programs on the ranks of one process, call after call, until the first error."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.batch_agreement import BatchAgreement, LineExchange, MembersExchange
 from pipeloom.engine.batch_reader import BatchReader, Programs
+from pipeloom.engine.binders.action_graphs import ActionGraphs
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn, RankWiring
@@ -56,6 +57,7 @@ class Executor:
         open_mover: makes the mover of one rank's activations; returns None without activation offload.
         blackbox: a writable buffer for the label of the running action.
         skips: by pair of stages, the names of the values that skip stages between them.
+        graphs: whether the actions of steps are recorded as CUDA graphs.
 
     Attributes:
         programs, connection, loss_fn, parts, check_batch: as given.
@@ -81,6 +83,7 @@ class Executor:
         open_mover: Callable[[], ActivationMover | None],
         blackbox: Any,
         skips: Mapping[Skip, tuple[str, ...]],
+        graphs: bool = False,
     ) -> None:
         self.programs, self.connection, self.loss_fn, self.parts = programs, connection, loss_fn, parts
         self.check_batch = check_batch
@@ -91,6 +94,7 @@ class Executor:
         devices = {rank: device_of_modules(rank, stages) for rank, stages in state.stages_of.items()}
         if isinstance(self._transport, OneProcessTransport):
             self._transport.place(devices)
+        self._graphs = self._open_graphs(devices) if graphs else None
         self._opened: set[Channel] = set()
         self.open_channels({*program_channels(programs.train), *self._results.channels()})
         self.workers: dict[int, Worker] = {}
@@ -112,7 +116,12 @@ class Executor:
             gradient_sum = GradientSum(rank, shared, self._transport, store.value) if shared else None
             block_sum = state.sharing.blocks.gradient_sum(store.parameters, store.ranges, store.gradient_dtype)
             self.workers[rank] = Worker(
-                wiring, gradient_sum=gradient_sum, block_sum=block_sum, store=store, blackbox=blackbox
+                wiring,
+                gradient_sum=gradient_sum,
+                block_sum=block_sum,
+                store=store,
+                graphs=self._graphs,
+                blackbox=blackbox,
             )
         last = programs.train.placement.num_stages - 1
         self._reader = BatchReader(
@@ -197,7 +206,7 @@ class Executor:
         self.open_channels(channels)
         batch.collects = with_loss
         program = self.programs.train if training else self.programs.forward_of(batch.num_microbatches)
-        if warm_up is None or not self._transport.blocking:
+        if warm_up is None or not self._transport.blocking or self._graphs is not None:
             warm_up = None
             self.settle()
         self.before_call = None
@@ -217,13 +226,44 @@ class Executor:
                 self._results.share(results, program.num_microbatches, everywhere=with_loss)
 
         try:
-            self.drive(runs, finish, {rank: each.records for rank, each in bound.items()})
+            with self._recording(batch, program) if training else nullcontext():
+                self.drive(runs, finish, {rank: each.records for rank, each in bound.items()})
         except PeerRefused as refusal:
             self.num_calls -= 1
             self._refuse(str(refusal))
             raise InputError(str(refusal)) from None
         self.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)  # a warm-up may have taken a number
         return batch
+
+    def _open_graphs(self, devices: Mapping[int, Device]) -> ActionGraphs:
+        found = dict.fromkeys(devices.values())
+        graphs = next(iter(found)).graphs()
+        if graphs is None or len(found) > 1:
+            names = ", ".join(str(device.device) for device in found)
+            raise InputError(
+                f"graphs=True: the ranks of this process compute on {names}: actions are recorded on one CUDA device. "
+                "Move the model there, or use graphs=False."
+            )
+        return ActionGraphs(graphs, shares_memory=self.connection.rank is None)
+
+    @contextmanager
+    def _recording(self, batch: Batch, program: Program) -> Generator[None]:
+        """Around a step: with graphs, it runs in a stream of its own, in which actions can be recorded."""
+        if self._graphs is None:
+            yield
+            return
+        worker = self.workers[self.local_ranks[0]]
+        device = worker.state.wiring.device
+        with self.ended_by_errors(), device.computing(after=device.mark()):
+            try:
+                self._graphs.begin(batch, program, worker.state.loss_scale)
+                yield
+                self._graphs.end()
+            except BaseException:
+                self._graphs.failed()
+                raise
+            done = device.mark()
+        device.wait(done)
 
     def _bound_to(self, program: Program) -> dict[int, Bound]:
         key = program.num_microbatches, program.schedule.forward_only
@@ -239,6 +279,8 @@ class Executor:
         try:
             with self._ended_by_lost_peers():
                 batch = self._reader.read(read, agreement, call, training=training, with_loss=with_loss)
+            if self._graphs is not None and training:
+                self._graphs.check(batch)
         except Exception as error:
             if alone and self.connection.rank is not None:
                 self._refuse(refused_by(self.connection.rank, error))

@@ -120,6 +120,7 @@ class RankState:
         last_refused: number of the last call that a rank refused; messages of calls up to it are dropped.
         loss_scale: the factor of the loss in its backward.
         seeds: gradients in which backwards of the loss start, kept for the next step.
+        arrive: takes the tensors of a message, and returns those that its RECV hands on; None: the same.
         count_samples: in a stream, returns the samples of a micro-batch and of its batch.
     """
 
@@ -146,6 +147,7 @@ class RankState:
     loss_scale: float = 1.0
     seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
     count_samples: Callable[[int], tuple[int, int]] | None = None
+    arrive: Callable[[Action, list[Tensor]], list[Tensor]] | None = None
 
     def begin(self, batch: Batch, call: int) -> None:
         """Start a run."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.engine.batch import Batch
+from pipeloom.engine.binders.action_graphs import ActionGraphs
 from pipeloom.engine.binders.computations import bind_backward, bind_forward, bind_weight_backward
 from pipeloom.engine.binders.sequence_parts import in_tokens
 from pipeloom.engine.binders.sequence_slices import in_slice
@@ -79,6 +80,7 @@ class Worker:
         gradient_sum: sums gradients of parameters that other ranks hold too; None: there are none.
         block_sum: sums gradients over the processes that share a stage; None: there are none to sum.
         store: this rank's parameters.
+        graphs: records and replays the actions of steps; None: they run one kernel after another.
         blackbox: a buffer of `BLACKBOX_BYTES` bytes: the label of the running action and its start, read after a crash.
 
     Attributes:
@@ -94,6 +96,7 @@ class Worker:
         gradient_sum: GradientSum | None,
         block_sum: BlockSum | None = None,
         store: ParameterStore,
+        graphs: ActionGraphs | None = None,
         blackbox: Any,
     ) -> None:
         self.rank, self.stages = wiring.rank, wiring.stages
@@ -102,13 +105,18 @@ class Worker:
         if wiring.mover is not None:
             wiring.mover.times = self.overlap
         self._gradient_sum, self._block_sum = gradient_sum, block_sum
-        self._store, self._blackbox = store, blackbox
+        self._store, self._blackbox, self._graphs = store, blackbox, graphs
+        if graphs is not None:
+            graphs.add(self.state)
+            self.state.arrive = graphs.arrive
 
     def bind(self, program: Program) -> Bound:
         """Turn this rank's part of `program` into functions."""
         self.state.to_offload = moved_keys(program, self.rank)
-        order = program.orders[self.rank]
-        instructions = self.bind_steps((action, step) for action in order for step in self.steps(action, program))
+        steps = ((action, step) for action in program.orders[self.rank] for step in self.steps(action, program))
+        if self._graphs is not None and not program.schedule.forward_only:
+            steps = ((action, self._graphs.around(self.state, action, step)) for action, step in steps)
+        instructions = self.bind_steps(steps)
         return Bound(instructions, program, self.overlap if self._overlaps(program) else None)
 
     def _overlaps(self, program: Program) -> bool:

@@ -96,6 +96,13 @@ class StageModule(nn.Module):
         return value
 
 
+def composite_blocks(stage: StageModule) -> list[nn.Module]:
+    """The blocks of a stage that have modules of their own, in order."""
+    layers = [modules[name] for modules, name in stage._chain]
+    found = zip(layers, stage._is_block, strict=True)
+    return [layer for layer, repeats in found if repeats and layer is not None and layer._modules]
+
+
 def run_blocks(layers: Sequence[Any], is_block: Sequence[bool], value: Any, run: BlockRunner) -> Any:
     """Run layers in order, blocks through `run`; see `StageModule.forward`."""
     leaves: list[Any] = []  # consecutive leaf modules, which form one block

@@ -72,6 +72,8 @@ class RunModel:
             precision=config.number_format if precision.dtype != "fp32" else None,
             recompute=memory.recompute,
             offload=activation_offload(config) if offloaded else None,
+            compile=config.compile,
+            graphs=config.graphs,
             blackbox=group.black_box.action_buffer,
         )
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from pipeloom.parallel.placed import Place, placed_block
 from pipeloom.passes import check_has_backwards
 from pipeloom.processes.members import thread_members
 from pipeloom.split.stage_module import StageModule
-from pipeloom.transport.interface import OneProcessTransport
+from pipeloom.transport.interface import OneProcessTransport, Transport
 
 
 def check_arguments(
@@ -62,6 +63,26 @@ def check_arguments(
     if not number or not 0 < float(timeout_seconds) < math.inf:
         raise InputError(f"timeout_seconds={timeout_seconds!r}: must be a finite number above 0.")
     _check_slices(schedule, slices)
+
+
+def check_graphs(schedule: Schedule, options: Any, transport: str | Transport) -> None:
+    """Raises InputError where the actions of a pipeline with these `PipelineOptions` cannot be recorded as graphs."""
+    threads = transport == "threads" or (isinstance(transport, OneProcessTransport) and transport.blocking)
+    degrees = {} if options.mesh is None else {axis: options.mesh.degree(axis) for axis in ("dp", "cp", "tp")}
+    found = {
+        f"{schedule.num_slices} slices": schedule.num_slices > 1 or options.slices is not None,
+        "transport='threads'": threads,
+        "offload": options.offload is not None,
+        "data": options.data is not None,
+        "precision": options.precision is not None,
+        "a mesh with several processes per stage": any(degree > 1 for degree in degrees.values()),
+        f"schedule {schedule.name!r}, whose updates come in the middle": schedule.microbatches_per_update is not None,
+    }
+    if (reason := next((name for name, is_so in found.items() if is_so), None)) is not None:
+        raise InputError(
+            f"graphs=True with {reason}: forwards and backwards are recorded where one process computes a whole stage "
+            "of whole micro-batches. Leave one of the two out."
+        )
 
 
 def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module], *, is_whole: bool) -> None:

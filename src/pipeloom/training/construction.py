@@ -32,10 +32,17 @@ from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_me
 from pipeloom.processes.members import current_members
 from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
+from pipeloom.split.compiling import compile_stages
 from pipeloom.split.huggingface import DecoderStage
 from pipeloom.split.planned.layouts import find_layout
 from pipeloom.split.traced.stage import TracedStage
-from pipeloom.training.argument_checks import check_arguments, check_placed, check_recompute, context_of
+from pipeloom.training.argument_checks import (
+    check_arguments,
+    check_graphs,
+    check_placed,
+    check_recompute,
+    context_of,
+)
 from pipeloom.training.own_loss import OwnLoss
 from pipeloom.training.traced_loss import TracedLoss
 from pipeloom.training.watched_loss import WatchedLoss
@@ -67,6 +74,8 @@ def construct(
     layers: Sequence[str] | None,
     example: Any,
     transport: str | Transport,
+    compiles: bool,
+    graphs: bool,
     blackbox: Any,
     timeout_seconds: float,
 ) -> tuple[ModelState, Executor]:
@@ -74,6 +83,8 @@ def construct(
     cut, slices, recompute, offload, mesh, data, precision, context = options
     cut, recompute = "layers" if cut is None else cut, "none" if recompute is None else recompute
     check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
+    if graphs:
+        check_graphs(schedule, options, transport)
     schedule = separate_units(merge_backwards(schedule))
     sliced = schedule.num_slices > 1 or slices is not None
     parts = context_of(mesh, context, schedule, sliced=sliced)
@@ -83,6 +94,8 @@ def construct(
     if loss_fn is None and not in_parts and stages.modules:
         loss_fn = _own_loss(model, stages.modules)
     skips = routes(stages.skips, schedule.placement)
+    if graphs and skips:
+        raise InputError("graphs=True: values that skip stages are not recorded. Use graphs=False.")
     is_cut = not isinstance(model, nn.Module | Stages)  # a list may hold placeholders for stages of other ranks
     kinds = check_recompute(recompute, schedule, transport, () if is_cut else stages.modules, sliced=sliced)
     for module in stages.modules if in_parts else ():
@@ -112,6 +125,8 @@ def construct(
     ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]
     own = sorted({stage for rank in ranks for stage in programs.train.placement.stages_of[rank]})
     load_stages(stages, own)
+    if compiles:
+        compile_stages([stages.modules[stage] for stage in own])
     own_values = sharing.axis is None or not sharing.axis.unshards
     if connection.rank is not None and not (own_values and schedule.num_ranks == 1 and not sharing.blocks.divides):
         forbid_saving(stages)
@@ -129,6 +144,7 @@ def construct(
         open_mover=open_mover,
         blackbox=blackbox,
         skips=skips,
+        graphs=graphs,
     )
 
 

@@ -82,6 +82,10 @@ class Pipeline:
         check: a small batch of inputs, or (inputs, targets): before training, the pipeline's outputs are compared with
             those of the model, in evaluation mode, and a loss_fn that would be a mean of means is reported. Every
             process passes it.
+        compile: whether ``torch.compile`` compiles every block of the stages, or a stage without blocks as a whole.
+        graphs: whether forwards and backwards are recorded as CUDA graphs in the third step and replayed in later ones,
+            which saves the host's time per kernel. Every step then has the same shapes; stages and loss read no value
+            on the host. Gradients stay in the same memory from step to step.
         blackbox: a writable buffer of 72 bytes: the label of the running action, then its start (time.perf_counter, a
             float64); such as that of a `pipeloom.Watchdog`.
         timeout_seconds: how long a rank waits for a message, or for replicas.
@@ -126,6 +130,8 @@ class Pipeline:
         precision: Precision | str | None = None,
         context: ContextKind | None = None,
         check: Value = None,
+        compile: bool = False,
+        graphs: bool = False,
         blackbox: Any = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -141,6 +147,8 @@ class Pipeline:
             layers=layers,
             example=example,
             transport=transport,
+            compiles=compile,
+            graphs=graphs,
             blackbox=blackbox,
             timeout_seconds=timeout_seconds,
         )

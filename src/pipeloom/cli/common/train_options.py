@@ -35,7 +35,8 @@ MOST_USED = (
     "optimizer.learning_rate",
     "output_dir",
 )
-_TITLES = ("most used", "data", "model", "parallel", "batch", "optimizer", "memory", "output", "faults")  # in the help
+# In the help.
+_TITLES = ("most used", "data", "model", "parallel", "batch", "optimizer", "memory", "output", "device", "faults")
 _HELP_WIDTH = 76  # of the text behind an option, on a terminal of 120 columns
 _GROUP, _AUTO = "--parallel", "auto"  # a group of options, and the value of all of it
 _GROUP_VARIABLE = f"{ENV_PREFIX}PARALLEL"

@@ -51,10 +51,11 @@ def bind_receive(state: RankState, action: Action, program: Program) -> Step:
         message = next_message()
         if message.call != state.call:
             message = _of_this_call(state, channel.source, message, next_message)
+        tensors = message.tensors if state.arrive is None else state.arrive(action, message.tensors)
         if enter is not None:
-            arrived[key] = enter(message.layout, message.tensors)
+            arrived[key] = enter(message.layout, tensors)
         else:
-            value = unflatten(message.layout, message.tensors)
+            value = unflatten(message.layout, tensors)
             gradients[key] = value if isinstance(value, tuple) else (value,)
 
     def next_of_call() -> Message:

@@ -105,7 +105,23 @@ def validate_settings(config: TrainConfig) -> None:
     check_inside_stage(config, schedule)
     _check_data_parallel(config, schedule)
     _check_memory(config, schedule)
+    _check_graphs(config, schedule)
     check_unused(config)
+
+
+def _check_graphs(config: TrainConfig, schedule: Schedule) -> None:
+    found = {
+        f"schedule={config.schedule}": schedule.microbatches_per_update is not None,
+        f"parallel.slices={config.parallel.slices}": schedule.num_slices > 1,
+        f"parallel.data={config.parallel.data}": config.num_processes > schedule.num_ranks,
+        f"precision.dtype={config.precision.dtype}": config.precision.dtype != "fp32",
+        f"memory.offload={config.memory.offload}": config.memory.offload is not None,
+    }
+    if config.graphs and (other := next((name for name, is_so in found.items() if is_so), None)) is not None:
+        raise InputError(
+            f"graphs=true with {other}: forwards and backwards are recorded where one process computes a whole stage "
+            "of whole micro-batches with the model's own parameters. Leave one of the two out."
+        )
 
 
 def check_sizes(config: TrainConfig) -> None:

@@ -75,6 +75,8 @@ class TrainConfig:
     watchdog_seconds: float | None = option(
         None, "seconds without progress", unset="5 x a recent step, at least 30", group="faults"
     )
+    compile: bool = option(False, "compile every block with torch.compile", group="device")
+    graphs: bool = option(False, "on a GPU: record forwards and backwards as CUDA graphs", group="device")
     local: bool = option(
         False,
         "run all ranks in this process, in turn or in threads",

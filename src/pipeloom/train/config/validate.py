@@ -51,7 +51,7 @@ def validate(config: TrainConfig, *, world_size: int | None, leads: bool = True)
     _check_machine(config)  # before a schedule of absurd sizes is made
     validate_settings(config)
     if config.parallel.slices != AUTO:  # with slices that are not measured yet, less memory may do
-        device = "cuda" if _GPU.exists() else "cpu"
+        device = "cuda" if _has_gpu() else "cpu"
         if config.memory.cap is not None:
             under_cap(config, run_tokenizer(config).vocabulary_size, device=device)
     _check_processes(config, world_size)
@@ -181,13 +181,22 @@ def _with_defaults(sizes: Mapping[str, Any]) -> dict[str, Any]:
 # The memory of this machine
 
 
+def _has_gpu() -> bool:
+    return _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
 def _check_machine(config: TrainConfig) -> None:
     """Validate that a lower bound of the model's and the batch's memory fits this machine.
 
     Raises:
         InputError: the sizes, the bytes they need, and the bytes there are.
     """
-    if _GPU.exists() or config.model.pretrained is not None:
+    if config.graphs and not _has_gpu():
+        raise InputError(
+            "graphs=true: this machine has no CUDA device, and CUDA graphs are recorded on one. Remove graphs, or see "
+            "`pipeloom doctor`."
+        )
+    if _has_gpu() or config.model.pretrained is not None:
         return
     model, batch = _least_bytes(config)
     processes = config.num_processes
