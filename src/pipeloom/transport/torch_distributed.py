@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.devices import Mark, device_of
+from pipeloom.devices.device import Stream
 from pipeloom.errors import PeerLost
 from pipeloom.processes.collectives import destroy_groups, first_line, is_lost_peer, noticing_lost_peers
 from pipeloom.processes.waits import waits_for
@@ -125,7 +127,7 @@ class _TorchIncoming(Incoming):
     _idle: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        self._messages: SimpleQueue[Message | Exception] = SimpleQueue()
+        self._messages: SimpleQueue[tuple[Message, Mark] | Exception] = SimpleQueue()
         self.thread = threading.Thread(target=self._listen, name=f"receive-{self._channel.source}", daemon=True)
         self.thread.start()
 
@@ -137,20 +139,25 @@ class _TorchIncoming(Incoming):
         while not self._idle() and self._messages.empty():  # another rank may wait for what is still to be sent here
             time.sleep(0.001)
         try:
-            message = self._messages.get(timeout=self._timeout_seconds)
+            found = self._messages.get(timeout=self._timeout_seconds)
         except Empty:
             raise self._channel.timed_out(self._timeout_seconds) from None
-        if isinstance(message, Exception):
-            self._messages.put(message)  # the next call raises it too
-            if not isinstance(message, ConnectionError) and not is_lost_peer(message):
-                raise message
+        if isinstance(found, Exception):
+            self._messages.put(found)  # the next call raises it too
+            if not isinstance(found, ConnectionError) and not is_lost_peer(found):
+                raise found
             raise PeerLost(
                 f"rank {self._channel.source} ended while rank {self._channel.target} waited for it "
-                f"({first_line(message)})"
-            ) from message
-        return message
+                f"({first_line(found)})"
+            ) from found
+        message, arrived = found
+        if arrived is None:
+            return message
+        device = device_of(self._device)
+        return message._replace(tensors=[device.receive(tensor, arrived) for tensor in message.tensors])
 
     def _listen(self) -> None:
+        device = device_of(self._device)
         try:
             while True:
                 envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
@@ -168,11 +175,16 @@ class _TorchIncoming(Incoming):
                     layout = decode(header.numpy().tobytes())
                 if kind == _WHOLE:
                     tensors = _places(envelope, layout)
+                    arrived = None
                 else:
-                    tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in layout.specs]
-                    for tensor in filter(torch.numel, tensors):
-                        self._data.receive(_wire_form(tensor))
-                self._messages.put(Message(layout, tensors, call))
+                    with device.on(Stream.INCOMING):  # its stream waits for NCCL; computations go on
+                        tensors = [
+                            torch.empty(shape, dtype=dtype, device=device.device) for shape, dtype, _ in layout.specs
+                        ]
+                        for tensor in filter(torch.numel, tensors):
+                            self._data.receive(_wire_form(tensor))
+                        arrived = device.mark()
+                self._messages.put((Message(layout, tensors, call), arrived))
         except Exception as error:  # raised by the rank's own thread
             self._messages.put(error)
 
