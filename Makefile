@@ -1,6 +1,7 @@
 # make train    a fresh machine with Python 3.11 or later: sets up .venv and trains the default model
 # make test     sets up .venv with the development tools and runs the tests
 # make check    linters and the quick tests, under 90 seconds on two idle cores: run it before every commit
+# make gpu      tests and benchmarks on a CUDA device, in some minutes; skipped where torch finds none
 # make lint     ruff and mypy
 # make mutants  changes single operators of the code and reports which changes no test notices (an hour or two)
 # make docs     builds the documentation site into site/; broken links are errors
@@ -10,17 +11,24 @@
 #   make test ARGS="tests/pure -k golden"                  options for pytest
 #   make test WORKERS=0                                    tests one after another, in one process
 #   make PIP_FLAGS="--index-url URL" train                 where pip takes torch from (the CPU build is enough)
+#   make gpu GPU_PYTHON=python3                            this interpreter has torch and the rest: no set-up, no network
+#   make gpu GPU_ARGS="--cases split,ranks"                options for python -m benchmarks.gpu
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS ?=
 ARGS ?=
 WORKERS ?= 2
+# Tests on one GPU run in so many processes.
+GPU_WORKERS ?= 4
+GPU_ARGS ?=
+GPU_PYTHON ?=
+GPU_RUN := $(if $(GPU_PYTHON),PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON),$(BIN)/python)
 # 3.11 first: the constraints are tested with it.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: train test check lint docs mutants clean
+.PHONY: train test check gpu lint docs mutants clean
 
 train: $(VENV)/.ready-run
 	$(BIN)/pipeloom train $(ARGS)
@@ -30,6 +38,14 @@ test: $(VENV)/.ready-dev
 
 check: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "quick and not whole_grid" $(ARGS)
+
+gpu: $(if $(GPU_PYTHON),,$(VENV)/.ready-dev)
+	@found=$$($(GPU_RUN) -c 'import torch; print(torch.cuda.device_count(), torch.__version__)') || exit 1; \
+	case $$found in \
+	"0 "*) echo "make gpu: SKIPPED, torch $${found#* } finds no CUDA device on this machine."; exit 0 ;; \
+	esac; \
+	echo "torch $${found#* }, CUDA devices: $${found% *}"; \
+	$(GPU_RUN) -m pytest -n $(GPU_WORKERS) --dist worksteal -rs $(ARGS) tests/gpu && $(GPU_RUN) -m benchmarks.gpu $(GPU_ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -81,16 +81,18 @@ class _Expected(NamedTuple):
 
 
 @cache
-def _reference(num_layers: int, num_microbatches: int, tied: bool) -> _Expected:
+def _reference(num_layers: int, num_microbatches: int, tied: bool, device: str) -> _Expected:
     """Losses of two steps and the gradients after both."""
-    model = make_gpt(tied=tied, layers=num_layers, dtype=F64)
-    losses = [accumulate(model, language_loss, *_batch(num_microbatches, step), num_microbatches) for step in (0, 1)]
+    model = make_gpt(tied=tied, layers=num_layers, dtype=F64).to(device)
+    losses = [
+        accumulate(model, language_loss, *_batch(num_microbatches, step, device), num_microbatches) for step in (0, 1)
+    ]
     return _Expected(losses, {name: parameter.grad for name, parameter in model.named_parameters()})
 
 
-def _batch(num_microbatches: int, step: int) -> tuple[Tensor, Tensor]:
+def _batch(num_microbatches: int, step: int, device: str) -> tuple[Tensor, ...]:
     """One sample more than micro-batches, so that they are of different sizes where there are several."""
-    return tokens(num_microbatches + 1, seed=step)
+    return tuple(values.to(device) for values in tokens(num_microbatches + 1, seed=step))
 
 
 def is_bitwise(schedule: Schedule, tied: bool) -> bool:
@@ -103,7 +105,7 @@ def is_bitwise(schedule: Schedule, tied: bool) -> bool:
     return not tied and not replicated and all(order == sorted(order) for order in seen.values())
 
 
-def train_and_compare(case: Case, transport: str) -> None:
+def train_and_compare(case: Case, transport: str, device: str = "cpu") -> None:
     """Two steps before an update, with an evaluation before, between and after."""
     schedule = case.schedule
     num_stages, m = schedule.num_stages, case.num_microbatches
@@ -111,13 +113,13 @@ def train_and_compare(case: Case, transport: str) -> None:
     cut = None
     if case.uneven and num_stages > 1:  # the first stage has two blocks more than the last, which has the head alone
         cut = [2] + [1] * (num_stages - 2) + [0]
-    model = make_gpt(tied=case.tied, layers=num_layers, dtype=F64)
+    model = make_gpt(tied=case.tied, layers=num_layers, dtype=F64).to(device)
     if case.checkpointed:
         checkpoint_blocks(model)
-    expected = _reference(num_layers, m, case.tied)
+    expected = _reference(num_layers, m, case.tied, device)
     with pl.Pipeline(model, schedule, loss_fn=language_loss, cut=cut or "layers", transport=transport) as pipe:
         for step in (0, 1):
-            batch = _batch(m, step)
+            batch = _batch(m, step, device)
             torch.testing.assert_close(pipe.evaluate(*batch), expected.losses[step], rtol=1e-12, atol=0)
             assert torch.equal(pipe.step(*batch), expected.losses[step]), case
             live = pl.check(schedule).live_activations

@@ -60,7 +60,7 @@ def tokens(batch: int, length: int = 12, seed: int = 0) -> tuple[Tensor, Tensor]
 
 def accumulate(model: nn.Module, loss_fn, inputs: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
     """Forward and backward of one micro-batch after the other; the loss is the mean over all samples."""
-    total = torch.zeros((), dtype=next(model.parameters()).dtype)
+    total = torch.zeros((), dtype=next(model.parameters()).dtype, device=inputs.device)
     for x, y in zip(inputs.tensor_split(num_microbatches), targets.tensor_split(num_microbatches), strict=True):
         loss = loss_fn(model(x), y) * (len(x) / len(inputs))
         loss.backward()

@@ -80,10 +80,12 @@ def batch(num_samples: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def train(schedule, transport: str, recompute: str = "none", **options) -> None:
+def train(schedule, transport: str, recompute: str = "none", device: str = "cpu", **options) -> None:
     x, y = batch(schedule.num_microbatches * 2 + 1)
-    loss, gradients = expect(schedule.num_stages, x, y, schedule.num_microbatches)
-    modules = make(schedule.num_stages)
+    loss, expected_gradients = expect(schedule.num_stages, x, y, schedule.num_microbatches)
+    gradients = {name: gradient.to(device) for name, gradient in expected_gradients.items()}
+    modules = [module.to(device) for module in make(schedule.num_stages)]
+    x, y = x.to(device), y.to(device)
     with pl.Pipeline(
         modules, schedule, loss_fn=F.mse_loss, transport=transport, recompute=recompute, **options
     ) as pipe:
@@ -100,7 +102,7 @@ def train(schedule, transport: str, recompute: str = "none", **options) -> None:
         assert abs(pipe.evaluate(x, y) - loss) < 1e-12
         output = pipe.forward(x)
         if output is not None:
-            whole = in_one_process(make(schedule.num_stages), x)
+            whole = in_one_process([module.to(device) for module in make(schedule.num_stages)], x)
             assert torch.allclose(output, whole, rtol=0, atol=1e-12)
         for worker in pipe.executor.workers.values():
             state = worker.state

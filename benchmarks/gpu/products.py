@@ -1,0 +1,142 @@
+"""Split backwards, the share of the device's peak, and predicted memory."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from benchmarks.common.statistics import ratio, spread
+from benchmarks.gpu.subject import Figure, Machine, Sizes, difference, in_rounds, medians, plain_loop, single
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+import pipeloom as pl
+from pipeloom.autograd.split_backward import backward_input
+from pipeloom.models import loss_fn
+from pipeloom.parallel import Precision
+from pipeloom.passes import lower
+from pipeloom.plan.memory import MemoryModel, gpt_layers, memory_of_ranks
+
+PEAK_FLOPS = 989e12  # dense bf16, by the data sheets of H100 SXM and H200
+
+
+def split(machine: Machine) -> Iterator[Figure]:
+    """I and W over B of a stage of blocks."""
+    for samples, length in ((1, 2048), (8, 2048)):
+        sizes = Sizes(layers=4, width=2048, heads=16, length=length, samples=samples, microbatches=1).on(machine)
+        stage = nn.Sequential(*sizes.model(machine.device).blocks)
+        shape = (sizes.samples, sizes.length, sizes.width)
+        x, gradient = torch.randn(2, *shape, device=machine.device, dtype=torch.bfloat16)
+        x.requires_grad_()
+
+        def backward(*, halves: bool, stage: nn.Module = stage, x: Any = x, gradient: Any = gradient) -> float:
+            x.grad = None
+            output = stage(x)
+            machine.synchronize()
+            start = time.perf_counter()
+            if halves:
+                (x.grad,), rest = backward_input([get_gradient_edge(output)], [gradient], [x])
+                rest.accumulate()
+            else:
+                torch.autograd.backward([output], [gradient])
+            machine.synchronize()
+            return time.perf_counter() - start
+
+        error = difference(stage, lambda b=backward: b(halves=False), lambda b=backward: b(halves=True))
+        for halves in (False, True):  # gradients add to gradients, as in every micro-batch but the first
+            backward(halves=halves)
+        whole, parts = [], []
+        for k in range(-2, machine.rounds * 2):
+            if k >= 2 and time.monotonic() > machine.deadline:
+                break
+            times = {halves: backward(halves=halves) for halves in ((False, True) if k % 2 else (True, False))}
+            if k >= 0:
+                whole.append(times[False])
+                parts.append(times[True])
+        yield Figure("split", f"4 blocks of {sizes.width}, {samples} x {length:,}: ms per B", medians(whole), "{:.2f}")
+        yield Figure("split", f"{samples} x {length:,}: I and W over B", ratio(parts, whole), target=1.03)
+        yield Figure("split", f"{samples} x {length:,}: difference of gradients", single(error), "{:.1e}")
+        del stage, x, gradient, backward
+        machine.free()
+
+
+def flops_of_step(sizes: Sizes) -> float:
+    """6 per parameter of a matrix and token, and the products of causal attention: half of all pairs of tokens."""
+    table = sizes.vocabulary * sizes.width
+    matrices = sizes.config.num_parameters - (0 if sizes.tied else table)  # a look-up multiplies nothing
+    attention = 6 * sizes.layers * sizes.width * sizes.length
+    return sizes.tokens * float(6 * matrices + attention)
+
+
+def flops(machine: Machine) -> Iterator[Figure]:
+    """The share of the peak of bf16 products that a training step reaches, compiled and not."""
+    width = 64 if machine.tiny else 8192
+    a, b = torch.randn(2, width, width, device=machine.device, dtype=torch.bfloat16)
+
+    def multiply(a: Tensor = a, b: Tensor = b) -> None:
+        for _ in range(10):
+            torch.mm(a, b)
+
+    products = in_rounds(machine, {"product": multiply})["product"]
+    rate = [20 * width**3 / seconds / 1e12 for seconds in products]
+    yield Figure("flops", f"a product of {width} x {width}: TFLOP/s", spread(rate), "{:.0f}")
+    del a, b, multiply
+    sizes = Sizes(layers=4, width=4096, heads=32, length=2048, samples=8, microbatches=4, vocabulary=32768).on(machine)
+    model, batch = sizes.model(machine.device), sizes.batch(machine.device)
+    schedule = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=sizes.microbatches)
+    known = "compile" in inspect.signature(pl.Pipeline.__init__).parameters
+    options: dict[str, dict[str, Any]] = {"eager": {}} | ({"compiled": {"compile": True}} if known else {})
+    for name, given in options.items():
+        with pl.Pipeline(model, schedule, loss_fn=loss_fn, **given) as pipe:
+            error = 0.0
+            if name != "eager":
+                loop = plain_loop(model, *batch, sizes.microbatches)
+                error = difference(model, loop, lambda pipe=pipe: pipe.step(*batch), bound=0.1)
+            seconds = in_rounds(machine, {name: lambda pipe=pipe: pipe.step(*batch)}, before=model.zero_grad)[name]
+        share = [flops_of_step(sizes) / value / PEAK_FLOPS for value in seconds]
+        best = "compiled" if known else "eager"
+        what = f"{sizes}, width {sizes.width}, {name}: share of 989 TFLOP/s"
+        yield Figure("flops", what, spread(share), target=0.55 if name == best else None, at_least=True)
+        yield Figure("flops", f"{name}: difference of gradients", single(error), "{:.1e}")
+        del pipe
+
+
+def memory(machine: Machine) -> Iterator[Figure]:
+    """Predicted over measured peak of a training step with AdamW."""
+    sizes = Sizes(layers=12, width=1024, heads=16, length=1024, samples=4, microbatches=4, vocabulary=8192).on(machine)
+    for name, precision, recompute in (
+        ("1f1b", Precision("bf16"), "none"),
+        ("gpipe", Precision("bf16"), "full"),
+        ("gpipe", Precision(), "none"),
+    ):
+        machine.free()
+        cuda = machine.device.type == "cuda"
+        before = torch.cuda.memory_allocated(machine.device) if cuda else 0
+        schedule = pl.schedules.build(name, num_ranks=1, num_microbatches=sizes.microbatches)
+        model, batch = sizes.model(machine.device, torch.float32), sizes.batch(machine.device)
+        with pl.Pipeline(
+            model, schedule, loss_fn=loss_fn, precision=precision, recompute=recompute, transport="loopback"
+        ) as pipe:
+            optimizer = torch.optim.AdamW(pipe.parameters(), fused=cuda)
+
+            def step(pipe: Any = pipe, batch: Any = batch, optimizer: Any = optimizer) -> None:
+                pipe.step(*batch)
+                pl.update_parameters(optimizer)
+                optimizer.zero_grad()
+
+            step()
+            machine.free()
+            machine.forget_peak()
+            step()
+            machine.synchronize()
+            measured = machine.peak_bytes() - before
+            layers = gpt_layers(sizes.config, sizes.samples, 2 if precision.has_masters else 4)
+            kinds = pl.ir.recompute.Recompute(recompute)
+            known = MemoryModel(stages=[layers], precision=precision, recompute=[kinds])
+            (forecast,) = memory_of_ranks(lower(schedule, data=pipe.program.data), known)
+        what = f"{sizes}, {name}, {precision.dtype}, recompute {recompute}"
+        yield Figure("memory", f"{what}: predicted over {measured / 2**20:,.0f} MiB", single(forecast.peak / measured))
+        del model, pipe, optimizer, step
