@@ -10,7 +10,7 @@ from pipeloom.version import __version__
 TYPE_CHECKING = False  # checkers take it for typing's, whose import would be most of the time that this one takes
 if TYPE_CHECKING:
     from pipeloom import ir, passes, schedules
-    from pipeloom.autograd import Mean, Sum, auxiliary_loss, auxiliary_losses, observe
+    from pipeloom.autograd import Mean, Sum, auxiliary_loss, auxiliary_losses, observe, use_fp8
     from pipeloom.ir import Action, Op, Placement, Program, Schedule, check
     from pipeloom.models import mean_over_labels
     from pipeloom.parallel import (
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # Module -> its public names, all loaded at first use, so that a command is soon where it can answer an interrupt.
 _LAZY = {
     "pipeloom": "ir passes plan report schedules sim split",
-    "pipeloom.autograd": "Mean Sum auxiliary_loss auxiliary_losses observe",
+    "pipeloom.autograd": "Mean Sum auxiliary_loss auxiliary_losses observe use_fp8",
     "pipeloom.ir": "Action Op Placement Program Schedule check",
     "pipeloom.parallel": (
         "DataParallel Mesh OffloadActivations OffloadedOptimizer Precision parallel_cross_entropy parallelize "
@@ -111,6 +111,7 @@ __all__ = [
     "schedules",
     "simulate",
     "update_parameters",
+    "use_fp8",
 ]
 
 __getattr__ = lazy_exports(__name__, _LAZY)

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from pipeloom.autograd import use_fp8
 from pipeloom.autograd.split_backward import backward_input
 from pipeloom.models import GPTConfig
 from pipeloom.models.gpt import Block
@@ -107,6 +108,11 @@ def grouped(x: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
 
 
+def eight_bits(module: nn.Module) -> nn.Module:
+    assert use_fp8(module)
+    return module
+
+
 def chunked(x: Tensor, w: Tensor) -> Tensor:
     q, k, v = w.chunk(3)
     return F.linear(x, q) * F.linear(x, k) + x @ v.t()
@@ -129,6 +135,7 @@ def attention() -> nn.Module:
 
 
 STATES = ((B, S, D),)
+WIDE = ((B, 16, 16),)
 IMAGE = ((B, 4, 6, 6),)
 SQUARE = {"w": (D, D)}
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
@@ -152,6 +159,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "weights on the left": (lambda: Fn(lambda x, w: w @ x.flatten(0, 1).t(), **SQUARE), STATES),
     "addmm": (lambda: Fn(lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=3), w=(D, 4), b=(4,)), ((S, D),)),
     "addmm of both": (lambda: Fn(lambda x, v, w: torch.addmm(x, v, w, alpha=2), v=(S, 4), w=(4, D)), ((S, D),)),
+    "products of 8 bits": (lambda: eight_bits(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))), WIDE),
     "experts": (lambda: Fn(grouped, w=(S, D, 4)), STATES),
     "einsum": (lambda: Fn(lambda x, w: torch.einsum("bsd,hde->bhse", x, w), w=(2, D, 4)), STATES),
     "low rank": (lambda: Fn(lambda x, w, a, b: x @ (w + b @ a).t(), w=(4, D), a=(2, D), b=(4, 2)), STATES),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.autograd import grouped_linear
+from pipeloom.autograd import fp8_linear, grouped_linear
 
 # Gradient of a product's result -> gradients of some of its operands, or of one.
 Formula = Callable[[Tensor], list[Tensor]]
@@ -140,4 +140,5 @@ PRODUCTS: Mapping[str, Product] = {
     "ConvolutionBackward0": Product((1, 2), ("_raw_saved_input", "_raw_saved_weight"), _convolution),
     "EmbeddingBackward0": Product((0,), ("_raw_saved_indices",), _embedding),
     "GroupedLinearBackward": Product((1,), ("_raw_saved_tensors",), grouped_linear.weight_formula, told=True),
+    "Fp8LinearBackward": Product((1,), ("_raw_saved_tensors",), fp8_linear.weight_formula, told=True),
 }

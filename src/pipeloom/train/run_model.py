@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
+from pipeloom.autograd import use_fp8
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
 from pipeloom.models import GPT, loss_fn, materialize
 from pipeloom.parallel.tensor.parallelize import parallelize
 from pipeloom.split import Stages, split
+from pipeloom.split.stage_module import StageModule, composite_blocks
 from pipeloom.train.config.memory import activation_offload, offloads
 from pipeloom.train.config.schedule import make_schedule, parse_cut, slice_lengths
 from pipeloom.train.config.train_config import TrainConfig
@@ -59,6 +61,9 @@ class RunModel:
             from pipeloom.train.fine_tuning.model import open_pretrained  # here: imports transformers
 
             self.stages, loss, self.num_parameters, self.model_state = open_pretrained(config, self.schedule, group)
+        for module in self.stages.modules if config.fp8 else ():
+            for block in composite_blocks(module) if isinstance(module, StageModule) else [module]:
+                use_fp8(block)
         main_parameters = memory.offload if memory.offload_parameters and offloaded else None
         self.pipeline = Pipeline(
             self.stages,

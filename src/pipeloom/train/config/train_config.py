@@ -76,6 +76,7 @@ class TrainConfig:
         None, "seconds without progress", unset="5 x a recent step, at least 30", group="faults"
     )
     compile: bool = option(False, "compile every block with torch.compile", group="device")
+    fp8: bool = option(False, "multiply in 8 bits in the linear layers of blocks", group="device")
     graphs: bool = option(False, "on a GPU: record forwards and backwards as CUDA graphs", group="device")
     local: bool = option(
         False,
