@@ -178,25 +178,33 @@ def plain_loop(model: torch.nn.Module, inputs: Tensor, targets: Tensor, microbat
     return step
 
 
-def difference(model: torch.nn.Module, expected: Step, found: Step, bound: float = 0.03) -> float:
-    """The largest error of a gradient of `found` against `expected`, relative to its norm; 0: bitwise equal.
+Gradients = dict[str, Tensor | None]
+
+
+def gradients_of(model: torch.nn.Module, step: Step) -> Gradients:
+    """Those of one step, by parameter; the model keeps none."""
+    model.zero_grad()
+    step()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def difference(model: torch.nn.Module, expected: Step | Gradients, found: Step, bound: float = 0.03) -> float:
+    """The largest error of a gradient of `found` against those of `expected`, relative to its norm; 0: bitwise equal.
 
     Raises:
         AssertionError: it is above `bound`, or a gradient is missing.
     """
-    model.zero_grad()
-    expected()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    found()
+    wanted = expected if isinstance(expected, dict) else gradients_of(model, expected)
+    made = gradients_of(model, found)
     worst = torch.zeros((), device=next(model.parameters()).device)
-    for name, parameter in model.named_parameters():
-        wanted = gradients.pop(name)
-        assert parameter.grad is not None, f"no gradient of {name}"
-        assert wanted is not None, f"no gradient of {name}"
-        norm = wanted.float().norm().clamp_min(1e-30)
-        worst = torch.maximum(worst, (parameter.grad.float() - wanted.float()).norm() / norm)
-    model.zero_grad()
+    for name, gradient in wanted.items():
+        other = made.pop(name)
+        assert gradient is not None, f"no gradient of {name}"
+        assert other is not None, f"no gradient of {name}"
+        exact = gradient.float()
+        worst = torch.maximum(worst, (other.float() - exact).norm() / exact.norm().clamp_min(1e-30))
     error = float(worst)
     assert error <= bound, f"a gradient differs by {error:.2e} of its norm; the bound is {bound}"
     return error
