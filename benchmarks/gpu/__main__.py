@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from benchmarks.common.report import Parts, environment, markdown, save, table
 from benchmarks.gpu.loops import graphs, one_stage, ranks, torch_peer
-from benchmarks.gpu.products import flops, memory, split
+from benchmarks.gpu.processes import processes
+from benchmarks.gpu.products import flops, fp8, memory, split
 from benchmarks.gpu.subject import Figure, Machine
 
 CASES: dict[str, Callable[[Machine], Iterator[Figure]]] = {
@@ -26,7 +27,9 @@ CASES: dict[str, Callable[[Machine], Iterator[Figure]]] = {
     "torch": torch_peer,
     "memory": memory,
     "graphs": graphs,
+    "processes": processes,
     "flops": flops,
+    "fp8": fp8,
 }
 _LINES = 14  # of a traceback
 

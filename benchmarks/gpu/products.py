@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from benchmarks.gpu.subject import (
     difference,
     gradients_of,
     in_rounds,
+    largest_error,
     medians,
     plain_loop,
     single,
@@ -30,6 +32,7 @@ from pipeloom.passes import lower
 from pipeloom.plan.memory import MemoryModel, gpt_layers, memory_of_ranks
 
 PEAK_FLOPS = 989e12  # dense bf16, by the data sheets of H100 SXM and H200
+WIDE = Sizes(layers=4, width=4096, heads=32, length=2048, samples=8, microbatches=4, vocabulary=32768)
 
 
 def split(machine: Machine) -> Iterator[Figure]:
@@ -72,6 +75,10 @@ def split(machine: Machine) -> Iterator[Figure]:
         machine.free()
 
 
+def _one_rank(sizes: Sizes) -> pl.Schedule:
+    return pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=sizes.microbatches)
+
+
 def flops_of_step(sizes: Sizes) -> float:
     """6 per parameter of a matrix and token, and the products of causal attention: half of all pairs of tokens."""
     table = sizes.vocabulary * sizes.width
@@ -93,9 +100,8 @@ def flops(machine: Machine) -> Iterator[Figure]:
     rate = [20 * width**3 / seconds / 1e12 for seconds in products]
     yield Figure("flops", f"a product of {width} x {width}: TFLOP/s", spread(rate), "{:.0f}")
     del a, b, multiply
-    sizes = Sizes(layers=4, width=4096, heads=32, length=2048, samples=8, microbatches=4, vocabulary=32768).on(machine)
-    model, batch = sizes.model(machine.device), sizes.batch(machine.device)
-    schedule = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=sizes.microbatches)
+    sizes = WIDE.on(machine)
+    model, batch, schedule = sizes.model(machine.device), sizes.batch(machine.device), _one_rank(sizes)
     wanted = gradients_of(
         model, plain_loop(model, *batch, sizes.microbatches)
     )  # before the model's blocks are compiled
@@ -110,9 +116,39 @@ def flops(machine: Machine) -> Iterator[Figure]:
         del pipe
 
 
+def fp8(machine: Machine) -> Iterator[Figure]:
+    """Products of 8 bits in the blocks, compiled, beside compiled blocks in bfloat16."""
+    sizes = WIDE.on(machine)
+    batch, schedule = sizes.batch(machine.device), _one_rank(sizes)
+    systems, gradients = {}, {}
+    with ExitStack() as stack:
+        for name in ("bf16", "fp8"):
+            model = sizes.model(machine.device)
+            for block in model.blocks if name == "fp8" else ():
+                pl.use_fp8(block)
+            pipe = stack.enter_context(pl.Pipeline(model, schedule, loss_fn=loss_fn, compile=True))
+
+            def step(pipe: Any = pipe, model: nn.Module = model) -> None:
+                model.zero_grad()
+                pipe.step(*batch)
+
+            systems[name] = step
+            gradients[name] = gradients_of(model, lambda pipe=pipe: pipe.step(*batch))
+        error = largest_error(gradients["bf16"], gradients.pop("fp8"), bound=0.5)
+        gradients.clear()
+        seconds = in_rounds(machine, systems)
+    yield Figure("fp8", f"{sizes}, width {sizes.width}: bf16 over fp8", ratio(seconds["bf16"], seconds["fp8"]))
+    share = [flops_of_step(sizes) / value / PEAK_FLOPS for value in seconds["fp8"]]
+    yield Figure("fp8", "share of 989 TFLOP/s", spread(share))
+    yield Figure("fp8", "difference of gradients", single(error), "{:.1e}")
+
+
 def memory(machine: Machine) -> Iterator[Figure]:
     """Predicted over measured peak of a training step with AdamW."""
     sizes = Sizes(layers=12, width=1024, heads=16, length=1024, samples=4, microbatches=4, vocabulary=8192).on(machine)
+    small = Sizes(layers=1, width=64, heads=1, length=64, samples=1, microbatches=1, vocabulary=64)
+    for dtype in (torch.bfloat16, torch.float32):  # allocates the workspaces of cuBLAS, which stay
+        plain_loop(small.model(machine.device, dtype), *small.batch(machine.device), 1)()
     for name, precision, recompute in (
         ("1f1b", Precision("bf16"), "none"),
         ("gpipe", Precision("bf16"), "full"),
