@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
+from pipeloom.autograd.loss_metrics import counts_of_labels
 from pipeloom.errors import InputError
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
+from pipeloom.training import watched_loss
+from pipeloom.training.watched_loss import WatchedLoss
 
 F64 = torch.float64
 WORDS = 7
@@ -235,3 +239,23 @@ def test_wrong_arguments_are_one_line() -> None:
             with pytest.raises(InputError, match=f"mean_over_labels: the targets {seen}"):
                 pipe.step(batch()[0], wrong)
         pipe.step(*batch())
+
+
+def test_where_the_host_would_wait_labels_are_counted_in_the_first_batches_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words, labels = batch()
+    found, num_counts = [], []
+    for is_asynchronous in (False, True):
+        counted = []
+        monkeypatch.setattr(watched_loss, "counts_of_labels", lambda *of: counted.append(of) or counts_of_labels(*of))  # noqa: B023
+        pipe = pl.Pipeline(make_model(), schedule_of("1f1b"), loss_fn=mean)
+        assert isinstance(pipe.executor.loss_fn, WatchedLoss)
+        pipe.executor.loss_fn._left = 2 if is_asynchronous else math.inf
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a mean of means
+            found.append([pipe.step(words, labels) for _ in range(4)])
+        found[-1] += [parameter.grad for parameter in pipe.parameters()]
+        num_counts.append(len(counted))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert num_counts == [8, 4]  # the batch, and its micro-batches

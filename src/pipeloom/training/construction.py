@@ -135,7 +135,7 @@ def construct(
         state,
         programs,
         connection,
-        loss_fn=WatchedLoss.of(loss_fn),
+        loss_fn=WatchedLoss.of(loss_fn, is_asynchronous=device.type == "cuda"),
         sliced=sliced,
         slice_lengths=slices,
         parts=parts,

@@ -1,6 +1,7 @@
 """`WatchedLoss`: a user's loss whose micro-batches may have no label that counts, or different numbers of them."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from pipeloom.engine.rank_state import LossFn
 _MARK = "labels that count"  # marks the targets of a micro-batch in which not all do
 _IGNORED = -100
 _TOLERANCE = 1e-3
+_NUM_COUNTED = 2  # batches whose labels are counted where the host would wait for the device
 
 
 class WatchedLoss:
@@ -24,12 +26,17 @@ class WatchedLoss:
     Where they have different numbers of labels that count, the first shows whether `loss_fn` is the mean over them: the
     pipeline trains a mean of means, which `tell` reports.
 
+    On a device that works while the host goes on, labels of the first batches alone are counted: the host would wait in
+    every step. Later on the device itself makes a loss without labels 0.
+
     Args:
         loss_fn: ``loss_fn(output, targets)``; its `ignore_index`, or -100, is the label that does not count.
+        is_asynchronous: whether the loss is computed on such a device.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], *, is_asynchronous: bool) -> None:
         self.loss_fn = loss_fn
+        self._left = _NUM_COUNTED if is_asynchronous else math.inf
         keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
         found = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", _IGNORED))
         self._ignored = found if isinstance(found, int) else _IGNORED
@@ -37,15 +44,16 @@ class WatchedLoss:
         self._to_tell = False
 
     @staticmethod
-    def of(loss_fn: LossFn | None) -> LossFn | None:
+    def of(loss_fn: LossFn | None, *, is_asynchronous: bool = False) -> LossFn | None:
         """The loss to run: a loss that weighs labels itself stays."""
         if loss_fn is None or hasattr(loss_fn, "weigh"):
             return loss_fn
-        return WatchedLoss(loss_fn)
+        return WatchedLoss(loss_fn, is_asynchronous=is_asynchronous)
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
         """Labels of a replica, and those that count; see `pipeloom.engine.batch.LabelWeights`."""
-        counts = self._counts(whole)
+        self._left -= 1
+        counts = None if self._left < 0 else self._counts(whole)
         if counts is None:
             return 0, 0
         return sum(_labels_of(each).numel() for each in whole), sum(counts)
@@ -71,7 +79,8 @@ class WatchedLoss:
 
     def __call__(self, output: Any, targets: Any) -> Any:
         if not (isinstance(targets, Mapping) and _MARK in targets):
-            return self.loss_fn(output, targets)
+            result = self.loss_fn(output, targets)
+            return self._or_zero(result, _labels_of(targets)) if self._left < 0 else result
         known, given = targets, targets["targets"]
         labels, count = _labels_of(given), known[_MARK]
         if labels.numel() != known["labels"]:  # a slice, or a part of the sequences
@@ -86,6 +95,14 @@ class WatchedLoss:
         if count and known["asks"] and self._asks:
             self._ask(output, given, float(loss.detach()))
         return result
+
+    def _or_zero(self, result: Any, labels: Tensor | None) -> Any:
+        """The result with a loss of 0 where no label counts, which the host does not know."""
+        loss = loss_in(result)
+        if labels is None or not isinstance(loss, Tensor) or loss.numel() != 1:
+            return result
+        loss = torch.where((labels != self._ignored).any(), loss, torch.zeros_like(loss))
+        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     @torch.no_grad()
     def _ask(self, output: Any, targets: Any, loss: float) -> None:
