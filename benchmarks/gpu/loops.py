@@ -134,7 +134,8 @@ def _group() -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-") as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
         try:
             yield
         finally:
