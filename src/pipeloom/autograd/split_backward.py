@@ -43,7 +43,8 @@ Root = Tensor | GradientEdge
 run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 # W passes weight gradients to autograd in groups of about this size: few calls, with gradients that are still cached.
-_GROUP_ELEMENTS = 2**16
+# On a GPU a call costs as much as several kernels, and a group's gradients exist at once.
+_GROUP_ELEMENTS = {"cpu": 2**16, "cuda": 2**25}
 
 
 def root_of(tensor: Tensor) -> Root:
@@ -85,7 +86,7 @@ class WeightGradients:
         """Add to every parameter's ``.grad`` what B would have added. Call it once."""
         heads = [head for head, _ in self._ready]
         values = [gradient for _, gradient in self._ready]
-        formulas, gradients, size = self._formulas, self._gradients, 0
+        formulas, gradients, size, limit = self._formulas, self._gradients, 0, _GROUP_ELEMENTS["cpu"]
         self._ready = []
         for index, (edges, complete) in enumerate(self._heads):
             formula, gradient = formulas[index], gradients[index]
@@ -95,8 +96,9 @@ class WeightGradients:
                     heads.append(edge)
                     values.append(value)
                     size += value.numel()
+                    limit = _GROUP_ELEMENTS.get(value.device.type, limit)
             # A parameter's contributions from several products are added up before they go to .grad, as in B.
-            if complete and size >= _GROUP_ELEMENTS:
+            if complete and size >= limit:
                 run_backward(tuple(heads), tuple(values), False, False, (), True, True)
                 heads, values, size = [], [], 0
         self._heads = []
