@@ -1,8 +1,10 @@
 """Streams, marks, times and memory of the device where a rank computes, behind one interface.
 
-device.py   `Device`: what everything else asks of a device
-host.py     `HostDevice`: the CPU, whose operations end before their calls return
-cuda.py     `CudaDevice`: one CUDA device; the only file that makes streams and events
+device.py         `Device`: what everything else asks of a device
+host.py           `HostDevice`: the CPU, whose operations end before their calls return
+cuda.py           `CudaDevice`: one CUDA device; the only file that makes its streams
+sharing.py        `MemorySharing`: memory of a device that two processes map
+cuda_sharing.py   `CudaMemorySharing`: that of a CUDA device; cuda_driver: memory with a file descriptor
 """
 
 from collections.abc import Mapping
@@ -13,9 +15,10 @@ from torch import nn
 
 from pipeloom.devices.device import Device, Mark, Stamp
 from pipeloom.devices.host import HostDevice
+from pipeloom.devices.sharing import MemorySharing
 from pipeloom.errors import InputError
 
-__all__ = ["Device", "HostDevice", "Mark", "Stamp", "device_of", "device_of_modules"]
+__all__ = ["Device", "HostDevice", "Mark", "Stamp", "device_of", "device_of_modules", "sharing_of"]
 
 
 @lru_cache
@@ -26,6 +29,20 @@ def device_of(device: torch.device) -> Device:
     from pipeloom.devices.cuda import CudaDevice  # here: a machine without CUDA never needs it
 
     return CudaDevice(device if device.index is not None else torch.device("cuda", torch.cuda.current_device()))
+
+
+@lru_cache
+def sharing_of(device: torch.device | None = None) -> MemorySharing:
+    """What shares memory of a CUDA device with other processes; the same object for all who ask in this process.
+
+    Args:
+        device: with its index; None: the current device when the first tensor is sent or received.
+    """
+    from pipeloom.devices.cuda_sharing import CudaMemorySharing  # here: a machine without CUDA never needs it
+
+    if device is not None:
+        return CudaMemorySharing(lambda: device_of(device), device.index)
+    return CudaMemorySharing(lambda: device_of(torch.device("cuda", torch.cuda.current_device())), None)
 
 
 def device_of_modules(rank: int, stages: Mapping[int, nn.Module]) -> Device:

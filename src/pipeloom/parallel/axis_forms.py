@@ -33,7 +33,7 @@ class ChannelAxis(Axis):
         transport: opened for the channels of `channels_between(members)`. Its receives block.
         members: their ranks in the transport, in the order of coordinates.
         copies: whether sent tensors are copied, which a transport that passes references needs: callers may change
-            tensors in place after a collective.
+            tensors in place after a collective. Tensors on a device are always copied: a transport reads them later.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class ChannelAxis(Axis):
         return [Channel(a, b, Lane.AXIS) for a in members for b in members if a != b]
 
     def _send(self, coordinate: int, tensors: Sequence[Tensor]) -> None:
-        layout, flat = flatten([tensor.clone() for tensor in tensors] if self._copies else list(tensors))
+        leaving = [t.clone() if self._copies or t.device.type != "cpu" else t for t in tensors]
+        layout, flat = flatten(leaving)
         self._to[coordinate].send(layout, flat)
 
     def _receive(self, coordinate: int) -> list[Tensor]:

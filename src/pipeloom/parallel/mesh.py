@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Self
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipeloom.devices import sharing_of
 from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis, AxisMeter
 from pipeloom.parallel.axis_forms import ChannelAxis, GroupAxis
@@ -193,8 +195,9 @@ class Mesh:
     def axis(self, *names: str) -> Axis:
         """The collectives along one axis, or several together, through this process. Every process calls it.
 
-        Several axes form one, whose coordinates run through the last of `names` first. On CPU processes of one host,
-        tensors pass through shared memory, between threads through queues, elsewhere through torch.distributed.
+        Several axes form one, whose coordinates run through the last of `names` first. Between processes of one host
+        without NCCL tensors pass through shared memory, between threads through queues, elsewhere through
+        torch.distributed.
 
         Args:
             names: axes of the mesh, ep, or parts of tp, see `divide`.
@@ -230,7 +233,8 @@ class Mesh:
             return ChannelAxis(name, transport, line, index, copies=True, meter=self.meter)
         if "nccl" not in dist.get_backend_config() and shared_memory.available():
             if self._transport is None:
-                self._transport = shared_memory.SharedMemoryTransport(self.rank, self.members.gather)
+                sharing = sharing_of() if torch.cuda.is_available() else None
+                self._transport = shared_memory.SharedMemoryTransport(self.rank, self.members.gather, sharing=sharing)
             local = self._transport
             assert isinstance(local, shared_memory.SharedMemoryTransport)
             if all(local.reaches(peer, of=line[0]) for peer in line):

@@ -42,6 +42,7 @@ class Membership:
     """This process as a rank of a run that `launch` or torchrun started.
 
     Attributes:
+        local_rank, local_size: of this process among those of its machine.
         meeting: the ``init_method`` of torch.distributed.
         black_box: of this rank; the launcher shares it, torchrun does not.
         launched: whether `launch` started this rank, and not torchrun.
@@ -49,6 +50,7 @@ class Membership:
 
     rank: int
     local_rank: int
+    local_size: int
     world_size: int
     meeting: str
     black_box: BlackBox
@@ -77,7 +79,9 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world_size:  # it would wait for ranks that do not exist
         raise InputError(f"RANK={rank}: must be below WORLD_SIZE={world_size}. Start the processes with torchrun.")
-    return Membership(rank, _number(environment, "LOCAL_RANK"), world_size, meeting, black_box, launched)
+    local_rank = _number(environment, "LOCAL_RANK")
+    local_size = world_size if launched else max(local_rank + 1, _number(environment, "LOCAL_WORLD_SIZE"))
+    return Membership(rank, local_rank, local_size, world_size, meeting, black_box, launched)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

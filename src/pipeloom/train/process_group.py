@@ -31,6 +31,7 @@ class Group(Exchange):
     Attributes:
         rank, size: of this process among the processes.
         device: where this process computes.
+        processes_per_device: how many processes compute on the same GPU as this one, itself included; 1 on a CPU.
         mesh: the process mesh; None for one data-parallel replica whose stages have a process each.
         data_degree, replica: the data-parallel degree, and the replica of this process.
         pipeline_rank: this process's rank in its replica; None where the process holds all ranks.
@@ -49,7 +50,9 @@ class Group(Exchange):
         mesh: Mesh | None = None,
         preemption: Preemption | None = None,
         black_box: BlackBox | None = None,
+        processes_per_device: int = 1,
     ) -> None:
+        self.processes_per_device = processes_per_device
         self.preemption = preemption or Preemption()
         self.black_box = BlackBox() if black_box is None else black_box
         self.rank = rank
@@ -107,8 +110,7 @@ class Group(Exchange):
 @contextmanager
 def join(member: Membership | None, config: TrainConfig, preemption: Preemption | None = None) -> Iterator[Group]:
     """Join the process group of the run, which exists inside the block."""
-    local_rank = member.local_rank if member else 0
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device, sharing = device_of_process(member)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if member is None:
@@ -120,12 +122,26 @@ def join(member: Membership | None, config: TrainConfig, preemption: Preemption 
                 with make_mesh(config, config.num_threads) as mesh:
                     yield Group(mesh.rank, config.num_threads, device, mesh, preemption, black_box)
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # NCCL needs a GPU per process. Without it, what replicas exchange passes through the CPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and sharing == 1 else "gloo"
     rendezvous.join(member, backend)
-    group = Group(member.rank, member.world_size, device, None, preemption, member.black_box)
+    group = Group(member.rank, member.world_size, device, None, preemption, member.black_box, sharing)
     with _watched(config, member.black_box, member):
         yield group if config.parallel.auto else with_layout(group, config)
     dist.destroy_process_group()  # not after an error: others may be gone
+
+
+def device_of_process(member: Membership | None) -> tuple[torch.device, int]:
+    """Where a process computes, and how many processes of its machine compute on the same GPU (1 on a CPU).
+
+    Processes are dealt out to the GPUs in the order of their local ranks. ``CUDA_VISIBLE_DEVICES=""`` hides all GPUs.
+    """
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_devices:
+        return torch.device("cpu"), 1
+    local_rank, local_size = (member.local_rank, member.local_size) if member else (0, 1)
+    index = local_rank % num_devices
+    return torch.device("cuda", index), len(range(index, local_size, num_devices))
 
 
 def _watched(config: TrainConfig, black_box: BlackBox, member: Membership | None) -> AbstractContextManager[object]:
@@ -140,7 +156,8 @@ def _watched(config: TrainConfig, black_box: BlackBox, member: Membership | None
 def with_layout(group: Group, config: TrainConfig) -> Group:
     """The processes of a group at their places in the mesh of a configuration; a collective call."""
     shared = make_mesh(config, group.size) if group.size > config.num_ranks else None
-    return Group(group.rank, group.size, group.device, shared, group.preemption, group.black_box)
+    together = group.processes_per_device
+    return Group(group.rank, group.size, group.device, shared, group.preemption, group.black_box, together)
 
 
 def make_mesh(config: TrainConfig, num_processes: int) -> Mesh:

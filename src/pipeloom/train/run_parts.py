@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from pipeloom.models.gpt import SEES_THE_FUTURE
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.rendezvous import open_store
@@ -74,6 +76,9 @@ class RunParts(RunModel):
         self.samples_seen = 0
         self.notices = list(self.samples.notices)
         self.notices += _slow_links(group)
+        if group.processes_per_device > 1:
+            name = torch.cuda.get_device_name(group.device)
+            self.notices.append(f"{group.processes_per_device} processes share GPU {group.device.index} ({name})")
         if group.rank == 0 and (line := open_store(os.environ)) is not None:
             self.notices.append(line)
         if config.model.experts and config.model.router == "expert-choice":

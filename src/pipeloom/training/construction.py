@@ -116,7 +116,7 @@ def construct(
     )
     replicas, members = (None, None) if mesh is None else (mesh.lines("pp"), mesh.members)
     connection = connect(
-        schedule.num_ranks, transport, timeout_seconds, fingerprint, replicas=replicas, members=members
+        schedule.num_ranks, transport, timeout_seconds, fingerprint, replicas=replicas, members=members, device=device
     )
     if connection.rank is not None:
         frees = sharing.axis is not None and sharing.axis.strategy.shards_parameters

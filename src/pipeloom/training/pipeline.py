@@ -57,10 +57,10 @@ class Pipeline:
         layers, cut: how to cut `model`; see `pipeloom.split.split`. `cut` None: "layers"; of a traced model "time".
         example: inputs of one micro-batch, to trace a model whose layers are no chain; see `pipeloom.split.split`.
         transport: "auto", "loopback" (all ranks in this process, one after another), "threads" (all ranks in this
-            process, one thread each), "shared-memory" (ranks are processes of one machine), "torch"
-            (torch.distributed), or a `Transport` made for this rank, which the pipeline closes and whose own timeout
-            applies to its messages. "auto" is loopback without a process group, else shared memory between CPU ranks of
-            one machine and torch between all others.
+            process, one thread each), "shared-memory" (ranks are processes of one machine), "cuda-ipc" (the same on
+            CUDA devices, which processes may share), "torch" (torch.distributed), or a `Transport` made for this rank,
+            which the pipeline closes and whose own timeout applies to its messages. "auto" is loopback without a
+            process group, else shared memory or CUDA IPC between ranks of one machine, and torch between all others.
         slices: the number of tokens of each slice, for a schedule with slices. Sequences of another length are cut in
             proportion. None: equal slices. Inputs and targets then hold sequences along dimension 1, and `loss_fn` is
             the mean over the tokens of a slice. Dropout masks do not depend on the lengths; a list of one length, for

@@ -4,7 +4,9 @@ interface           `Transport`, `Channel` and its two ends; call_numbers: the n
 values              tensors and nested containers as messages; batches cut into micro-batches
 connect             chooses the transport of a run and connects its ranks
 loopback            ranks that share one process
-shared_memory       ranks that are processes of one host, one copy per message; its channels are in shared_channel
+shared_memory       ranks that are processes of one host, on CPUs or CUDA devices; its channels are in shared_channel,
+                    their memory in shared_block and device_block
+device_places       the devices of all processes, and which transports connect them
 torch_distributed   ranks that torch.distributed connects, over gloo or NCCL
 hybrid              shared memory within a host and torch.distributed between hosts
 """

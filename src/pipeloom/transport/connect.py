@@ -6,20 +6,22 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.devices import sharing_of
 from pipeloom.errors import InputError
 from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.members import Members, current_members
 from pipeloom.transport import shared_memory
+from pipeloom.transport.device_places import check_devices
 from pipeloom.transport.hybrid import HybridTransport
 from pipeloom.transport.interface import OneProcessTransport, Transport
 from pipeloom.transport.loopback import LoopbackTransport
 from pipeloom.transport.thread_members import ThreadMembers
 from pipeloom.transport.torch_distributed import TorchDistributedTransport
 
-TRANSPORTS = ("auto", "loopback", "threads", "shared-memory", "torch")
+TRANSPORTS = ("auto", "loopback", "threads", "shared-memory", "cuda-ipc", "torch")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def connect(
     *,
     replicas: Sequence[Sequence[int]] | None = None,
     members: Members | None = None,
+    device: torch.device = _CPU,
 ) -> Connection:
     """Prepare `transport` between `num_ranks` ranks.
 
@@ -75,10 +78,11 @@ def connect(
         replicas: the processes of each data-parallel replica, by their rank among `members`. None: all processes form
             one replica.
         members: the processes of all replicas. Needed with `replicas`.
+        device: where this process computes.
 
     Raises:
-        InputError: an unknown name, no process group where one is needed, another number of processes than ranks, or
-            another fingerprint on another rank.
+        InputError: an unknown name, no process group where one is needed, another number of processes than ranks,
+            another fingerprint on another rank, or devices that the transport does not connect.
     """
     if not isinstance(transport, Transport) and transport not in TRANSPORTS:
         others = "" if isinstance(transport, str) else ", or a pipeloom.transport.Transport"
@@ -119,7 +123,7 @@ def connect(
         if isinstance(members, ThreadMembers):
             transport = members.transport(own)
         elif not isinstance(transport, Transport):
-            transport = _between_processes(transport, rank, replicas, members, timeout_seconds)
+            transport = _between_processes(transport, rank, replicas, members, timeout_seconds, device)
     except BaseException:
         if owns:
             members.close()
@@ -143,28 +147,37 @@ def _check_size(num_ranks: int, replicas: Sequence[Sequence[int]] | None, num_pr
 
 
 def _between_processes(
-    name: str, rank: int, replicas: Sequence[Sequence[int]], members: Members, timeout_seconds: float
+    name: str,
+    rank: int,
+    replicas: Sequence[Sequence[int]],
+    members: Members,
+    timeout_seconds: float,
+    device: torch.device,
 ) -> Transport:
-    """The transport of this process, which is rank `rank` of one of the `replicas`."""
-    backend = dist.get_backend()
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-
+    """The transport of this process, which is rank `rank` of one of the `replicas` and computes on `device`."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    own = next(replica for replica in replicas if members.rank in replica)
+    on_cuda = check_devices(name, device, own, members)
     make_remote = partial(
         TorchDistributedTransport, rank, device=device, replicas=replicas, timeout_seconds=timeout_seconds
     )
-    if name == "torch" or (name == "auto" and (device.type != "cpu" or not shared_memory.available())):
+    if name == "torch" or not shared_memory.available():
+        if name not in ("auto", "torch"):
+            raise InputError(f"transport={name!r} needs Linux. Use transport='torch'.")
         return make_remote()
-    if not shared_memory.available():
-        raise InputError("transport='shared-memory' needs Linux. Use transport='torch'.")
-    own = next(replica for replica in replicas if members.rank in replica)
-    local = shared_memory.SharedMemoryTransport(rank, members.gather, processes=own, timeout_seconds=timeout_seconds)
-    if name == "shared-memory":
-        remote = [peer for peer in range(len(own)) if not local.reaches(peer, of=rank)]
-        if remote:
-            raise InputError(
-                f"transport='shared-memory' connects processes of one machine, and ranks {remote} are on another. Use "
-                "transport='auto'."
-            )
-        return local
-    remote_transport = make_remote(idle=local.flush)
-    return HybridTransport(local, remote_transport, lambda channel: local.reaches(channel.source, of=channel.target))
+    local = shared_memory.SharedMemoryTransport(
+        rank,
+        members.gather,
+        processes=own,
+        timeout_seconds=timeout_seconds,
+        sharing=sharing_of(device) if on_cuda else None,
+    )
+    if name == "auto":
+        remote = make_remote(idle=local.flush)
+        return HybridTransport(local, remote, lambda channel: local.reaches(channel.source, of=channel.target))
+    apart = [peer for peer in range(len(own)) if not local.reaches(peer, of=rank)]
+    if apart:
+        which = "GPUs of one machine with peer access" if on_cuda else "processes of one machine"
+        raise InputError(f"transport={name!r} connects {which}, and ranks {apart} are elsewhere. Use transport='auto'.")
+    return local

@@ -53,6 +53,10 @@ class SharedBlock:
         """Whether the sender may write to it."""
         return self._memory[0] == _FREE
 
+    def is_idle(self) -> bool:
+        """Whether neither process uses it."""
+        return self.free
+
     def write(self, layout: Layout, tensors: Any, tail: bytes = b"") -> None:
         """Sender: copy a message's tensors, and `tail` to the end of the block, and mark it used."""
         self._memory[0] = _USED
@@ -76,14 +80,22 @@ class SharedBlock:
         """Receiver: the last bytes of the block."""
         return bytes(memoryview(self._memory).cast("B")[-num_bytes:])
 
+    def copies(self, layout: Layout) -> list[Tensor]:
+        """Receiver: copies of the message's tensors; the block stays used."""
+        return [place.clone() for place in self._places_of(layout)]
+
+    def release(self) -> None:
+        """Receiver: the sender may write to the block again."""
+        self._memory[0] = _FREE
+
     def read(self, layout: Layout) -> list[Tensor]:
         """Receiver: the message's tensors, as views; the block is free again when the last view is gone.
 
         Tensors of a small message are copies: copying takes less time, and the block is free at once.
         """
         if layout.num_bytes <= _COPIED_BYTES:
-            copies = [place.clone() for place in self._places_of(layout)]
-            self._memory[0] = _FREE
+            copies = self.copies(layout)
+            self.release()
             return copies
         view = memoryview(self._memory)  # only the storages below keep it alive
 

@@ -1,4 +1,9 @@
-"""The two ends of a channel over shared memory (see `pipeloom.transport.shared_memory`)."""
+"""The two ends of a channel over shared memory (see `pipeloom.transport.shared_memory`).
+
+    datagram   | head | numbers of dropped blocks | names of a new block's events | layout | where each tensor is |
+
+A datagram about a new block carries descriptors of its memory: on the CPU, and on a device for a `DeviceBlock`.
+"""
 
 import errno
 import math
@@ -15,15 +20,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pipeloom.devices import Mark
+from pipeloom.devices.sharing import MemorySharing
 from pipeloom.errors import PeerLost
 from pipeloom.processes.waits import waits_for
+from pipeloom.transport.device_block import DeviceBlock
 from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing
 from pipeloom.transport.shared_block import HEAD_BYTES, SharedBlock
-from pipeloom.transport.values import Layout, decode
+from pipeloom.transport.values import Layout, decode, layout_of_some
 
-# Block number, block capacity, call, length of a layout that is in the block and not here, number of dropped blocks;
-# then the numbers of the dropped blocks and the layout.
-_DATAGRAM = struct.Struct("<IQQII")
+# Block number, its capacity on the CPU and on the device, call, length of a layout that is in the block and not here,
+# number of dropped blocks, length of the names of events, number of tensors of which it is said where they are.
+_DATAGRAM = struct.Struct("<IQQQIIII")
 _MAX_DATAGRAM_BYTES = 1 << 16
 _MAX_LAYOUT_BYTES = 1 << 14  # a longer one goes into the block
 _MAX_DROPPED = 1 << 12  # blocks named in one datagram
@@ -38,6 +46,7 @@ class Waiting(Protocol):
     spin_seconds: float
     timeout_seconds: float
     processes: Sequence[int]  # of each rank
+    sharing: MemorySharing | None  # of device memory
 
     def flush(self) -> bool:
         """Try to send what did not fit into the sockets; returns whether nothing is left."""
@@ -46,57 +55,85 @@ class Waiting(Protocol):
 class SharedOutgoing(Outgoing):
     """Copies messages into blocks; a send never waits."""
 
-    def __init__(self, connection: socket.socket, channel: Channel, backlogged: set["SharedOutgoing"]) -> None:
-        self._socket, self.channel = connection, channel
-        self._blocks: list[SharedBlock] = []
+    def __init__(
+        self,
+        connection: socket.socket,
+        channel: Channel,
+        backlogged: set["SharedOutgoing"],
+        sharing: MemorySharing | None = None,
+    ) -> None:
+        self._socket, self.channel, self._sharing = connection, channel, sharing
+        self._blocks: list[SharedBlock | DeviceBlock] = []
         self._num_made = 0
         self._used_in_step: set[int] = set()
         self._dropped: list[int] = []
-        self._unsent: tuple[bytes, int | None] | None = None  # a datagram for which the socket had no room
-        self._backlog: deque[tuple[Layout, Sequence[Tensor], int]] = deque()  # messages after it
+        # A datagram for which the socket had no room, with descriptors; and messages after it.
+        self._unsent: tuple[bytes, list[int]] | None = None
+        self._backlog: deque[tuple[Layout, Sequence[Tensor], int, bytes, Mark]] = deque()
         self._backlogged = backlogged
         self._lost = False
 
     def send(self, layout: Layout, tensors: Sequence[Tensor], call: int = 0) -> None:
+        placed, complete = b"", None
+        if self._sharing is not None and any(map(self._sharing.holds, tensors)):
+            placed = bytes(map(self._sharing.holds, tensors))
+            complete = self._sharing.device.mark()
         if self._unsent is not None and not self.flush():
-            self._backlog.append((layout, tensors, call))
-        elif not self._put(layout, tensors, call):
+            self._backlog.append((layout, tensors, call, placed, complete))
+        elif not self._put(layout, tensors, call, placed, complete):
             self._backlogged.add(self)
 
-    def _put(self, layout: Layout, tensors: Sequence[Tensor], call: int) -> bool:
+    def _put(self, layout: Layout, tensors: Sequence[Tensor], call: int, placed: bytes, complete: Mark) -> bool:
         """Copy a message into a block and send its datagram, or keep that until the socket has room."""
         dropped: list[int] = []
         if self._dropped:
             dropped, self._dropped = self._dropped[:_MAX_DROPPED], self._dropped[_MAX_DROPPED:]
-        long = layout.header if len(layout.header) > _MAX_LAYOUT_BYTES else b""
-        number, capacity, descriptor = _NO_BLOCK, 0, None
+        text = layout.header + placed
+        long = text if len(text) > _MAX_LAYOUT_BYTES else b""
+        number, capacity, device_capacity, names, descriptors = _NO_BLOCK, 0, 0, b"", list[int]()
         if layout.num_bytes or long:
-            need = layout.num_bytes + len(long)
-            block = next((b for b in self._blocks if b.capacity >= need and b.free), None)
+            on_host, on_device = layout_of_some(layout, placed) if placed else (layout, None)
+            need, need_device = on_host.num_bytes + len(long), on_device.num_bytes if on_device else 0
+            block = next((b for b in self._blocks if _fits(b, need, need_device) and b.free), None)
             if block is None:
-                capacity = -(-need // mmap.PAGESIZE) * mmap.PAGESIZE
-                descriptor = os.memfd_create("pipeloom", os.MFD_CLOEXEC)
-                os.ftruncate(descriptor, HEAD_BYTES + capacity)
-                block = SharedBlock(self._num_made, descriptor, capacity)
-                self._num_made += 1
-                self._blocks.append(block)
-            block.write(layout, tensors, long)
+                block, descriptors, names = self._make(need, need_device)
+            if isinstance(block, DeviceBlock):
+                block.write(layout, tensors, placed, long, complete)
+                device_capacity = block.device_capacity
+            else:
+                block.write(layout, tensors, long)
             self._used_in_step.add(block.number)
             number, capacity = block.number, block.capacity
-        head = _DATAGRAM.pack(number, capacity, call, len(long), len(dropped))
-        names = struct.pack(f"<{len(dropped)}I", *dropped) if dropped else b""
-        self._unsent = (head + names + (b"" if long else layout.header), descriptor)
+        head = _DATAGRAM.pack(number, capacity, device_capacity, call, len(long), len(dropped), len(names), len(placed))
+        numbers = struct.pack(f"<{len(dropped)}I", *dropped) if dropped else b""
+        self._unsent = (head + numbers + names + (b"" if long else text), descriptors)
         return self._push()
+
+    def _make(self, need: int, need_device: int) -> tuple[SharedBlock | DeviceBlock, list[int], bytes]:
+        """A new block, its descriptors, and the names of its events."""
+        capacity = -(-need // mmap.PAGESIZE) * mmap.PAGESIZE
+        descriptors, names = [os.memfd_create("pipeloom", os.MFD_CLOEXEC)], b""
+        os.ftruncate(descriptors[0], HEAD_BYTES + capacity)
+        block: SharedBlock | DeviceBlock
+        block = host = SharedBlock(self._num_made, descriptors[0], capacity)
+        if need_device:
+            assert self._sharing is not None
+            memory, descriptor, names = self._sharing.make(need_device)
+            descriptors.append(descriptor)
+            block = DeviceBlock(host, memory, self._sharing.device)
+        self._num_made += 1
+        self._blocks.append(block)
+        return block, descriptors, names
 
     def _push(self) -> bool:
         """Send the waiting datagram; False if the socket is full."""
         assert self._unsent is not None
-        datagram, descriptor = self._unsent
+        datagram, descriptors = self._unsent
         try:
-            if descriptor is None:
+            if not descriptors:
                 self._socket.send(datagram, _SEND_FLAGS)
             else:
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))
                 self._socket.sendmsg([datagram], [rights], _SEND_FLAGS)  # socket.send_fds forgets the flags
         except BlockingIOError:
             return False
@@ -108,7 +145,7 @@ class SharedOutgoing(Outgoing):
             # The receiver has ended. `end_step` raises; ranks that wait for it notice by their own channels.
             self._lost = True
         self._unsent = None
-        if descriptor is not None:
+        for descriptor in descriptors:
             os.close(descriptor)
         return True
 
@@ -129,18 +166,30 @@ class SharedOutgoing(Outgoing):
         if self._lost:
             raise PeerLost(f"rank {self.channel.target} ended before it had taken what this rank sent")
         if len(self._blocks) > len(self._used_in_step):
-            idle = [b for b in self._blocks if b.number not in self._used_in_step and b.free]
+            idle = [b for b in self._blocks if b.number not in self._used_in_step and b.is_idle()]
             self._dropped.extend(block.number for block in idle)
             self._blocks = [block for block in self._blocks if block not in idle]
         self._used_in_step.clear()
 
     def discard(self) -> None:
         """Drop everything that was not sent."""
-        if self._unsent is not None and self._unsent[1] is not None:
-            os.close(self._unsent[1])
+        for descriptor in self._unsent[1] if self._unsent is not None else ():
+            os.close(descriptor)
         self._unsent = None
         self._backlog.clear()
         self._backlogged.discard(self)
+        if self._sharing is not None:
+            blocks = [block for block in self._blocks if isinstance(block, DeviceBlock)]
+            gone = self._lost or self._has_hung_up()
+            self._sharing.retire(block.is_idle for block in blocks if block.free or not gone)
+            self._sharing.abandon(block for block in blocks if not block.free and gone)
+        self._blocks.clear()
+
+    def _has_hung_up(self) -> bool:
+        """Whether the receiver has closed its end."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLHUP)
+        return bool(poll.poll(0))
 
 
 class SharedIncoming(Incoming):
@@ -148,7 +197,7 @@ class SharedIncoming(Incoming):
 
     def __init__(self, connection: socket.socket, channel: Channel, transport: Waiting) -> None:
         self._socket, self._channel, self._transport = connection, channel, transport
-        self._blocks: dict[int, SharedBlock] = {}
+        self._blocks: dict[int, SharedBlock | DeviceBlock] = {}
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._longest_ms = 0
@@ -162,23 +211,58 @@ class SharedIncoming(Incoming):
         return bool(self._poll.poll(0))
 
     def receive(self) -> Message:
-        datagram, descriptor = self._next_datagram()
-        number, capacity, call, long, num_dropped = _DATAGRAM.unpack_from(datagram)
+        datagram, descriptors = self._next_datagram()
+        number, capacity, device_capacity, call, long, num_dropped, num_names, num_placed = _DATAGRAM.unpack_from(
+            datagram
+        )
         start = _DATAGRAM.size + 4 * num_dropped
         for dropped in struct.unpack_from(f"<{num_dropped}I", datagram, _DATAGRAM.size) if num_dropped else ():
             del self._blocks[dropped]
-        if descriptor is not None:
-            self._blocks[number] = SharedBlock(number, descriptor, capacity)
+        if descriptors:
+            self._open(number, capacity, device_capacity, descriptors, datagram[start : start + num_names])
+        block = self._blocks.get(number)
+        text = block.tail(long) if long and block is not None else datagram[start + num_names :]
+        layout, placed = decode(text[: len(text) - num_placed]), text[len(text) - num_placed :]
+        if block is None:
+            return Message(layout, self._empty(layout, placed), call)
+        if not isinstance(block, DeviceBlock):
+            tensors = block.read(layout)
+            if placed:  # those on the device are empty
+                empty = self._empty(layout, placed)
+                tensors = [empty[i] if byte else tensors[i] for i, byte in enumerate(placed)]
+            return Message(layout, tensors, call)
+        return Message(layout, block.read(layout, placed), call)
+
+    def _open(self, number: int, capacity: int, device_capacity: int, descriptors: Sequence[int], names: bytes) -> None:
+        """Map a new block."""
+        host, sharing = SharedBlock(number, descriptors[0], capacity), self._transport.sharing
+        self._blocks[number] = host
+        if device_capacity:
+            assert sharing is not None
+            memory = sharing.open(device_capacity, descriptors[1], names)
+            self._blocks[number] = DeviceBlock(host, memory, sharing.device)
+        for descriptor in descriptors:
             os.close(descriptor)
-        if number == _NO_BLOCK:
-            layout = decode(datagram[start:])
-            return Message(layout, [torch.empty(shape, dtype=dtype) for shape, dtype, _ in layout.specs], call)
-        block = self._blocks[number]
-        layout = decode(block.tail(long) if long else datagram[start:])
-        return Message(layout, block.read(layout), call)
+
+    def _empty(self, layout: Layout, placed: bytes) -> list[Tensor]:
+        """Tensors without elements."""
+        host = torch.device("cpu")
+        sharing = self._transport.sharing if placed else None
+        device = host if sharing is None else sharing.device.device
+        return [
+            torch.empty(shape, dtype=dtype, device=device if placed and placed[i] else host)
+            for i, (shape, dtype, _) in enumerate(layout.specs)
+        ]
+
+    def discard(self) -> None:
+        """Forget all blocks; what the device still reads stays mapped."""
+        if self._transport.sharing is not None:
+            blocks = self._blocks.values()
+            self._transport.sharing.retire(block.is_read for block in blocks if isinstance(block, DeviceBlock))
+        self._blocks.clear()
 
     @waits_for(lambda at: [at["self"].source_process])
-    def _next_datagram(self) -> tuple[bytes, int | None]:
+    def _next_datagram(self) -> tuple[bytes, Sequence[int]]:
         spin_until = time.perf_counter() + self._transport.spin_seconds
         give_up, flags = None, _NO_WAIT
         while True:
@@ -198,8 +282,8 @@ class SharedIncoming(Incoming):
             if not data:
                 raise PeerLost(f"rank {self._channel.source} ended while rank {self._channel.target} waited for it")
             if ancillary:
-                return data, struct.unpack("i", ancillary[0][2][:4])[0]
-            return data, None
+                return data, struct.unpack(f"{len(ancillary[0][2]) // 4}i", ancillary[0][2])
+            return data, ()
 
     def _prepare_wait(self, seconds: float) -> int:
         """The flags of a receive that sleeps at most this long and gets its message by one system call."""
@@ -214,3 +298,9 @@ class SharedIncoming(Incoming):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._longest_ms = longest_ms
         return 0
+
+
+def _fits(block: SharedBlock | DeviceBlock, need: int, need_device: int) -> bool:
+    """Whether a block has room for a message. One without device tensors leaves device memory to others."""
+    device_capacity = block.device_capacity if isinstance(block, DeviceBlock) else 0
+    return block.capacity >= need and (device_capacity >= need_device if need_device else not device_capacity)

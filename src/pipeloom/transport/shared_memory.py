@@ -12,8 +12,12 @@ however a process ends.
 
 A channel owns as many blocks as it had messages in flight in the last step; other blocks are unmapped at the end of the
 step. A full socket never blocks the sender: the message waits in a list until the next call.
+
+Tensors on a CUDA device travel in blocks with memory of that device (`transport.device_block`), by the same datagrams.
+Processes that share a device exchange messages in this way too.
 """
 
+import atexit
 import json
 import os
 import select
@@ -24,6 +28,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from pipeloom.devices.sharing import MemorySharing
 from pipeloom.errors import PeerLost, listed
 from pipeloom.processes.waits import waits_for
 from pipeloom.transport.interface import Channel, Incoming, Lane, Outgoing, Transport
@@ -32,6 +37,7 @@ from pipeloom.transport.shared_channel import SharedIncoming, SharedOutgoing
 # A sleeping receiver wakes about 30 us late, with cold caches and, on a shared host, often without a free core. Shorter
 # waits than this occur between ranks that compute alternately; a rank that waits longer is in a bubble and may sleep.
 SPIN_SECONDS = 2e-3
+_CLOSING_SECONDS = 5.0
 
 
 def available() -> bool:
@@ -60,6 +66,7 @@ class SharedMemoryTransport(Transport):
         timeout_seconds: how long a receive may wait.
         spin_seconds: how long a receive polls before it sleeps. None: `SPIN_SECONDS` where every process on this host
             has its own core, else 0.
+        sharing: of the memory of this process's CUDA device; None: messages hold CPU tensors alone.
     """
 
     def __init__(
@@ -70,8 +77,9 @@ class SharedMemoryTransport(Transport):
         processes: Sequence[int] | None = None,
         timeout_seconds: float = 1800.0,
         spin_seconds: float | None = None,
+        sharing: MemorySharing | None = None,
     ) -> None:
-        self._rank = rank
+        self._rank, self.sharing = rank, sharing
         self._outgoing: dict[Channel, SharedOutgoing] = {}
         self._incoming: dict[Channel, SharedIncoming] = {}
         self._sockets: list[socket.socket] = []
@@ -81,18 +89,22 @@ class SharedMemoryTransport(Transport):
         name = f"\0pipeloom-{uuid.uuid4().hex}"
         self._listener.bind(name)
         self._listener.listen(1024)
-        hello = json.dumps({"host": host_identity(), "name": name}).encode()
-        everybody = [json.loads(answer) for answer in exchange(hello)]
+        identity, reach = (sharing.identity, list(sharing.reach)) if sharing is not None else ("", [""])
+        hello = {"host": host_identity(), "name": name, "device": identity, "reach": reach}
+        everybody = [json.loads(answer) for answer in exchange(json.dumps(hello).encode())]
         self.processes = range(len(everybody)) if processes is None else processes
         self._addresses = everybody if processes is None else [everybody[process] for process in processes]
         local = sum(address["host"] == self._addresses[rank]["host"] for address in everybody)
         if spin_seconds is None:
             spin_seconds = SPIN_SECONDS if local <= len(os.sched_getaffinity(0)) else 0.0
         self.spin_seconds = spin_seconds
+        if sharing is not None:  # receivers read device memory only while its owner exists
+            atexit.register(self.close)
 
     def reaches(self, peer: int, *, of: int) -> bool:
-        """Whether ranks `peer` and `of` run on one host; returns the same on every rank."""
-        return bool(self._addresses[peer]["host"] == self._addresses[of]["host"])
+        """Whether ranks `peer` and `of` run on one host, on devices that reach each other; the same on every rank."""
+        one, other = self._addresses[peer], self._addresses[of]
+        return one["host"] == other["host"] and one["device"] in other["reach"] and other["device"] in one["reach"]
 
     @waits_for(lambda at: [at["self"].processes[channel.source] for channel in at.get("expected", ())])
     def open(self, channels: Iterable[Channel]) -> None:
@@ -105,7 +117,7 @@ class SharedMemoryTransport(Transport):
                 connection.connect(self._addresses[channel.target]["name"])
                 connection.send(json.dumps(channel).encode())
                 connection.setblocking(False)
-                self._outgoing[channel] = SharedOutgoing(connection, channel, self._backlogged)
+                self._outgoing[channel] = SharedOutgoing(connection, channel, self._backlogged, self.sharing)
         expected = {c for c in channels if c.target == self._rank} - self._incoming.keys()
         self._listener.settimeout(self.timeout_seconds)
         while expected:
@@ -159,11 +171,16 @@ class SharedMemoryTransport(Transport):
         if not self._sockets and self._listener.fileno() < 0:
             return
         with suppress(PeerLost):
-            self._drain(5.0)
-        for end in self._outgoing.values():
-            end.discard()
+            self._drain(_CLOSING_SECONDS)
+        for outgoing in self._outgoing.values():
+            outgoing.discard()
+        for incoming in self._incoming.values():
+            incoming.discard()
         for connection in (*self._sockets, self._listener):
             connection.close()
         self._sockets.clear()
         self._outgoing.clear()
         self._incoming.clear()
+        if self.sharing is not None:
+            atexit.unregister(self.close)
+            self.sharing.finish(_CLOSING_SECONDS)

@@ -190,7 +190,7 @@ class _TorchIncoming(Incoming):
 
 
 class TorchDistributedTransport(Transport):
-    """Channels over the default process group's backend.
+    """Channels over gloo, between CUDA devices over NCCL.
 
     Args:
         rank: pipeline rank of this process.
@@ -225,7 +225,10 @@ class TorchDistributedTransport(Transport):
             for replica in self._replicas:
                 members = sorted((replica[channel.source], replica[channel.target]))
                 control = dist.new_group(members, timeout=_NO_TIMEOUT, backend="gloo")
-                data = control if self._device.type == "cpu" else dist.new_group(members, timeout=_NO_TIMEOUT)
+                data = control
+                if self._device.type != "cpu":
+                    backend = "nccl" if self._device.type == "cuda" else None
+                    data = dist.new_group(members, timeout=_NO_TIMEOUT, backend=backend)
                 if self._process not in members:
                     continue
                 peer = 1 - members.index(self._process)

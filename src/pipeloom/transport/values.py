@@ -60,6 +60,14 @@ def decode(header: bytes) -> Layout:
     return _layout(structure, specs)
 
 
+@lru_cache(maxsize=4096)
+def layout_of_some(layout: Layout, chosen: bytes) -> tuple[Layout, Layout]:
+    """Layouts of the tensors whose byte in `chosen` is 0, and of the others; both begin at offset 0."""
+    specs = list(zip(layout.specs, chosen, strict=True))
+    one, other = (_layout("", tuple(spec for spec, byte in specs if bool(byte) is side)) for side in (False, True))
+    return one, other
+
+
 def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[Tensor]]:
     """Split a value into its layout and its tensors; the inverse of `unflatten`.
 

@@ -55,8 +55,9 @@ class ReplicaGroup:
         self.times = OverlapTimes()
         self._begun: dict[int, deque[Any]] = {}  # works of the collectives that have started
         self._has_left = False
-        has_nccl = self._links is not None and "nccl" in self._links.backend
-        self._small = torch.device("cuda") if has_nccl else torch.device("cpu")
+        self._has_nccl = self._links is not None and "nccl" in self._links.backend
+        self._has_gloo = self._links is not None and not self._has_nccl and self._links.backend != "threads"
+        self._small = torch.device("cuda") if self._has_nccl else torch.device("cpu")
 
     def gather_full(self, strategy: DataStrategy, full: Tensor, own: Tensor) -> Wait:
         """Fill `full` parameters with the segments of the replicas that update them; `own` is this replica's."""
@@ -76,8 +77,7 @@ class ReplicaGroup:
             case DataStrategy.DDP:
                 return self.all_reduce(full), full
             case DataStrategy.PARAMETER_SERVER:
-                wait = self._start(lambda links: links.reduce(full), Op.REDUCE_GRAD)
-                return wait, full if self.index == 0 else full[:0].clone()
+                return self._reduce(full), full if self.index == 0 else full[:0].clone()
             case DataStrategy.ZERO1 | DataStrategy.ZERO2 | DataStrategy.ZERO3:
                 own = full.new_empty(full.numel() // self.degree)
                 return self.reduce_scatter(full, own), own
@@ -86,18 +86,47 @@ class ReplicaGroup:
 
     def broadcast(self, values: Tensor) -> Wait:
         """Broadcast the values of replica 0, in place."""
+        if self._goes_through_cpu(values):
+            return self._through_cpu(values, self.broadcast)
         return self._start(lambda links: links.broadcast(values), Op.UNSHARD)
 
     def all_reduce(self, values: Tensor) -> Wait:
         """The sum over replicas, in place: the same bits on every replica."""
+        if self._goes_through_cpu(values):
+            return self._through_cpu(values, self.all_reduce)
         return self._start(lambda links: links.all_reduce(values), Op.REDUCE_GRAD)
+
+    def _reduce(self, values: Tensor) -> Wait:
+        """The sum over replicas, in place on replica 0."""
+        if self._goes_through_cpu(values):
+            return self._through_cpu(values, self._reduce)
+        return self._start(lambda links: links.reduce(values), Op.REDUCE_GRAD)
+
+    def _goes_through_cpu(self, values: Tensor) -> bool:
+        """Whether values are on a device that replicas share: NCCL needs one per process, and gloo CPU tensors."""
+        return self._has_gloo and values.device.type != "cpu"
+
+    def _through_cpu(self, values: Tensor, collective: Callable[[Tensor], Wait]) -> Wait:
+        """A collective in place, on a copy of the values on the CPU; its wait copies the result back."""
+        host = values.cpu()
+        wait, copies = collective(host), deque([host])
+
+        def finish() -> None:
+            wait()
+            while copies:  # a wait may be called again
+                values.copy_(copies.popleft())
+
+        return finish
 
     def all_gather(self, values: Tensor, own: Tensor) -> Wait:
         """Every replica's `own`, in order, into `values`; `own` may be a view of its place there."""
         return self._all_gather(values, own, Op.UNSHARD)
 
     def _all_gather(self, values: Tensor, own: Tensor, op: Op | None) -> Wait:
-        if values.device.type != "cpu":
+        if self._goes_through_cpu(values):
+            host = own.cpu()
+            return self._through_cpu(values, lambda full: self._all_gather(full, host, op))
+        if values.device.type != "cpu" and self._has_nccl:
             return self._start(lambda links: links.all_gather(values, own), op)
         pieces = values.view(self.degree, own.numel())
         if pieces[self.index].data_ptr() != own.data_ptr():
@@ -106,7 +135,10 @@ class ReplicaGroup:
 
     def reduce_scatter(self, values: Tensor, own: Tensor) -> Wait:
         """Into `own`, this replica's segment of the sum over replicas of `values`, which are lost."""
-        if values.device.type != "cpu":
+        if self._goes_through_cpu(values):
+            full = values.cpu()
+            return self._through_cpu(own, lambda part: self.reduce_scatter(full, part))
+        if values.device.type != "cpu" and self._has_nccl:
             return self._start(lambda links: links.reduce_scatter(values, own), Op.REDUCE_GRAD)
         pieces = values.view(self.degree, own.numel())
         first, *others = self._others

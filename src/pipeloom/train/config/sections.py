@@ -74,7 +74,7 @@ class ParallelConfig:
     chunks: int | None = option(None, "virtual stages (chunks) per rank", unset="the schedule's own")
     cut: str = option("layers", "balance layers, parameters or time; or blocks: 5,3", value="CUT")
     slices: int | str | None = option(None, "sequence slices: count, lengths or auto", value="SLICES", unset="1")
-    transport: Literal["auto", "shared-memory", "torch"] = option("auto", "transport between ranks")
+    transport: Literal["auto", "shared-memory", "cuda-ipc", "torch"] = option("auto", "transport between ranks")
     data: int = option(1, "data-parallel degree; -1: all remaining processes")
     data_strategy: Literal["ddp", "parameter-server", "zero1", "zero2", "zero3"] = option("ddp", "data strategy")
     data_granularity: Literal["step", "chunk", "microbatch"] | None = option(

@@ -1,0 +1,66 @@
+"""On which devices the processes of a run compute, and which transports connect them."""
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from pipeloom.devices import sharing_of
+from pipeloom.errors import InputError, RunError, listed
+from pipeloom.processes.members import Members
+from pipeloom.transport.shared_memory import host_identity
+
+
+def check_devices(name: str, device: torch.device, own: Sequence[int], members: Members) -> bool:
+    """Compare the devices of all processes; returns whether they compute on CUDA devices.
+
+    Args:
+        name: of the transport.
+        device: of this process.
+        own: the processes of this replica of the pipeline, by rank.
+        members: all processes.
+
+    Raises:
+        InputError: only some processes compute on a CUDA device, the transport is for devices of another kind, or NCCL
+            would connect ranks that share a GPU.
+    """
+    identity, problem = "", ""
+    if device.type == "cuda":
+        assert device.index is not None
+        sharing = sharing_of(device)
+        identity = sharing.identity
+        try:
+            sharing.check()
+        except RunError as error:
+            problem = str(error)
+    answers = members.gather(json.dumps([host_identity(), identity, problem]).encode())
+    places = [tuple(json.loads(answer)) for answer in answers]
+    on_cuda = [process for process, (_, other, _) in enumerate(places) if other]
+    if on_cuda and len(on_cuda) < len(places):
+        others = [process for process in range(len(places)) if process not in on_cuda]
+        raise InputError(
+            f"processes {listed(on_cuda)} hold their stages on a CUDA device and processes {listed(others)} on the "
+            "CPU: they must be on devices of one kind. Move the model with model.to(device) on every process."
+        )
+    if name == "cuda-ipc" and not on_cuda:
+        raise InputError(
+            f"transport='cuda-ipc' connects processes that compute on CUDA devices, and the model is on {device}. Move "
+            "it with model.to('cuda'), or use transport='auto'."
+        )
+    if name == "shared-memory" and on_cuda:
+        raise InputError(
+            f"transport='shared-memory' carries tensors on the CPU, and the model is on {device}. Use "
+            "transport='cuda-ipc'."
+        )
+    problems = [problem for _, _, problem in places if problem]
+    if problems and name == "cuda-ipc":
+        raise InputError(f"transport='cuda-ipc': {problems[0]}")
+    gpus = [places[process][:2] for process in own]
+    together = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    if on_cuda and together and (name == "torch" or problems):
+        reason = f" ({problems[0]})" if problems else ""
+        raise InputError(
+            f"transport={name!r}: ranks {listed(together)} share a GPU, and NCCL needs a GPU per process. Use "
+            f"transport='cuda-ipc', or start one process per GPU.{reason}"
+        )
+    return bool(on_cuda) and not problems
