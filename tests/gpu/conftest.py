@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ def _missing() -> str | None:
     if torch.version.cuda is None:
         return f"no CUDA device: torch {torch.__version__} is built without CUDA"
     return None if torch.cuda.is_available() else f"no CUDA device: torch {torch.__version__} finds none"
+
+
+@pytest.fixture
+def same_bits() -> Iterator[None]:
+    """Operations add in the same order in every call: the backward of fused attention does not on its own."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,9 +23,11 @@ def batch(num_samples: int, seed: int = 0) -> tuple[Tensor, ...]:
     return tuple(values.to(CUDA) for values in tokens(num_samples, seed=seed))
 
 
-def larger(layers: int = 8, width: int = 256) -> GPT:
+def larger(layers: int = 8, width: int = 256, dropout: float = 0.0) -> GPT:
     """A GPT of float32 whose activations and states are some MiB; vocabulary 256, 256 positions."""
-    model = GPT(GPTConfig(layers=layers, width=width, heads=8, sequence_length=256, tie_embeddings=False))
+    model = GPT(
+        GPTConfig(layers=layers, width=width, heads=8, sequence_length=256, tie_embeddings=False, dropout=dropout)
+    )
     init_parameters(model, seed=0)
     return model.to(CUDA)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
+from torch import Tensor
 
 import pipeloom as pl
 from tests.cpu.every_schedule import Case, grid, is_bitwise, train_and_compare
 from tests.cpu.reference import language_loss
 from tests.cpu.test_skips import train as train_skips
-from tests.gpu.gpt import CUDA, check_step, small
+from tests.gpu.gpt import CUDA, check_step, larger, larger_batch, small
 
 THREADED = ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipev")
 SLICED = {"terapipe": 1, "seq1f1b": 1, "seq1f1b-interleaved": 2}
@@ -49,6 +51,21 @@ def test_recomputation(name: str, recompute: str) -> None:
     schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=4)
     with pl.Pipeline(small(), schedule, loss_fn=language_loss, recompute=recompute) as pipe:
         check_step(pipe, small(), 8, rtol=0.0 if is_bitwise(pipe.schedule, tied=False) else 1e-12)
+
+
+@pytest.mark.usefixtures("same_bits")
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_draws_the_masks_of_the_forward(recompute: str) -> None:
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
+    found: list[list[Tensor]] = []
+    for kind in ("none", recompute):
+        with pl.Pipeline(larger(4, 64, dropout=0.2), schedule, loss_fn=language_loss, recompute=kind) as pipe:
+            torch.manual_seed(3)
+            loss = pipe.step(*larger_batch(8))
+            gradients = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+            found.append([loss, *gradients])
+    for number, (one, other) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(one, other), number
 
 
 @pytest.mark.parametrize("transport", ["loopback", "threads"])

@@ -32,6 +32,7 @@ def _train(name: str, num_ranks: int, dtype: torch.dtype, **options) -> tuple[li
     return losses, gradients
 
 
+@pytest.mark.usefixtures("same_bits")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "num_ranks"), [("gpipe", 1), ("1f1b", 2), ("zb-h1", 2), ("interleaved", 2)])
 def test_graphs_change_no_bit(name: str, num_ranks: int, dtype: torch.dtype) -> None:

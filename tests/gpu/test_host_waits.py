@@ -43,6 +43,15 @@ def test_a_step_in_one_process(name: str, transport: str) -> None:
         assert all(loss.isfinite() for loss in losses)
 
 
+def test_a_step_that_recomputes() -> None:
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
+    with pl.Pipeline(larger(2, 64), schedule, loss_fn=language_loss, recompute="full") as pipe:
+        inputs, targets = larger_batch(8)
+        for step in range(4):
+            with no_waits() if step >= 2 else nullcontext():
+                pipe.step(inputs, targets)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_and_its_update(precision: str) -> None:
     """Only clipping reads a value on the host: the norm."""

@@ -111,6 +111,7 @@ def _trained(
     return losses, values, peak, held
 
 
+@pytest.mark.usefixtures("same_bits")
 @pytest.mark.parametrize("kind", ["activations", "optimizer", "parameters"])
 def test_offload_to_pinned_memory_changes_no_number_and_saves_memory(kind: str) -> None:
     sizes = Sizes(256, 8, 16) if kind == "activations" else Sizes(512, 2, 2)

@@ -74,6 +74,7 @@ def _gradients(name: str, num_ranks: int, precision: str) -> dict[str, torch.Ten
         return {key: parameter.grad.clone() for key, parameter in pipe.named_parameters()}
 
 
+@pytest.mark.usefixtures("same_bits")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_formats(precision: str) -> None:
     """Bitwise the same for every schedule, and near those of float32."""

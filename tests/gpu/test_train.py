@@ -1,0 +1,41 @@
+"""`pipeloom train` on a CUDA device, all ranks in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.train_runs import local, metrics, text
+
+__all__ = ["text"]  # a fixture
+
+TWO = ("--parallel.pipeline", "2")
+
+
+def _losses(text: Path, output_dir: Path, *more: str) -> list[float]:
+    local(text, output_dir, *more)
+    return [row["loss"] for row in metrics(output_dir) if "loss" in row]
+
+
+@pytest.mark.usefixtures("same_bits")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_graphs_and_schedules_train_alike(text: Path, tmp_path: Path, precision: str) -> None:
+    options = ("--precision", precision)
+    plain = _losses(text, tmp_path / "plain", *TWO, *options)
+    assert plain[-1] < plain[0]
+    assert _losses(text, tmp_path / "graphs", *TWO, *options, "--graphs", "true") == plain
+    others = _losses(text, tmp_path / "zb", *TWO, *options, "--schedule", "zb-h1")
+    assert others == pytest.approx(plain, rel=1e-3 if precision == "fp32" else 3e-2)
+
+
+@pytest.mark.usefixtures("same_bits")
+def test_a_run_goes_on_from_its_checkpoint(text: Path, tmp_path: Path) -> None:
+    whole = _losses(text, tmp_path / "whole", *TWO)
+    local(text, tmp_path / "parts", *TWO, "--steps", "6")
+    assert _losses(text, tmp_path / "parts", *TWO, "--steps", "9")[-3:] == whole[-3:]
+
+
+def test_compiled_blocks(text: Path, tmp_path: Path) -> None:
+    plain = _losses(text, tmp_path / "plain", *TWO)
+    assert _losses(text, tmp_path / "compiled", *TWO, "--compile", "true") == pytest.approx(plain, rel=1e-3)
