@@ -32,6 +32,15 @@ def same_bits() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def no_compile_workers() -> Iterator[None]:
+    """The processes that compile in parallel end with the test."""
+    yield
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     own = [item for item in items if _FOLDER in item.path.parents]
     reason = _missing() if own else None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.async_compile import shutdown_compile_workers
 
 import pipeloom as pl
 from tests.cpu.reference import language_loss
@@ -44,14 +41,7 @@ def test_graphs_change_no_bit(name: str, num_ranks: int, dtype: torch.dtype) -> 
     assert not wrong, wrong
 
 
-@pytest.fixture
-def _no_workers() -> Iterator[None]:
-    """The processes that compile in parallel end with the test."""
-    yield
-    shutdown_compile_workers()
-
-
-@pytest.mark.usefixtures("_no_workers")
+@pytest.mark.usefixtures("no_compile_workers")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_compiled_stages_are_near_plain_ones(dtype: torch.dtype, bound: float, graphs: bool) -> None:

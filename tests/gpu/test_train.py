@@ -21,7 +21,7 @@ def _losses(text: Path, output_dir: Path, *more: str) -> list[float]:
 @pytest.mark.usefixtures("same_bits")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_graphs_and_schedules_train_alike(text: Path, tmp_path: Path, precision: str) -> None:
-    options = ("--precision", precision)
+    options = ("--precision.dtype", precision)
     plain = _losses(text, tmp_path / "plain", *TWO, *options)
     assert plain[-1] < plain[0]
     assert _losses(text, tmp_path / "graphs", *TWO, *options, "--graphs", "true") == plain
@@ -36,6 +36,7 @@ def test_a_run_goes_on_from_its_checkpoint(text: Path, tmp_path: Path) -> None:
     assert _losses(text, tmp_path / "parts", *TWO, "--steps", "9")[-3:] == whole[-3:]
 
 
+@pytest.mark.usefixtures("no_compile_workers")
 def test_compiled_blocks(text: Path, tmp_path: Path) -> None:
     plain = _losses(text, tmp_path / "plain", *TWO)
     assert _losses(text, tmp_path / "compiled", *TWO, "--compile", "true") == pytest.approx(plain, rel=1e-3)
