@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import select
 import socket
 from types import SimpleNamespace
@@ -10,9 +12,9 @@ import pytest
 import torch
 
 from pipeloom.devices.device import Stream
-from pipeloom.errors import PeerLost
+from pipeloom.errors import InputError, PeerLost, RunError
 from pipeloom.processes.collectives import all_gather_bytes
-from pipeloom.transport import Channel, Lane, SharedMemoryTransport
+from pipeloom.transport import Channel, Lane, SharedMemoryTransport, device_places
 from pipeloom.transport.device_block import DeviceBlock
 from pipeloom.transport.shared_channel import SharedIncoming, SharedOutgoing
 from pipeloom.transport.values import flatten, unflatten
@@ -189,6 +191,51 @@ def _leaves_early(rank: int) -> None:
         with pytest.raises(PeerLost, match="rank 0 ended while rank 1 waited for it"):
             transport.incoming(channel).receive()
         transport.close()
+
+
+def _sharing_on(monkeypatch: pytest.MonkeyPatch, *others: list[str], problem: str = "") -> SimpleNamespace:
+    """This process is on a GPU "flagged"; `others` say where the others are: host, GPU, problem."""
+
+    class Sharing(FlaggedSharing):
+        def check(self) -> None:
+            if problem:
+                raise RunError(problem)
+
+    monkeypatch.setattr(device_places, "sharing_of", lambda device: Sharing())
+    return SimpleNamespace(gather=lambda own: [own, *(json.dumps(each).encode() for each in others)])
+
+
+def test_devices_of_processes_are_compared_before_they_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu, here = torch.device("cuda", 0), torch.device("cpu"), device_places.host_identity()
+
+    def check(name: str, device: torch.device, members, replicas=((0, 1),)):
+        return device_places.check_devices(name, device, replicas, members)
+
+    same, other = [here, "flagged", ""], [here, "another", ""]
+    assert isinstance(check("auto", cuda, _sharing_on(monkeypatch, same)), FlaggedSharing)
+    assert isinstance(check("torch", cuda, _sharing_on(monkeypatch, other)), FlaggedSharing)
+    assert check("auto", cpu, _sharing_on(monkeypatch, [here, "", ""])) is None
+    for name, device, found, refusal in (
+        ("torch", cuda, same, "ranks 0, 1 share a GPU, and NCCL needs a GPU per process. Use transport='cuda-ipc'."),
+        ("shared-memory", cuda, same, "the model is on cuda:0. Use transport='cuda-ipc'"),
+        ("cuda-ipc", cpu, [here, "", ""], "the model is on cpu. Move it with"),
+        ("auto", cpu, same, "processes 1 hold their stages on a CUDA device and processes 0 on the CPU"),
+    ):
+        with pytest.raises(InputError, match=re.escape(refusal)):
+            check(name, device, _sharing_on(monkeypatch, found))
+    with pytest.raises(InputError, match="ranks 0, 1 share a GPU"):  # those of another replica
+        check("torch", cuda, _sharing_on(monkeypatch, other, ["x", "y", ""], ["x", "y", ""]), ((0, 1), (2, 3)))
+
+
+def test_a_driver_that_shares_no_memory_leaves_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, here = torch.device("cuda", 0), device_places.host_identity()
+    members = _sharing_on(monkeypatch, [here, "another", ""], problem="cuMemCreate failed")
+    assert device_places.check_devices("auto", cuda, ((0, 1),), members) is None
+    with pytest.raises(InputError, match="transport='cuda-ipc': cuMemCreate failed"):
+        device_places.check_devices("cuda-ipc", cuda, ((0, 1),), members)
+    members = _sharing_on(monkeypatch, [here, "flagged", ""], problem="cuMemCreate failed")
+    with pytest.raises(InputError, match="Start one process per GPU: cuMemCreate failed"):
+        device_places.check_devices("auto", cuda, ((0, 1),), members)
 
 
 def test_a_sender_that_closes_waits_until_its_messages_are_taken() -> None:

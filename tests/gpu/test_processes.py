@@ -1,15 +1,11 @@
-"""Processes that share one GPU: messages between them, pipelines against one process, runs of `pipeloom train`."""
+"""Processes that share one GPU: messages between them, and pipelines against one process."""
 
 from __future__ import annotations
 
 import copy
-import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +22,6 @@ from pipeloom.transport.device_block import DeviceBlock
 from pipeloom.transport.values import Value, flatten, unflatten
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, tokens
-from tests.cpu.train_runs import text, words  # noqa: F401  # a fixture
 
 DEVICE = "cuda:0"
 _SLEEP_CYCLES = 1_000_000_000  # about 0.5 s
@@ -278,67 +273,3 @@ def test_a_lost_peer_is_named() -> None:
     assert "rank 0, stage 0" in message
     assert "rank 1 ended" in message
     assert "\n" not in message
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
-
-
-def _start(texts: Path, out: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pipeloom", *words(texts, out, *more)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def _losses(out: Path) -> list[float]:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
-
-
-def _tensors(checkpoint: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(checkpoint.glob("**/*.safetensors"))}
-
-
-def test_runs_of_the_command_on_one_gpu(text: Path, tmp_path: Path) -> None:  # noqa: F811
-    pipeline = ("--parallel.pipeline=2", "--schedule=1f1b")
-    runs = {
-        "one": ("--local", *pipeline),
-        "two": pipeline,
-        "zero3": (
-            "--parallel.pipeline=1",
-            "--parallel.data=2",
-            "--parallel.data_strategy=zero3",
-            "--batch.microbatches=3",
-        ),
-        "tensor": ("--parallel.pipeline=1", "--parallel.tensor=2"),
-        "zb-v": ("--parallel.pipeline=2", "--schedule=zb-v"),
-        "bf16": (*pipeline, "--precision.dtype=bf16"),
-    }
-    started = {name: _start(text, tmp_path / name, *more) for name, more in runs.items()}
-    printed = {name: process.communicate(timeout=150)[0] for name, process in started.items()}
-    failed = {name: printed[name] for name, process in started.items() if process.returncode}
-    assert not failed, "\n".join(f"--- {name}\n{lines}" for name, lines in failed.items())
-    assert "2 processes share GPU 0" in printed["two"]
-    assert "share GPU" not in printed["one"]
-    expected = _losses(tmp_path / "one")
-    assert len(expected) == 9
-    for name in ("two", "zero3", "tensor", "zb-v"):
-        assert _losses(tmp_path / name) == pytest.approx(expected, rel=1e-4), name
-    assert _losses(tmp_path / "bf16") == pytest.approx(expected, rel=0.05)
-    memory = json.loads((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()[0])
-    assert len(memory["peak_memory_bytes"]) == 2
-    assert all(0 < peak < 1 << 30 for peak in memory["peak_memory_bytes"])
-
-    resumed = _start(
-        text, tmp_path / "again", *pipeline, f"--resume_from_checkpoint={tmp_path / 'two' / 'checkpoint-3'}"
-    )
-    lines = resumed.communicate(timeout=150)[0]
-    assert resumed.returncode == 0, lines
-    assert _losses(tmp_path / "again") == _losses(tmp_path / "two")[3:]
-    assert _tensors(tmp_path / "again" / "checkpoint-9") == _tensors(tmp_path / "two" / "checkpoint-9")
-
-
-def test_processes_without_a_gpu_compute_on_the_cpu(text: Path, tmp_path: Path) -> None:  # noqa: F811
-    command = [sys.executable, "-m", "pipeloom", *words(text, tmp_path, "--steps=3", "--parallel.pipeline=2")]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=hidden, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "share GPU" not in done.stdout + done.stderr

@@ -20,7 +20,7 @@ from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.rank_order import AxisRow, order_lines, rank_order
 from pipeloom.cli.common.train_options import add_option
 from pipeloom.common.quantities import bytes_text
-from pipeloom.errors import InputError, unwrapped
+from pipeloom.errors import InputError, PipeloomError, unwrapped
 from pipeloom.train.config.option_list import options as train_options
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
@@ -174,6 +174,12 @@ def _torch_parts() -> list[Check]:
     devices = [torch.cuda.get_device_properties(index) for index in range(num_devices)]
     names = "; ".join(f"{device.name}, {bytes_text(device.total_memory)}" for device in devices)
 
+    shared: list[Check] = []
+    if num_devices:
+        from pipeloom.devices import sharing_of
+
+        attempt = sharing_of(torch.device("cuda", 0)).check
+        shared = [_tried("cuda ipc", attempt, "processes may share a GPU", fix="start one process per GPU")]
     gloo, nccl, mpi = (dist.is_available() and dist.is_backend_available(name) for name in ("gloo", "nccl", "mpi"))
     return [
         Check("gloo", gloo, "CPU collectives", True, "install a torch that is built with torch.distributed"),
@@ -182,6 +188,7 @@ def _torch_parts() -> list[Check]:
         Check(
             "cuda", num_devices > 0, names or "no device: ranks compute on the CPU", fix="pytorch.org has CUDA builds"
         ),
+        *shared,
     ]
 
 
@@ -210,7 +217,8 @@ def _memory() -> str:
 def _tried(name: str, attempt: Callable[[], None], found: str, required: bool = False, fix: str | None = None) -> Check:
     try:
         attempt()
-    except (OSError, AttributeError) as error:  # AttributeError: this system's Python has no such function
+    # AttributeError: this system's Python has no such function; RuntimeError: an error of torch
+    except (OSError, AttributeError, RuntimeError, PipeloomError) as error:
         return Check(name, False, unwrapped(str(error)), required, fix)
     return Check(name, True, found, required, fix)
 

@@ -178,7 +178,8 @@ class SharedAllocations:
         mapping = _Mapping(address.value, size)
         weakref.finalize(mapping, self._unmap, address.value, size).atexit = False
         _call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
-        return torch.as_tensor(mapping, device=self._device)
+        with torch.inference_mode(False):  # messages are copied into it in other modes too
+            return torch.as_tensor(mapping, device=self._device)
 
     def _unmap(self, address: int, size: int) -> None:
         with self._current():

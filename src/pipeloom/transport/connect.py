@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipeloom.devices import sharing_of
 from pipeloom.errors import InputError
 from pipeloom.processes.agreement import RunFingerprint
 from pipeloom.processes.members import Members, current_members
@@ -158,11 +157,12 @@ def _between_processes(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     own = next(replica for replica in replicas if members.rank in replica)
-    on_cuda = check_devices(name, device, own, members)
+    sharing = check_devices(name, device, replicas, members)
     make_remote = partial(
         TorchDistributedTransport, rank, device=device, replicas=replicas, timeout_seconds=timeout_seconds
     )
-    if name == "torch" or not shared_memory.available():
+    alone = device.type == "cuda" and sharing is None  # the driver shares no memory
+    if name == "torch" or alone or not shared_memory.available():
         if name not in ("auto", "torch"):
             raise InputError(f"transport={name!r} needs Linux. Use transport='torch'.")
         return make_remote()
@@ -171,13 +171,13 @@ def _between_processes(
         members.gather,
         processes=own,
         timeout_seconds=timeout_seconds,
-        sharing=sharing_of(device) if on_cuda else None,
+        sharing=sharing,
     )
     if name == "auto":
         remote = make_remote(idle=local.flush)
         return HybridTransport(local, remote, lambda channel: local.reaches(channel.source, of=channel.target))
     apart = [peer for peer in range(len(own)) if not local.reaches(peer, of=rank)]
     if apart:
-        which = "GPUs of one machine with peer access" if on_cuda else "processes of one machine"
+        which = "GPUs of one machine with peer access" if sharing is not None else "processes of one machine"
         raise InputError(f"transport={name!r} connects {which}, and ranks {apart} are elsewhere. Use transport='auto'.")
     return local

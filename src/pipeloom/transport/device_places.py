@@ -6,33 +6,36 @@ from collections.abc import Sequence
 import torch
 
 from pipeloom.devices import sharing_of
+from pipeloom.devices.sharing import MemorySharing
 from pipeloom.errors import InputError, RunError, listed
+from pipeloom.processes.collectives import first_line
 from pipeloom.processes.members import Members
 from pipeloom.transport.shared_memory import host_identity
 
 
-def check_devices(name: str, device: torch.device, own: Sequence[int], members: Members) -> bool:
-    """Compare the devices of all processes; returns whether they compute on CUDA devices.
+def check_devices(
+    name: str, device: torch.device, replicas: Sequence[Sequence[int]], members: Members
+) -> MemorySharing | None:
+    """Compare the devices of all processes; returns what shares memory of theirs, None on CPUs or where nothing can.
 
     Args:
         name: of the transport.
         device: of this process.
-        own: the processes of this replica of the pipeline, by rank.
+        replicas: the processes of each replica of the pipeline, by rank.
         members: all processes.
 
     Raises:
         InputError: only some processes compute on a CUDA device, the transport is for devices of another kind, or NCCL
             would connect ranks that share a GPU.
     """
-    identity, problem = "", ""
+    identity, problem, sharing = "", "", None
     if device.type == "cuda":
-        assert device.index is not None
         sharing = sharing_of(device)
         identity = sharing.identity
         try:
             sharing.check()
-        except RunError as error:
-            problem = str(error)
+        except (RunError, RuntimeError) as error:  # RuntimeError: of torch
+            problem = first_line(error)
     answers = members.gather(json.dumps([host_identity(), identity, problem]).encode())
     places = [tuple(json.loads(answer)) for answer in answers]
     on_cuda = [process for process, (_, other, _) in enumerate(places) if other]
@@ -55,12 +58,12 @@ def check_devices(name: str, device: torch.device, own: Sequence[int], members: 
     problems = [problem for _, _, problem in places if problem]
     if problems and name == "cuda-ipc":
         raise InputError(f"transport='cuda-ipc': {problems[0]}")
-    gpus = [places[process][:2] for process in own]
-    together = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
-    if on_cuda and together and (name == "torch" or problems):
-        reason = f" ({problems[0]})" if problems else ""
-        raise InputError(
-            f"transport={name!r}: ranks {listed(together)} share a GPU, and NCCL needs a GPU per process. Use "
-            f"transport='cuda-ipc', or start one process per GPU.{reason}"
-        )
-    return bool(on_cuda) and not problems
+    for replica in replicas if on_cuda and (name == "torch" or problems) else ():
+        gpus = [places[process][:2] for process in replica]
+        together = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+        if together:
+            fix = f"Start one process per GPU: {problems[0]}" if problems else "Use transport='cuda-ipc'."
+            raise InputError(
+                f"transport={name!r}: ranks {listed(together)} share a GPU, and NCCL needs a GPU per process. {fix}"
+            )
+    return None if problems else sharing
