@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,12 +73,13 @@ def environment() -> dict[str, Any]:
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
     )
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    commit = ""
+    if shutil.which("git"):
+        asked = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit.strip() or None,
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
         "load_before": os.getloadavg()[0],

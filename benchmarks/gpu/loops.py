@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -156,7 +157,8 @@ def _torch_step(
     make = getattr(pipelining, TORCH_SCHEDULES[name])
     several = issubclass(make, PipelineScheduleMulti)
     schedule = make(stages if several else stages[0], n_microbatches=microbatches, loss_fn=loss_fn)
-    return lambda: schedule.step(batch[0], target=batch[1], losses=[], return_outputs=False)
+    options = {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
+    return lambda: schedule.step(batch[0], target=batch[1], losses=[], **options)
 
 
 def torch_peer(machine: Machine) -> Iterator[Figure]:
