@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,13 +26,26 @@ from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, tokens
 
 DEVICE = "cuda:0"
+_MOST_SECONDS = 60.0  # of a test
 _SLEEP_CYCLES = 1_000_000_000  # about 0.5 s
+
+
+def _run(function: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
+    run_ranks(_watched, num_ranks, function, *arguments, timeout_seconds=_MOST_SECONDS + 10)
+
+
+def _watched(rank: int, function: Callable[..., None], *arguments: Any) -> None:
+    """A rank that hangs prints its stack and ends."""
+    faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True)
+    torch.cuda.set_device(DEVICE)
+    function(rank, *arguments)
+    faulthandler.cancel_dump_traceback_later()
+
 
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
 def _connected(rank: int) -> tuple[SharedMemoryTransport, Channel, Channel]:
-    torch.cuda.set_device(DEVICE)
     sharing = sharing_of(torch.device(DEVICE))
     transport = SharedMemoryTransport(rank, all_gather_bytes, timeout_seconds=60, sharing=sharing)
     there, back = Channel(0, 1, Lane.PIPELINE), Channel(1, 0, Lane.RESULT)
@@ -144,7 +159,7 @@ def _messages(rank: int) -> None:
 
 
 def test_messages() -> None:
-    run_ranks(_messages, 2)
+    _run(_messages, 2)
 
 
 # --- pipelines ------------------------------------------------------------------------------------------------------
@@ -182,7 +197,6 @@ def _compare(rank: int, num_ranks: int, name: str, num_microbatches: int, tied: 
 
 
 def _pipelines(rank: int, num_ranks: int) -> None:
-    torch.cuda.set_device(DEVICE)
     if num_ranks == 2:
         model = make_gpt(layers=2).to(DEVICE)
         schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
@@ -200,12 +214,11 @@ def _pipelines(rank: int, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_pipelines_against_one_process(num_ranks: int) -> None:
-    run_ranks(_pipelines, num_ranks, num_ranks)
+    _run(_pipelines, num_ranks, num_ranks)
 
 
 def _replicas(rank: int) -> None:
     """Two replicas on one GPU: what gloo sums and gathers passes through the CPU."""
-    torch.cuda.set_device(DEVICE)
     inputs, targets = (value.to(DEVICE) for value in tokens(8))
     for strategy in ("ddp", "zero1", "zero2", "zero3", "parameter-server"):
         reference = make_gpt(layers=2, dtype=torch.float64).to(DEVICE)
@@ -231,7 +244,7 @@ def _replicas(rank: int) -> None:
 
 
 def test_replicas_on_one_gpu() -> None:
-    run_ranks(_replicas, 2)
+    _run(_replicas, 2)
 
 
 # --- lost peers -----------------------------------------------------------------------------------------------------
@@ -251,7 +264,6 @@ class _Dies(nn.Module):
 
 
 def _neighbour_dies(rank: int, writer: Any) -> None:
-    torch.cuda.set_device(DEVICE)
     model = [_Dies(dies=False).to(DEVICE), _Dies(dies=True).to(DEVICE)]
     schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=8)
     pipe = pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, transport="cuda-ipc")
@@ -268,7 +280,7 @@ def _neighbour_dies(rank: int, writer: Any) -> None:
 def test_a_lost_peer_is_named() -> None:
     reader, writer = multiprocessing.Pipe(duplex=False)
     with pytest.raises(AssertionError, match="ended without an answer"):
-        run_ranks(_neighbour_dies, 2, writer)
+        _run(_neighbour_dies, 2, writer)
     message = reader.recv() if reader.poll(1) else ""
     assert "rank 0, stage 0" in message
     assert "rank 1 ended" in message

@@ -18,6 +18,15 @@ def _start(texts: Path, out: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def _printed(process: subprocess.Popen[str]) -> str:
+    """All that a run has printed; one that does not end is killed, and so are its ranks."""
+    try:
+        return process.communicate(timeout=90)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "killed after 90 s: " + process.communicate()[0]
+
+
 def _losses(out: Path) -> list[float]:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
@@ -43,7 +52,7 @@ def test_runs_of_the_command_on_one_gpu(text: Path, tmp_path: Path) -> None:  # 
         "bf16": (*pipeline, "--precision.dtype=bf16"),
     }
     started = {name: _start(text, tmp_path / name, *more) for name, more in runs.items()}
-    printed = {name: process.communicate(timeout=150)[0] for name, process in started.items()}
+    printed = {name: _printed(process) for name, process in started.items()}
     failed = {name: printed[name] for name, process in started.items() if process.returncode}
     assert not failed, "\n".join(f"--- {name}\n{lines}" for name, lines in failed.items())
     assert "2 processes share GPU 0" in printed["two"]
@@ -60,7 +69,7 @@ def test_runs_of_the_command_on_one_gpu(text: Path, tmp_path: Path) -> None:  # 
     resumed = _start(
         text, tmp_path / "again", *pipeline, f"--resume_from_checkpoint={tmp_path / 'two' / 'checkpoint-3'}"
     )
-    lines = resumed.communicate(timeout=150)[0]
+    lines = _printed(resumed)
     assert resumed.returncode == 0, lines
     assert _losses(tmp_path / "again") == _losses(tmp_path / "two")[3:]
     assert _tensors(tmp_path / "again" / "checkpoint-9") == _tensors(tmp_path / "two" / "checkpoint-9")

@@ -46,7 +46,7 @@ class CudaMemorySharing(MemorySharing):
 
     def __init__(self, find: Callable[[], Device], index: int | None) -> None:
         super().__init__()
-        self._find = find
+        self._find, self._works = find, False
         self.identity, self.reach = ("", ("",)) if index is None else (_identity(index), _reach(index))
 
     @cached_property
@@ -73,7 +73,9 @@ class CudaMemorySharing(MemorySharing):
         return SharedMemory(content, _CudaEvent(device, names[:_NAME_BYTES]), _CudaEvent(device, names[_NAME_BYTES:]))
 
     def check(self) -> None:
-        os.close(self.make(1)[1])
+        if not self._works:
+            os.close(self.make(1)[1])
+            self._works = True
 
 
 def _identity(index: int) -> str:
