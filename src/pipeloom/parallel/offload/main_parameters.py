@@ -61,6 +61,7 @@ class OffloadedParameter:
             wait([self.written])  # also if it failed
             self.written = None
         flat = values.detach().to(self.dtype).reshape(-1).contiguous()
+        queued_work(flat.device)()  # a store moves memory in a stream of its own
         self.store.write(self.region, flat.view(torch.uint8))
 
     def live(self) -> Tensor:
