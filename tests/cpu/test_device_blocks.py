@@ -1,4 +1,4 @@
-"""Messages with tensors on a device: streams wait for each other, hosts for no stream."""
+"""Messages with tensors on a device: streams wait for each other, hosts for no stream; which process has which GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 from pipeloom.devices.device import Stream
 from pipeloom.errors import InputError, PeerLost, RunError
 from pipeloom.processes.collectives import all_gather_bytes
+from pipeloom.processes.launcher import membership
+from pipeloom.train.process_group import device_of_process
 from pipeloom.transport import Channel, Lane, SharedMemoryTransport, device_places
 from pipeloom.transport.device_block import DeviceBlock
 from pipeloom.transport.shared_channel import SharedIncoming, SharedOutgoing
@@ -240,3 +242,17 @@ def test_a_driver_that_shares_no_memory_leaves_nccl(monkeypatch: pytest.MonkeyPa
 
 def test_a_sender_that_closes_waits_until_its_messages_are_taken() -> None:
     run_ranks(_leaves_early, 2)
+
+
+def test_processes_are_dealt_out_to_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [
+        membership({"RANK": str(8 + k), "LOCAL_RANK": str(k), "LOCAL_WORLD_SIZE": "5", "WORLD_SIZE": "13"})
+        for k in range(5)
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [device_of_process(place) for place in (*places, None)] == [(torch.device("cpu"), 1)] * 6
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = [device_of_process(place) for place in (*places, None)]
+    assert [device.index for device, _ in found] == [0, 1, 0, 1, 0, 0]
+    assert [sharing for _, sharing in found] == [3, 2, 3, 2, 3, 1]
