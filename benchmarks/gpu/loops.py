@@ -180,13 +180,24 @@ def torch_peer(machine: Machine) -> Iterator[Figure]:
                 )
                 pipe = stack.enter_context(pl.Pipeline(model, schedule, loss_fn=loss_fn, cut=cut, transport="loopback"))
                 systems[f"pipeloom {num_stages}"] = lambda pipe=pipe, batch=batch: pipe.step(*batch)
+                if machine.device.type == "cuda":
+                    recorded = stack.enter_context(
+                        pl.Pipeline(model, schedule, loss_fn=loss_fn, cut=cut, transport="loopback", graphs=True)
+                    )
+                    systems[f"graphs {num_stages}"] = lambda pipe=recorded, batch=batch: pipe.step(*batch)
                 systems[f"torch {num_stages}"] = _torch_step(model, cut, name, batch, sizes.microbatches)
                 for system in ("pipeloom", "torch"):
                     difference(model, loop, systems[f"{system} {num_stages}"])
-            seconds = in_rounds(machine, systems, before=model.zero_grad)
+            seconds = in_rounds(machine, systems, before=model.zero_grad, warm_up=3)
         yield Figure("torch", f"{sizes}: ms per plain step", medians(seconds["plain"]), "{:.1f}")
         for n in (1, 2, 4):
             both = ratio(seconds[f"pipeloom {n}"], seconds[f"torch {n}"])
-            yield Figure("torch", f"{samples} x {length:,}, {n} stages: time over torch's", both, target=0.97)
+            what = f"{samples} x {length:,}, {n} stages"
+            yield Figure("torch", f"{what}: time over torch's", both, target=0.97)
+            limit = ratio(seconds["plain"], seconds[f"torch {n}"])
+            yield Figure("torch", f"{what}: plain loop over torch's", limit)
+            if f"graphs {n}" in seconds:
+                both = ratio(seconds[f"graphs {n}"], seconds[f"torch {n}"])
+                yield Figure("torch", f"{what}: with graphs, time over torch's", both, target=0.97)
         del gpt, model, loop, systems, pipe
         machine.free()

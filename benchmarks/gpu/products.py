@@ -26,6 +26,8 @@ from torch.autograd.graph import get_gradient_edge
 
 import pipeloom as pl
 from pipeloom.autograd.split_backward import backward_input
+from pipeloom.devices import device_of
+from pipeloom.devices.graphs import CudaGraphs
 from pipeloom.models import loss_fn
 from pipeloom.parallel import Precision
 from pipeloom.passes import lower
@@ -68,11 +70,51 @@ def split(machine: Machine) -> Iterator[Figure]:
             if k >= 0:
                 whole.append(times[False])
                 parts.append(times[True])
+        if machine.device.type == "cuda":
+            recorded = _recorded_halves(machine, stage, x, gradient)
+            replayed = ratio(recorded[True], recorded[False])
+            yield Figure("split", f"{samples} x {length:,}: I and W over B, recorded as graphs", replayed, target=1.03)
         yield Figure("split", f"4 blocks of {sizes.width}, {samples} x {length:,}: ms per B", medians(whole), "{:.2f}")
         yield Figure("split", f"{samples} x {length:,}: I and W over B", ratio(parts, whole), target=1.03)
         yield Figure("split", f"{samples} x {length:,}: difference of gradients", single(error), "{:.1e}")
         del stage, x, gradient, backward
         machine.free()
+
+
+def _recorded_halves(machine: Machine, stage: nn.Module, x: Tensor, gradient: Tensor) -> dict[bool, list[float]]:
+    """Seconds of replayed backwards: of B, and of I and W."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    device = device_of(machine.device)
+    with device.computing(after=device.mark()):
+        replays = {}
+        for halves in (False, True):
+            graphs, outputs = CudaGraphs(machine.device), []
+
+            def backward(halves: bool = halves, outputs: list[Tensor] = outputs) -> None:
+                x.grad = None
+                if halves:
+                    (x.grad,), rest = backward_input([get_gradient_edge(outputs.pop())], [gradient], [x])
+                    rest.accumulate()
+                else:
+                    torch.autograd.backward([outputs.pop()], [gradient])
+
+            for _ in range(2):
+                outputs.append(stage(x))
+                backward()
+            forward = graphs.record(lambda outputs=outputs: outputs.append(stage(x)))
+            replays[halves] = forward, graphs.record(backward)
+        for k in range(-2, machine.rounds * 2):
+            for halves in (False, True) if k % 2 else (True, False):
+                forward, backwards = replays[halves]
+                forward()
+                machine.synchronize()
+                start = time.perf_counter()
+                backwards()
+                machine.synchronize()
+                if k >= 0:
+                    seconds[halves].append(time.perf_counter() - start)
+    x.grad = None
+    return seconds
 
 
 def _one_rank(sizes: Sizes) -> pl.Schedule:
