@@ -217,6 +217,37 @@ def test_pipelines_against_one_process(num_ranks: int) -> None:
     _run(_pipelines, num_ranks, num_ranks)
 
 
+def _with_graphs(rank: int) -> list[float]:
+    """Losses of six steps with updates; messages arrive in memory that recorded actions read."""
+    schedule = pl.schedules.build("interleaved", num_ranks=2, num_microbatches=4)
+    losses = []
+    with pl.Pipeline(make_gpt(layers=4).to(DEVICE), schedule, loss_fn=language_loss, graphs=True) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in range(6):
+            inputs, targets = tokens(8, seed=step)
+            losses.append(float(pipe.step(inputs, targets)))
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(InputError, match="earlier ones had"):
+            pipe.step(*tokens(8, length=7))
+        assert torch.isfinite(pipe.step(inputs, targets))
+    return losses
+
+
+def test_graphs_of_ranks_in_processes() -> None:
+    found = run_ranks(_with_graphs, 2, timeout_seconds=60)
+    reference = make_gpt(layers=4).to(DEVICE)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    losses = []
+    for step in range(6):
+        inputs, targets = (value.to(DEVICE) for value in tokens(8, seed=step))
+        losses.append(float(_accumulate(reference, inputs, targets, 4)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(losses, rel=1e-4)
+
+
 def _replicas(rank: int) -> None:
     """Two replicas on one GPU: what gloo sums and gathers passes through the CPU."""
     inputs, targets = (value.to(DEVICE) for value in tokens(8))
