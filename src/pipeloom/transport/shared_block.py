@@ -32,6 +32,8 @@ class SharedBlock:
     The descriptor of its memory may be closed afterwards.
     """
 
+    device_capacity = 0  # that of a DeviceBlock is not
+
     __slots__ = ("_bytes", "_layout", "_lease", "_memory", "_places", "capacity", "number")
 
     def __init__(self, number: int, descriptor: int, capacity: int) -> None:
@@ -94,8 +96,8 @@ class SharedBlock:
         Tensors of a small message are copies: copying takes less time, and the block is free at once.
         """
         if layout.num_bytes <= _COPIED_BYTES:
-            copies = self.copies(layout)
-            self.release()
+            copies = [place.clone() for place in self._places_of(layout)]
+            self._memory[0] = _FREE
             return copies
         view = memoryview(self._memory)  # only the storages below keep it alive
 

@@ -68,7 +68,7 @@ class SharedOutgoing(Outgoing):
         self._used_in_step: set[int] = set()
         self._dropped: list[int] = []
         # A datagram for which the socket had no room, with descriptors; and messages after it.
-        self._unsent: tuple[bytes, list[int]] | None = None
+        self._unsent: tuple[bytes, Sequence[int]] | None = None
         self._backlog: deque[tuple[Layout, Sequence[Tensor], int, bytes, Mark]] = deque()
         self._backlogged = backlogged
         self._lost = False
@@ -88,38 +88,50 @@ class SharedOutgoing(Outgoing):
         dropped: list[int] = []
         if self._dropped:
             dropped, self._dropped = self._dropped[:_MAX_DROPPED], self._dropped[_MAX_DROPPED:]
-        text = layout.header + placed
+        text = layout.header + placed if placed else layout.header
         long = text if len(text) > _MAX_LAYOUT_BYTES else b""
-        number, capacity, device_capacity, names, descriptors = _NO_BLOCK, 0, 0, b"", list[int]()
+        number, capacity, on_device, names = _NO_BLOCK, 0, 0, b""
+        descriptors: Sequence[int] = ()
         if layout.num_bytes or long:
-            on_host, on_device = layout_of_some(layout, placed) if placed else (layout, None)
-            need, need_device = on_host.num_bytes + len(long), on_device.num_bytes if on_device else 0
-            block = next((b for b in self._blocks if _fits(b, need, need_device) and b.free), None)
+            need, need_on_device = layout.num_bytes + len(long), 0
+            if placed:
+                host_layout, device_layout = layout_of_some(layout, placed)
+                need, need_on_device = host_layout.num_bytes + len(long), device_layout.num_bytes
+            block = self._free_block(need, need_on_device)
             if block is None:
-                block, descriptors, names = self._make(need, need_device)
-            if isinstance(block, DeviceBlock):
-                block.write(layout, tensors, placed, long, complete)
-                device_capacity = block.device_capacity
-            else:
+                block, descriptors, names = self._make(need, need_on_device)
+            number, capacity, on_device = block.number, block.capacity, block.device_capacity
+            if isinstance(block, SharedBlock):
                 block.write(layout, tensors, long)
-            self._used_in_step.add(block.number)
-            number, capacity = block.number, block.capacity
-        head = _DATAGRAM.pack(number, capacity, device_capacity, call, len(long), len(dropped), len(names), len(placed))
+            else:
+                block.write(layout, tensors, placed, long, complete)
+            self._used_in_step.add(number)
+        head = _DATAGRAM.pack(number, capacity, on_device, call, len(long), len(dropped), len(names), len(placed))
         numbers = struct.pack(f"<{len(dropped)}I", *dropped) if dropped else b""
         self._unsent = (head + numbers + names + (b"" if long else text), descriptors)
         return self._push()
 
-    def _make(self, need: int, need_device: int) -> tuple[SharedBlock | DeviceBlock, list[int], bytes]:
+    def _free_block(self, need: int, need_on_device: int) -> SharedBlock | DeviceBlock | None:
+        """A block with room for a message. One without tensors on a device leaves device memory to others."""
+        for block in self._blocks:
+            there = block.device_capacity
+            if (there >= need_on_device if need_on_device else not there) and block.capacity >= need and block.free:
+                return block
+        return None
+
+    def _make(self, need: int, need_on_device: int) -> tuple[SharedBlock | DeviceBlock, list[int], bytes]:
         """A new block, its descriptors, and the names of its events."""
+        names, memory, descriptors = b"", None, list[int]()
+        if need_on_device:
+            assert self._sharing is not None
+            memory, descriptor, names = self._sharing.make(need_on_device)
+            descriptors.append(descriptor)
         capacity = -(-need // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptors, names = [os.memfd_create("pipeloom", os.MFD_CLOEXEC)], b""
+        descriptors.insert(0, os.memfd_create("pipeloom", os.MFD_CLOEXEC))
         os.ftruncate(descriptors[0], HEAD_BYTES + capacity)
         block: SharedBlock | DeviceBlock
         block = host = SharedBlock(self._num_made, descriptors[0], capacity)
-        if need_device:
-            assert self._sharing is not None
-            memory, descriptor, names = self._sharing.make(need_device)
-            descriptors.append(descriptor)
+        if memory is not None and self._sharing is not None:
             block = DeviceBlock(host, memory, self._sharing.device)
         self._num_made += 1
         self._blocks.append(block)
@@ -212,34 +224,34 @@ class SharedIncoming(Incoming):
 
     def receive(self) -> Message:
         datagram, descriptors = self._next_datagram()
-        number, capacity, device_capacity, call, long, num_dropped, num_names, num_placed = _DATAGRAM.unpack_from(
-            datagram
-        )
+        number, capacity, on_device, call, long, num_dropped, num_names, num_placed = _DATAGRAM.unpack_from(datagram)
         start = _DATAGRAM.size + 4 * num_dropped
         for dropped in struct.unpack_from(f"<{num_dropped}I", datagram, _DATAGRAM.size) if num_dropped else ():
             del self._blocks[dropped]
         if descriptors:
-            self._open(number, capacity, device_capacity, descriptors, datagram[start : start + num_names])
+            self._open(number, capacity, on_device, descriptors, datagram[start : start + num_names])
         block = self._blocks.get(number)
         text = block.tail(long) if long and block is not None else datagram[start + num_names :]
-        layout, placed = decode(text[: len(text) - num_placed]), text[len(text) - num_placed :]
-        if block is None:
-            return Message(layout, self._empty(layout, placed), call)
-        if not isinstance(block, DeviceBlock):
-            tensors = block.read(layout)
-            if placed:  # those on the device are empty
-                empty = self._empty(layout, placed)
-                tensors = [empty[i] if byte else tensors[i] for i, byte in enumerate(placed)]
-            return Message(layout, tensors, call)
-        return Message(layout, block.read(layout, placed), call)
+        placed = b""
+        if num_placed:
+            text, placed = text[:-num_placed], text[-num_placed:]
+        layout = decode(text)
+        if isinstance(block, DeviceBlock):
+            return Message(layout, block.read(layout, placed), call)
+        if block is not None and not placed:
+            return Message(layout, block.read(layout), call)
+        tensors = self._empty(layout, placed)  # those on the device are
+        if block is not None:
+            tensors = [one if byte else two for one, two, byte in zip(tensors, block.read(layout), placed, strict=True)]
+        return Message(layout, tensors, call)
 
-    def _open(self, number: int, capacity: int, device_capacity: int, descriptors: Sequence[int], names: bytes) -> None:
+    def _open(self, number: int, capacity: int, on_device: int, descriptors: Sequence[int], names: bytes) -> None:
         """Map a new block."""
         host, sharing = SharedBlock(number, descriptors[0], capacity), self._transport.sharing
         self._blocks[number] = host
-        if device_capacity:
+        if on_device:
             assert sharing is not None
-            memory = sharing.open(device_capacity, descriptors[1], names)
+            memory = sharing.open(on_device, descriptors[1], names)
             self._blocks[number] = DeviceBlock(host, memory, sharing.device)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -298,9 +310,3 @@ class SharedIncoming(Incoming):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._longest_ms = longest_ms
         return 0
-
-
-def _fits(block: SharedBlock | DeviceBlock, need: int, need_device: int) -> bool:
-    """Whether a block has room for a message. One without device tensors leaves device memory to others."""
-    device_capacity = block.device_capacity if isinstance(block, DeviceBlock) else 0
-    return block.capacity >= need and (device_capacity >= need_device if need_device else not device_capacity)
