@@ -12,6 +12,7 @@ from pipeloom.split.traced.export import Trace, trace_modes
 from pipeloom.split.traced.segments import (
     Segment,
     balanced,
+    base_of,
     calls_of,
     cut_at,
     find_segments,
@@ -220,9 +221,12 @@ def _part(
     if last:
         flat, _ = tree_flatten(trace.graph_module.graph.output_node().args[0])
         leaves = tuple(Name(leaf.name, _is_number(leaf)) if isinstance(leaf, fx.Node) else leaf for leaf in flat)
-    changed = {node for each in nodes for node in written(each) if node in reads}
+    changes = {node for each in nodes for node in written(each)}
+    changed = {node for node in changes if node in reads}
+    lasting = {base_of(node) for node in changes}.intersection(held)
+    views = {node for node in makes if base_of(node) in lasting}
     return Part(
-        function=Code(nodes, [*held, *reads], makes, trace.graph_module, changed),
+        function=Code(nodes, [*held, *reads], makes, trace.graph_module, changed, views),
         held=tuple(homes[trace.held[node.name]] for node in held),
         reads=tuple(node.name for node in reads),
         makes=tuple(node.name for node in makes),

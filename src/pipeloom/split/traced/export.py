@@ -14,6 +14,8 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec, tree_map
 
 from pipeloom.errors import SplitError, unwrapped
+from pipeloom.split.traced.attributes import ChangedAttributes, forbid_changed_constants, tell_set
+from pipeloom.split.traced.buffers import settle_buffers
 from pipeloom.split.traced.inputs import Arguments, InputRules, Signature
 
 _WAYS_IN = "Change this line, name the layers with layers=, or pass a list of modules that you wrote, one per stage"
@@ -49,21 +51,23 @@ def trace_modes(model: nn.Module, example: Any) -> dict[bool, Trace]:
     """
     signature = Signature(model, example)
     modes = {part: part.training for part in model.modules()}
+    changed = ChangedAttributes(model)
     found = {}
     try:
         for mode in (True, False):
             if model.training is not mode:
                 model.train(mode)
-            found[mode] = _trace(model, signature)
+            found[mode] = _trace(model, signature, changed)
             for part, training in modes.items():
                 part.training = training
     finally:
         for part, training in modes.items():
             part.training = training
+    tell_set(model, changed.set_only)
     return found
 
 
-def _trace(model: nn.Module, signature: Signature) -> Trace:
+def _trace(model: nn.Module, signature: Signature, changed: ChangedAttributes) -> Trace:
     args, kwargs = tree_map(_at_least_two, tuple(signature.example))
     auto = torch.export.Dim.AUTO
 
@@ -71,9 +75,13 @@ def _trace(model: nn.Module, signature: Signature) -> Trace:
         return dict.fromkeys(range(leaf.dim()), auto) if isinstance(leaf, Tensor) else None
 
     shapes = tree_map(sizes, (args, kwargs))
+    sized = signature.by_name(Arguments(*shapes))
     with _lock, _quiet(), torch.random.fork_rng(devices=()):
         try:
-            exported = torch.export.export(model, args, kwargs, dynamic_shapes=signature.by_name(Arguments(*shapes)))
+            with changed.watched():
+                exported = torch.export.export(model, args, kwargs, dynamic_shapes=sized)
+        except SplitError:
+            raise
         except Exception as error:
             raise _explained(model, error) from error
     held, inputs, constants = {}, [], {}
@@ -86,6 +94,9 @@ def _trace(model: nn.Module, signature: Signature) -> Trace:
                 constants[spec.target] = exported.constants[spec.target]
         else:
             raise SplitError(f"{type(model).__name__} uses a {spec.kind.name}, which stages do not carry. {_WAYS_IN}.")
+    forbid_changed_constants(model, exported.graph, {key: name for key, name in held.items() if name in constants})
+    buffers = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind is InputKind.BUFFER}
+    settle_buffers(exported.graph, buffers)
     nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     traced = [nodes[name].meta.get("val") for name in inputs]
     for name, value in zip(inputs, traced, strict=True):

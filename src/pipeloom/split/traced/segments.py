@@ -61,7 +61,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _base(node: fx.Node) -> fx.Node:
+def base_of(node: fx.Node) -> fx.Node:
     """The node whose memory a view reads."""
     schema = getattr(node.target, "_schema", None)
     while schema is not None and any(r.alias_info is not None for r in schema.returns):
@@ -103,7 +103,7 @@ def unbroken(nodes: Sequence[fx.Node]) -> set[int]:
                 closed.update(range(off_since + 1, index + 1))
                 off_since = None
         for changed in written(node):
-            base = _base(changed)
+            base = base_of(changed)
             first = place.get(base, 0)
             if base.op == "placeholder":  # a buffer: all that read it stay together
                 users = [place[user] for user in base.users if user in place]

@@ -48,6 +48,7 @@ class Code:
         results: the nodes that it returns.
         root: has the submodules that the operations call.
         changed: inputs that an operation changes in place; the function changes copies.
+        views: results in the memory of a buffer that an operation changes; the function returns copies.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Code:
         results: Sequence[fx.Node],
         root: nn.Module,
         changed: Set[fx.Node],
+        views: Set[fx.Node],
     ) -> None:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
@@ -68,6 +70,8 @@ class Code:
             copies[node].meta = {}
             if copies[node].op == "call_function":
                 copies[node].target = _quick(copies[node].target)
+        for node in views:
+            copies[node] = graph.call_method("clone", (copies[node],))
         graph.output(tuple(copies[node] for node in results))
         self.call: Callable[..., tuple[Any, ...]] = fx.GraphModule(root, graph).forward
 
