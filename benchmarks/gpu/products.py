@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from pipeloom.devices import device_of
 from pipeloom.devices.graphs import CudaGraphs
 from pipeloom.models import loss_fn
 from pipeloom.parallel import Precision
-from pipeloom.passes import lower
-from pipeloom.plan.memory import MemoryModel, gpt_layers, memory_of_ranks
+from pipeloom.passes import lower, merge_backwards
+from pipeloom.plan.memory import MemoryModel, gpt_layers, in_stages, memory_of_ranks
+from pipeloom.split.chain_partition import even_parts
 
 PEAK_FLOPS = 989e12  # dense bf16, by the data sheets of H100 SXM and H200
 WIDE = Sizes(layers=4, width=4096, heads=32, length=2048, samples=8, microbatches=4, vocabulary=32768)
@@ -187,15 +189,20 @@ def fp8(machine: Machine) -> Iterator[Figure]:
 
 def memory(machine: Machine) -> Iterator[Figure]:
     """Predicted over measured peak of a training step with AdamW."""
-    sizes = Sizes(layers=12, width=1024, heads=16, length=1024, samples=4, microbatches=4, vocabulary=8192).on(machine)
+    usual = Sizes(layers=12, width=1024, heads=16, length=1024, samples=4, microbatches=4, vocabulary=8192)
+    few = replace(usual, layers=2, width=2048, length=256, samples=1, vocabulary=50304)  # most bytes are the model's
     small = Sizes(layers=1, width=64, heads=1, length=64, samples=1, microbatches=1, vocabulary=64)
     for dtype in (torch.bfloat16, torch.float32):  # allocates the workspaces of cuBLAS, which stay
         plain_loop(small.model(machine.device, dtype), *small.batch(machine.device), 1)()
-    for name, precision, recompute in (
-        ("1f1b", Precision("bf16"), "none"),
-        ("gpipe", Precision("bf16"), "full"),
-        ("gpipe", Precision(), "none"),
+    for name, precision, recompute, given in (
+        ("1f1b", Precision("bf16"), "none", usual),
+        ("gpipe", Precision("bf16"), "full", usual),
+        ("gpipe", Precision(), "none", usual),
+        ("1f1b", Precision("bf16"), "none", few),
+        ("gpipe", Precision(), "full", replace(usual, vocabulary=1024)),
+        ("v-half", Precision("bf16"), "full", replace(usual, layers=4)),  # two stages; I and W apart
     ):
+        sizes = given.on(machine)
         machine.free()
         cuda = machine.device.type == "cuda"
         before = torch.cuda.memory_allocated(machine.device) if cuda else 0
@@ -219,8 +226,9 @@ def memory(machine: Machine) -> Iterator[Figure]:
             measured = machine.peak_bytes() - before
             layers = gpt_layers(sizes.config, sizes.samples, 2 if precision.has_masters else 4)
             kinds = pl.ir.recompute.Recompute(recompute)
-            known = MemoryModel(stages=[layers], precision=precision, recompute=[kinds])
-            (forecast,) = memory_of_ranks(lower(schedule, data=pipe.program.data), known)
+            stages = in_stages(layers, even_parts(sizes.layers, schedule.num_stages))
+            known = MemoryModel(stages=stages, precision=precision, recompute=[kinds] * len(stages))
+            (forecast,) = memory_of_ranks(lower(merge_backwards(schedule), data=pipe.program.data), known)
         what = f"{sizes}, {name}, {precision.dtype}, recompute {recompute}"
         yield Figure("memory", f"{what}: predicted over {measured / 2**20:,.0f} MiB", single(forecast.peak / measured))
         del model, pipe, optimizer, step

@@ -26,6 +26,7 @@ from pipeloom.plan.memory import (
     read_memory,
     write_memory,
 )
+from pipeloom.plan.memory.backward_bytes import BackwardMoment
 from pipeloom.plan.memory.choose import stage_bytes
 from pipeloom.plan.memory.state_bytes import NumberBytes, state_elements, unit_bytes
 from pipeloom.sim import Costs, Network, simulate
@@ -131,7 +132,8 @@ def test_whole_parameters_go_where_least_is():
 
 
 def test_a_rank_alone_holds_parameters_gradients_states_and_its_activations():
-    """Three micro-batches of a stage of two layers, 160 parameters and 1000 bytes each."""
+    """Three micro-batches of a stage of two layers, 160 parameters and 1000 bytes each. The first backward starts with
+    all activations and no gradients; it makes those of a layer, 640 bytes, while 1000 bytes of activations go."""
     (held,) = memory_of_ranks(one_rank(None, 3), model(1, layers=2))
     assert held.kinds == dict.fromkeys(KINDS, 0.0) | {
         "parameters": 4 * 320,
@@ -139,7 +141,73 @@ def test_a_rank_alone_holds_parameters_gradients_states_and_its_activations():
         "optimizer": 8 * 320,
         "activations": 3 * 2000,
     }
-    assert held.peak == 16 * 320 + 3 * 2000  # all at once when the first backward begins
+    assert held.peak == 12 * 320 + 3 * 2000
+    (held,) = memory_of_ranks(one_rank(None, 3), model(1, layers=2, parameters=320))  # the second layer makes 1280
+    assert held.peak == 12 * 640 + 3 * 2000 - 2000 + 4 * 640
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "recompute", "layers", "measured"),
+    [
+        ("1f1b", "bf16", "none", 12, 4829.5),
+        ("gpipe", "bf16", "full", 12, 3865.8),
+        ("gpipe", "fp32", "none", 12, 15137.7),
+        ("gpipe", "fp32", "none", 4, 5771.5),
+    ],
+)
+def test_peaks_are_those_that_were_measured_on_an_h200(name, dtype, recompute, layers, measured):
+    """MiB by `torch.cuda.max_memory_allocated` in a training step, torch 2.11, without the workspaces of cuBLAS."""
+    config = GPTConfig(
+        vocabulary_size=8192, layers=layers, width=1024, heads=16, sequence_length=1024, tie_embeddings=False
+    )
+    schedule, precision = families.build(name, num_ranks=1, num_microbatches=4), Precision(dtype)
+    known = MemoryModel(
+        stages=[gpt_layers(config, 4, 2 if precision.has_masters else 4)],
+        precision=precision,
+        recompute=[Recompute(recompute)],
+    )
+    (held,) = memory_of_ranks(lower(schedule), known)
+    assert held.peak / 2**20 == pytest.approx(measured, rel=0.02)
+
+
+def with_moments(**more) -> LayerMemory:
+    """160 parameters and 1000 bytes; W needs 600 bytes, and a forward ends with 30 more than it keeps."""
+    return replace(layer("w", 160, 1000.0), forward_bytes=30.0, deferred_bytes=600.0, **more)
+
+
+def test_the_peak_inside_a_backward_is_at_one_of_its_moments():
+    """Of one layer, with 1920 bytes of parameters and states, and 640 of gradients."""
+    for moment, first, later in (
+        (BackwardMoment(50.0), 1000 + 50, 1000 + 50 + 640),
+        (BackwardMoment(-400.0, made=100), 1000, 1640),  # 400 bytes of gradients in place of 400 of activations
+        (BackwardMoment(-400.0, making=160), 1000 - 400 + 640, 1000 - 400 + 640 + 640),
+        (BackwardMoment(-400.0, summing=160), 1000, 1640),  # float32 sums of float32 gradients: nothing is converted
+    ):
+        of = MemoryModel(stages=[[with_moments(backward=[moment])]])
+        for microbatches, activations, expected in ((1, 1000, first), (2, 2000, max(1000 + first, later))):
+            (held,) = memory_of_ranks(one_rank(None, microbatches), of)
+            assert held.kinds["activations"] == activations
+            # at the end of a forward 30 bytes more, at the end of a backward all gradients
+            assert held.peak == 12 * 160 + max(expected, activations + 30, activations - 1000 + 640)
+    sixteen = MemoryModel(stages=[[with_moments(backward=[BackwardMoment(0.0, summing=160)])]], precision=BF16_SAME)
+    wide = replace(sixteen, precision=Precision("bf16"))
+    assert [memory_of_ranks(one_rank(None, 1), of)[0].kinds["temporary"] for of in (sixteen, wide)] == [30.0, 640.0]
+
+
+def test_recomputed_activations_wait_between_the_halves_of_a_backward():
+    """I of a recomputed block leaves 600 bytes for W in place of 100."""
+    schedule = families.build("zb-h2", num_ranks=2, num_microbatches=6)
+    assert schedule.split_backwards
+    kept = []
+    for recompute in (Recompute.NONE, Recompute.FULL):
+        of = MemoryModel(stages=[[with_moments()], [with_moments()]], recompute=[recompute] * 2)
+        kept.append([rank.kinds["activations"] for rank in memory_of_ranks(lower(schedule), of)])
+    for live, order, most in zip(kept[0], schedule.orders, kept[1], strict=True):
+        now = peak = 0
+        for action in order:
+            now += {"F": 100, "I": 500, "W": -600, "B": -100}[action.op]
+            peak = max(peak, now)
+        assert most == peak < live
 
 
 def test_bytes_follow_the_program_of_zero3():

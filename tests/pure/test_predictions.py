@@ -207,7 +207,7 @@ def test_no_rank_takes_less_memory_than_the_bound(schedule):
         program = costs.program(of)
         peaks, bounds = costs.peak_bytes(of, program), least_bytes(costs, of, program.placement)
         for least, peak in zip(bounds, peaks, strict=True):
-            assert 0.1 * peak < least <= peak
+            assert 0.05 * peak < least <= peak  # what recomputation saves, I leaves for W
 
 
 def test_a_model_on_a_named_cluster(capsys):

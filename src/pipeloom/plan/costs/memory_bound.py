@@ -3,7 +3,9 @@
     always         parameters, masters and optimizer states, as `pipeloom.plan.memory.state_bytes` has them
     activations    of the micro-batches in flight: p - d on rank d of 1f1b and of schedules that keep no fewer, all of
                    them where every forward comes first, the closed form of interleaved; of other schedules, one
-    gradients      of the stage with fewest parameters, or where gradients are sharded early, their shard
+    gradients      of the stage with fewest parameters, or where gradients are sharded early, their shard. The first
+                   backward makes them while its activations go: with 1f1b and more micro-batches than are in flight,
+                   they are there with all activations, else with all but one micro-batch's
 
 Alignment, buffers, gathered parameters and what is recomputed come on top: `CostModel.peak_bytes` has all of it.
 """
@@ -73,5 +75,8 @@ def least_bytes(costs: CostModel, of: Configuration, placement: Placement | None
         if of.slices > 1:  # with scores or masks, a slice keeps less than its part
             number = int(costs.software.fused_attention and not max(costs.model.dropout, costs.software.dropout))
         sums = gradient * min(parameters[stage] for stage in held)
-        found.append(each * sum(parameters[stage] for stage in held) + sums + number * least / of.slices)
+        least /= of.slices
+        steady = number < of.microbatches and in_flight is _one_forward_one_backward and of.offload is None
+        most = number * least + sums if steady else max(number * least, max(0, number - 1) * least + sums)
+        found.append(each * sum(parameters[stage] for stage in held) + most)
     return found

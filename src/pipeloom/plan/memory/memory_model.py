@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel import Precision
 from pipeloom.parallel.options import BUCKET_BYTES
+from pipeloom.plan.memory.backward_bytes import BackwardMoment
 from pipeloom.plan.memory.slice_bytes import SliceBytes
 
 
@@ -24,6 +25,9 @@ class LayerMemory:
         recompute_share: for each kind of recomputation, the share of the forward that is computed again.
         expert_parameters: the parameters that expert-parallel processes divide.
         slices: the bytes of a micro-batch that runs in slices; None: slices divide `kept_bytes`.
+        forward_bytes: bytes at the end of F of one micro-batch, beside what it keeps.
+        backward: moments of the backward of one micro-batch, in bytes beside what F kept.
+        deferred_bytes: bytes that W of one micro-batch needs behind I, where they are more than F kept.
     """
 
     name: str
@@ -34,6 +38,9 @@ class LayerMemory:
     recompute_share: Mapping[Recompute, float]
     expert_parameters: frozenset[str] = frozenset()
     slices: SliceBytes | None = None
+    forward_bytes: float = 0.0
+    backward: Sequence[BackwardMoment] = ()
+    deferred_bytes: float = 0.0
 
     def kept_in_slice(self, recompute: Recompute, index: int, count: int) -> float:
         """Bytes that F of slice `index` of `count` keeps, without keys and values."""
@@ -96,16 +103,6 @@ class MemoryModel:
     def kept_bytes(self, stage: int) -> float:
         """Bytes that F of one micro-batch keeps."""
         return sum(layer.kept_bytes[self.recompute_of(stage)] for layer in self.stages[stage])
-
-    def kept_in_slice(self, stage: int, index: int, count: int) -> float:
-        """Bytes that F of slice `index` of `count` keeps, without keys and values."""
-        return sum(layer.kept_in_slice(self.recompute_of(stage), index, count) for layer in self.stages[stage])
-
-    def recomputed_bytes(self, stage: int, index: int = 0, count: int = 1) -> float:
-        """Bytes of activations that a backward recomputes at once: those of the largest layer, of one slice."""
-        kinds = Recompute.NONE, self.recompute_of(stage)
-        every = ([layer.kept_in_slice(kind, index, count) for kind in kinds] for layer in self.stages[stage])
-        return max(none - kept for none, kept in every)
 
     def slice_bytes(self, stage: int, count: int) -> tuple[float, float]:
         """Bytes of keys and values of a micro-batch in `count` slices, and of their gradients."""

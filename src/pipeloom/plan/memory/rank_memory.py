@@ -8,9 +8,9 @@ microbatch, units are gathered one ahead and reduced one by one (`pipeloom.ir.un
 Not counted: messages in flight, the workspace of single operations, and torch's own memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Granularity, Op, Program
@@ -19,8 +19,10 @@ from pipeloom.ir.versions import weight_version_bytes
 from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
 from pipeloom.parallel.data.unit_layout import expert_axis
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
+from pipeloom.plan.memory.stage_moments import StageGradients, StageMoments, stage_moments
 from pipeloom.plan.memory.state_bytes import NumberBytes, UnitBytes, unit_bytes
 
+_COUNTED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.OFFLOAD, Op.RELOAD, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 _EXPERTS = "experts"  # the kind of a unit of parameters that expert-parallel processes divide
 KINDS = {
     "parameters": "as forwards read them, all the time",
@@ -32,6 +34,7 @@ KINDS = {
     "skips": "values that skip stages, in flight to the ranks that use them",
     "gathered": "full parameters of zero3 while they are used",
     "recomputed": "activations of one block while its backward recomputes them",
+    "temporary": "gradients of activations, and tensors that a layer makes and frees",
     "versions": "older weight versions of a stream",
     "buffers": "buffers of the model",
 }
@@ -79,10 +82,10 @@ def memory_of_rank(program: Program, model: MemoryModel, rank: int, *, replica: 
     walk = _Walk(program, model, rank, replica)
     most = walk.always()
     peak = total = sum(most.values())
-    for now in walk.moments():
+    for now, together in walk.moments():
         for kind, size in now.items():
             most[kind] = max(most[kind], size)
-        peak = max(peak, total + sum(now.values()))
+        peak = max(peak, total + together)
     return RankMemory(rank=rank, replica=replica, kinds=most, peak=peak)
 
 
@@ -146,7 +149,10 @@ class _Walk:
         self._units: dict[int, list[UnitBytes]] = {}  # by stage; units that several stages share, on the first of them
         self._replicas: dict[int, list[int]] = {}  # by stage, the number of replicas that share each unit
         self._layers: dict[int, tuple[tuple[int, ...], ...]] = {}  # by stage, the units that each layer reads
+        self._gradients: dict[int, StageGradients] = {}
         data = program.data
+        self._reduces = data is not None and data.degree > 1
+        self._fine_reductions = self._reduces and data is not None and data.granularity is Granularity.MICROBATCH
         for stage, units in units_of_rank(program, model, rank).items():
             layers, degree, made = model.stages[stage], data.degree if data else 1, {}
             loads = [0] * degree
@@ -167,8 +173,18 @@ class _Walk:
             kinds = [units[first][0].kind for first in sorted(made)]
             self._replicas[stage] = [degree // model.expert if kind == _EXPERTS else degree for kind in kinds]
             self._layers[stage] = units_by_layer([units[first] for first in sorted(made)], len(layers))
-        self._reduces = data is not None and data.degree > 1
-        self._fine_reductions = self._reduces and data is not None and data.granularity is Granularity.MICROBATCH
+            self._gradients[stage] = self._stage_gradients(stage, units.values())
+
+    def _stage_gradients(self, stage: int, units: Iterable[Sequence[ParameterUse]]) -> StageGradients:
+        layers = self._model.stages[stage]
+        made, shared = [0.0] * len(layers), [0.0] * len(layers)
+        for use in chain.from_iterable(units):
+            elements = use.num_bytes / self._formats.compute
+            first, last = min(use.layers), max(use.layers)
+            made[first] += self._formats.gradient * elements
+            for at in range(first, last):
+                shared[at] += self._formats.compute * elements * (2 if at == first else 1)
+        return StageGradients(made, shared, self._full_gradients(stage) if self._fine_reductions else None)
 
     def always(self) -> dict[str, float]:
         units = [unit for units in self._units.values() for unit in units]
@@ -246,13 +262,19 @@ class _Walk:
         sizes = self._model.skip_bytes
         return sum(sizes.get((skip.source, skip.target), 0.0) for skip in self._program.skips_from.get(stage, ()))
 
-    def moments(self) -> list[dict[str, float]]:
-        """The bytes that come and go, during every action."""
+    def _of_stages(self) -> dict[tuple[int, int], StageMoments]:
+        """By stage and slice."""
         slices = self._program.schedule.num_slices
-        every = product(self._held, range(slices))
-        kept = {(stage, index): self._model.kept_in_slice(stage, index, slices) for stage, index in every}
+        return {
+            (stage, index): stage_moments(self._model, stage, index, slices, self._gradients[stage])
+            for stage, index in product(self._held, range(slices))
+        }
+
+    def moments(self) -> Iterator[tuple[dict[str, float], float]]:
+        """The bytes that come and go: during every action by kind, and the peak of all kinds together."""
+        slices, split = self._program.schedule.num_slices, self._program.schedule.split_backwards
+        of_stages = self._of_stages()
         shared = {stage: self._model.slice_bytes(stage, slices) for stage in self._held}
-        split = self._program.schedule.split_backwards
         stream = self._program.schedule.microbatches_per_update is not None
         activations = skipping = of_slices = 0.0
         skip_bytes = {stage: self._skip_bytes(stage) for stage in self._held}
@@ -260,40 +282,50 @@ class _Walk:
         coming: dict[int, list[float]] = {}  # of stages whose first computation has not run
         full: dict[int, float] = {}  # gradients
         reduced: dict[int, float] = {}
+        of_stage = {stage: self._full_gradients(stage) for stage in self._held}
         backwards = dict.fromkeys(self._held, 0)  # since the last reduction
-        moments = []
         for stage, op, microbatch, piece in self._program.orders[self._rank]:
-            sending = again = 0.0
+            if op not in _COUNTED:
+                continue
             index = piece or 0
+            moments = of_stages[stage, index]
             if op in (Op.F, Op.RELOAD):
-                activations += kept[stage, index]
-            if op is Op.F and index == 0:
-                of_slices += shared[stage][0]
+                activations += moments.kept
             if op is Op.F:
+                of_slices += shared[stage][0] if index == 0 else 0.0
                 skipping += skip_bytes[stage]
             if op is Op.UNSHARD:
                 gathered[stage], *coming[stage] = self._gathered(stage)
             elif op in (Op.F, Op.B, Op.I) and stage in coming:
                 gathered[stage] = coming[stage][0]
-            if op in (Op.B, Op.W):
-                full[stage] = self._full_gradients(stage)
-                backwards[stage] += 1
-            if op in (Op.B, Op.I):
-                again = self._model.recomputed_bytes(stage, index, slices)
+            before = sum(full.values()) + sum(reduced.values())
+            sending = inside = again = temporary = 0.0
+            if op is Op.F:
+                inside, temporary = moments.forward, moments.temporary[0]
+            elif op in (Op.B, Op.I, Op.W):
+                again = 0.0 if op is Op.W else moments.recomputed
+                temporary = moments.temporary[2 if op is Op.W else 1]
+                inside = moments.inputs
+                if op is not Op.I:
+                    known = stage in full
+                    before -= full.get(stage, 0.0)
+                    inside = moments.during(op, first=not known)
+                    full[stage] = of_stage[stage]
+                    backwards[stage] += 1
             of_data = op is Op.REDUCE_GRAD and microbatch is not None and self._reduces and not stream
             if of_data:
-                sending = self._sending(stage, backwards[stage])
+                inside = sending = self._sending(stage, backwards[stage])
                 backwards[stage] = 0
-            moments.append(
-                {
-                    "activations": activations,
-                    "gradients": sum(full.values()) + sum(reduced.values()) + sending,
-                    "slices": of_slices,
-                    "skips": skipping,
-                    "gathered": sum(gathered.values()),
-                    "recomputed": again,
-                }
-            )
+            now = {
+                "activations": activations,
+                "gradients": sum(full.values()) + sum(reduced.values()) + sending,
+                "slices": of_slices,
+                "skips": skipping,
+                "gathered": sum(gathered.values()),
+                "recomputed": again,
+                "temporary": temporary,
+            }
+            yield now, activations + of_slices + skipping + now["gathered"] + before + inside
             if op in (Op.F, Op.B, Op.I) and stage in coming:
                 gathered[stage] = coming.pop(stage)[1]
             if op in (Op.B, Op.I):
@@ -301,11 +333,15 @@ class _Walk:
                 # Block after block, gradients of keys and values come while the activations of the slice go.
                 of_slices += shared[stage][1] if index == slices - 1 else 0.0
                 of_slices -= sum(shared[stage]) if index == 0 else 0.0
-            if op is Op.OFFLOAD or op is Op.W or (op is Op.B and (stage, microbatch, piece) not in split):
-                activations -= kept[stage, index]
+            is_split = (stage, microbatch, piece) in split
+            if op is Op.I:
+                activations += moments.waiting - moments.kept
+            elif op is Op.W:
+                activations -= moments.waiting
+            elif op is Op.OFFLOAD or (op is Op.B and not is_split):
+                activations -= moments.kept
             elif op is Op.RESHARD:
                 gathered.pop(stage, None)
             elif of_data:
                 full.pop(stage, None)
                 reduced[stage] = sum(unit.reduced for unit in self._units[stage])
-        return moments

@@ -34,7 +34,8 @@ The parts of a vocabulary of V' ids keep 4 T V' + 14 T + 8 in the head, and T mo
 the bytes of a layer of experts.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.costs.software import PIPELOOM, Software
+from pipeloom.plan.memory.backward_bytes import BackwardMoment, BlockSizes, block_moments, head_moments
 from pipeloom.plan.memory.expert_bytes import expert_bytes
 from pipeloom.plan.memory.memory_model import LayerMemory
 from pipeloom.plan.memory.slice_bytes import SliceBytes, block_slices
@@ -77,27 +79,30 @@ def transformer_layers(
     """
     inside = inside or InsideStage()
     kept = _Kept(model, samples, number_bytes, inside, imbalance, software)
-    shapes = _Shapes(model, inside)
+    shapes, stream = _Shapes(model, inside), kept.stream
     sizes: dict[str, Any] = {"samples": samples, "number_bytes": number_bytes, "inside": inside}
     rotary = 6 * model.sequence_length * model.head_width if model.positions == "rotary" else 0
     head = {"embedding.weight" if model.tie_embeddings else "head.weight": shapes.table}
 
-    def layer(name: str, parameters: Mapping[str, tuple[int, ...]], size: float) -> LayerMemory:
+    def layer(
+        name: str, parameters: Mapping[str, tuple[int, ...]], size: float, backward: Sequence[BackwardMoment]
+    ) -> LayerMemory:
         kinds, none = dict.fromkeys(Recompute, size), dict.fromkeys(Recompute, 0.0)
-        return LayerMemory(name=name, parameters=parameters, kept_bytes=kinds, recompute_share=none)
+        return LayerMemory(name=name, parameters=parameters, kept_bytes=kinds, recompute_share=none, backward=backward)
 
-    kinds = {
-        experts: _Block(
-            shapes.block(experts=experts),
+    kinds = {}
+    for experts in {model.has_experts(index) for index in range(model.layers)}:
+        parameters = shapes.block(experts=experts)
+        kinds[experts] = _Block(
+            parameters,
             {kind: kept.block(kind, experts=experts) for kind in Recompute},
             recompute_shares(model, experts=experts),
+            kept.block_backward(parameters, experts=experts),
         )
-        for experts in {model.has_experts(index) for index in range(model.layers)}
-    }
 
     def block(index: int) -> LayerMemory:
         experts = model.has_experts(index)
-        parameters, kept_bytes, share = kinds[experts]
+        parameters, kept_bytes, share, backward = kinds[experts]
         biases = model.experts.buffers if experts and model.experts is not None else 0
         return LayerMemory(
             name=f"blocks.{index}",
@@ -108,14 +113,25 @@ def transformer_layers(
             recompute_share=share,
             expert_parameters=frozenset(f"blocks.{index}.{name}" for name in parameters if name in EXPERT_PARAMETERS),
             slices=block_slices(model, kept_bytes, **sizes, software=software) if inside.context == 1 else None,
+            forward_bytes=3 * stream,
+            backward=backward,
+            deferred_bytes=kept_bytes[Recompute.NONE],
         )
 
-    embedding = layer("embedding", {"embedding.weight": shapes.table} | shapes.positions, kept.embedding())
+    table = math.prod(shapes.table)
+    backward = [BackwardMoment(stream, making=table, summing=table)]
+    embedding = layer("embedding", {"embedding.weight": shapes.table} | shapes.positions, kept.embedding(), backward)
+    last = layer("head", head, kept.head(), kept.head_backward(table))
     return [
         replace(embedding, slices=kept.embedding_slices()),
         *map(block, range(model.layers)),
-        layer("norm", {f"norm.{name}": shape for name, shape in shapes.norm.items()}, kept.norm()),
-        layer("head", head, kept.head()),
+        layer(
+            "norm",
+            {f"norm.{name}": shape for name, shape in shapes.norm.items()},
+            kept.norm(),
+            [BackwardMoment(2 * stream)],
+        ),
+        replace(last, forward_bytes=kept.logits * (4 + (number_bytes if number_bytes < 4 else 0))),
     ]
 
 
@@ -125,6 +141,7 @@ class _Block(NamedTuple):
     parameters: dict[str, tuple[int, ...]]
     kept_bytes: dict[Recompute, float]
     recompute_share: dict[Recompute, float]
+    backward: Sequence[BackwardMoment]
 
 
 def recompute_shares(model: Architecture, *, experts: bool) -> dict[Recompute, float]:
@@ -212,7 +229,7 @@ class _Kept:
     def _mask(self) -> float:
         """Bytes of a mask of the residual stream."""
         unfused = not self.software.fused_attention
-        return (self._whole / self.number_bytes if unfused else self._whole) * self._dropout
+        return (self.stream / self.number_bytes if unfused else self.stream) * self._dropout
 
     @property
     def _tokens(self) -> float:
@@ -225,7 +242,7 @@ class _Kept:
         return self._tokens / (self.inside.tensor if self.inside.sequence else 1)
 
     @property
-    def _whole(self) -> float:
+    def stream(self) -> float:
         """Of a tensor of the residual stream."""
         parts = 1 if self.inside.grid is None else self.inside.grid.side
         return self.number_bytes * self._stream_tokens * self.model.width / parts
@@ -246,30 +263,37 @@ class _Kept:
 
     def embedding_slices(self) -> SliceBytes:
         """Of the embedding, where a micro-batch runs in slices: a mask of dropout has bytes, not numbers."""
-        own = self.embedding() - self._mask + self._whole / self.number_bytes * self._dropout
+        own = self.embedding() - self._mask + self.stream / self.number_bytes * self._dropout
         return SliceBytes(0.0, 0.0, dict.fromkeys(Recompute, own), dict.fromkeys(Recompute, 0.0))
+
+    def _mlp(self, *, experts: bool) -> float:
+        """Of the MLP, without its input; of experts with it."""
+        model, inside = self.model, self.inside
+        if not experts or model.experts is None:
+            width = (4 if model.gated else 2) * model.mlp_width // inside.head_parts
+            return width * self.number_bytes * self._tokens
+        return expert_bytes(
+            model.experts,
+            model.width,
+            samples=self.samples,
+            tokens=self._tokens,
+            e=self.number_bytes,
+            inside=inside,
+            imbalance=self.imbalance,
+        )
 
     def block(self, recompute: Recompute, *, experts: bool) -> float:
         if recompute is Recompute.FULL:
-            return self._whole
+            return self.stream
         model, inside, tokens = self.model, self.inside, self._tokens
         dropout = self._dropout
         heads = model.heads // inside.head_parts
         part = self.number_bytes * tokens * model.head_width  # of one head
         queries, keys_values = heads * part, 2 * inside.key_heads(model.key_heads) * part
-        mlp = (4 if model.gated else 2) * model.mlp_width // inside.head_parts * self.number_bytes * tokens
-        stream = 4 * self._whole + 2 * self._mask + 2 * self._norm_numbers
+        mlp = self._mlp(experts=experts)
+        stream = 4 * self.stream + 2 * self._mask + 2 * self._norm_numbers
         if experts and model.experts is not None:
-            mlp = expert_bytes(
-                model.experts,
-                model.width,
-                samples=self.samples,
-                tokens=tokens,
-                e=self.number_bytes,
-                inside=inside,
-                imbalance=self.imbalance,
-            )
-            stream -= 0.0 if self._keeps_shared_input else self._whole
+            stream -= 0.0 if self._keeps_shared_input else self.stream
         selective = stream + 2 * queries + keys_values + mlp
         if inside.context > 1 and inside.context_kind == "ulysses":
             keys = max(inside.key_heads(model.key_heads), inside.context)
@@ -288,6 +312,46 @@ class _Kept:
             selective += queries  # attention returns groups of heads, whose order the next layer changes in a copy
         return selective + 4 * tokens * heads
 
+    def block_backward(self, parameters: Mapping[str, tuple[int, ...]], *, experts: bool) -> Sequence[BackwardMoment]:
+        model, inside, tokens = self.model, self.inside, self._tokens
+        e, rows, gated, width = self.number_bytes, 0.0, model.gated, model.mlp_width
+        if experts and model.experts is not None:
+            gated, width = model.experts.gated, model.experts.expert_width
+            rows = model.experts.assignments(round(self.samples), round(tokens))
+            if inside.expert > 1:
+                rows *= self.imbalance
+        inner = e * (rows or tokens) * width / inside.head_parts
+        queries = e * tokens * model.attention_width / inside.head_parts
+        keys_values = 2 * e * tokens * inside.key_heads(model.key_heads) * model.head_width
+        sizes = BlockSizes(
+            gradient=self.stream,
+            inner=inner,
+            mlp=(1 if experts else 2) * self.stream + self._mlp(experts=experts),
+            queries=queries,
+            keys_values=keys_values,
+            widened=4 * queries / e if e < 4 else 0.0,
+            scores=self._score_gradients,
+            kept=self.block(Recompute.NONE, experts=experts),
+        )
+        elements = {name: math.prod(shape) for name, shape in parameters.items()}
+        up = [f"experts.{part}" if experts else f"mlp_{part}.weight" for part in ("up", "gate", "gate_up")]
+        return block_moments(
+            sizes,
+            gated=gated,
+            down=elements["experts.down" if experts else "mlp_down.weight"],
+            up=sum(elements.get(name, 0) for name in up),
+            attention_out=elements["attention_out.weight"],
+            qkv=elements["qkv.weight"],
+        )
+
+    @property
+    def _score_gradients(self) -> float:
+        """Bytes of the gradient of attention's scores, where they exist."""
+        scores = self._tokens * self.model.sequence_length * self.model.heads / self.inside.head_parts
+        if not self.software.fused_attention or self.inside.context_kind == "ring-self-attention":
+            return self.number_bytes * scores
+        return 4 * scores if self._dropout else 0.0
+
     @property
     def _keeps_shared_input(self) -> bool:
         """Whether shared experts keep their input beside the router's."""
@@ -295,10 +359,16 @@ class _Kept:
         return experts is not None and experts.shared > 0 and (self.number_bytes < 4 or self.inside.sequence)
 
     def norm(self) -> float:
-        return self._whole + self._norm_numbers
+        return self.stream + self._norm_numbers
+
+    @property
+    def logits(self) -> float:
+        """Number of logits of this process."""
+        return self._tokens * -(-self.model.vocabulary_size // self.inside.head_parts)
 
     def head(self) -> float:
-        logits = self._tokens * -(-self.model.vocabulary_size // self.inside.head_parts)
-        if self.inside.tensor > 1:
-            return self._whole + 4 * logits + 14 * self._tokens + 8
-        return self._whole + 4 * logits + 8 * self._tokens + 4
+        more = 14 * self._tokens + 8 if self.inside.tensor > 1 else 8 * self._tokens + 4
+        return self.stream + 4 * self.logits + more
+
+    def head_backward(self, elements: int) -> Sequence[BackwardMoment]:
+        return head_moments(self.logits, self.number_bytes, self.stream, elements, shared=self.inside.tensor > 1)

@@ -16,7 +16,7 @@ class Moment(NamedTuple):
 
     Attributes:
         live: activations per stage; with slices, those of a slice count.
-        summing: other stages with gradients that later backwards add to.
+        summing: stages with gradients that later backwards add to.
         stage: what computes.
         op: B, I or W.
     """
@@ -48,7 +48,7 @@ def _of_rank(order: Sequence[tuple[int, Op, int | None, int | None]], schedule: 
             continue
         if count >= most:
             found = found[:1] if count == most else []
-            found.append(Moment(live.copy(), frozenset(summing - {stage}), stage, op))
+            found.append(Moment(live.copy(), frozenset(summing), stage, op))
             most = count
         if op is not Op.I:
             (summing.discard if ends[stage] == at else summing.add)(stage)

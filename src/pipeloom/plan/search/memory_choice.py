@@ -61,16 +61,12 @@ class MemoryChoices:
         }
         block, counts = replace(of, pipeline=costs.num_blocks, chunks=1, blocks=None), of.blocks_of(costs.num_blocks)
         every = costs.kept_bytes(replace(block, recompute=Recompute.NONE))
-        # While a backward recomputes a block, its activations are there too. Slices share keys and values.
-        self._again = {
-            kind: [
-                max(stage, default=0.0) if of.slices == 1 else 0.0
-                for stage in consecutive(
-                    list(map(sub, every, costs.kept_bytes(replace(block, recompute=kind)))), counts
-                )
-            ]
-            for kind in self._kinds
-        }
+        # While a backward recomputes its first block, the block's activations are there too; on the last stage those of
+        # the head are gone by then. Slices share keys and values.
+        self._again = {}
+        for kind in self._kinds:
+            stages = consecutive(list(map(sub, every, costs.kept_bytes(replace(block, recompute=kind)))), counts)
+            self._again[kind] = [stage[-1] if stage and of.slices == 1 else 0.0 for stage in stages[:-1]] + [0.0]
 
     @cached_property
     def _seconds(self) -> dict[Recompute, list[float]]:
@@ -196,9 +192,9 @@ def fixed_bytes(costs: StepCosts, of: Configuration, shape: Shape, moments: Mome
 
         found.append([])
         for moment in rank:
-            full = sum(sizes[stage] for stage in moment.summing) / shares
-            if moment.op is not Op.I:
-                full += used(moment)
+            full = sum(sizes[stage] for stage in moment.summing - {moment.stage}) / shares
+            if moment.stage in moment.summing:  # else its gradients come while its activations go
+                full += used(moment) if moment.op is not Op.I else sizes[moment.stage] / shares
             gathered = used(moment) if moment.op is not Op.W else 0.0
             if coarse:
                 gathered = sum(sizes[stage] for stage in {*moment.live, *moment.summing, moment.stage})

@@ -19,6 +19,7 @@ from pipeloom.plan.memory import memory_of_ranks
 from pipeloom.sim import Timeline
 
 _MOST_ACTIONS = 6_000  # forwards and backwards of all ranks of a step that is simulated as a whole
+_LEAST_GROWTH = 1e-5  # of a peak; less is that of another backward of the steady state
 _WARM_UP = 3  # times the ranks: micro-batches of a short step
 
 
@@ -108,7 +109,11 @@ class Step:
         found = self._peaks(self._short, self._program)
         if self._times:
             less = self._peaks(self._shorter, self._shorter_program)
-            found = [peak + self._times * max(0.0, peak - other) for peak, other in zip(found, less, strict=True)]
+            growth = [peak - other for peak, other in zip(found, less, strict=True)]
+            found = [
+                peak + self._times * (more if more > _LEAST_GROWTH * peak else 0.0)
+                for peak, more in zip(found, growth, strict=True)
+            ]
         return tuple(found)
 
     def _peaks(self, of: Configuration, program: Program) -> list[float]:

@@ -188,10 +188,11 @@ class Space:
         for strategy, granularity in ways_of(of, self.request):
             each = replace(of, strategy=strategy, granularity=granularity)
             states = least_state_bytes(each, share)
-            room = of.pipeline * (self.request.memory_bytes - states)
-            if room <= 0:
+            if states >= self.request.memory_bytes:
                 self.refusals.too_large(states)
                 continue
+            # Gradients are not there yet while the first activations are.
+            room = of.pipeline * (self.request.memory_bytes - share * state_bytes_per_parameter(each))
             work = self._turns(of.devices) * mixed_seconds(self._points(each, room))
             if work == inf:
                 self.refusals.too_large(states)

@@ -6,7 +6,7 @@ from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Granularity, Program, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.options import CPU, DataParallel, OffloadActivations, OffloadTarget, axis_of
-from pipeloom.passes import lower
+from pipeloom.passes import lower, merge_backwards
 from pipeloom.plan.memory import (
     KINDS,
     Choice,
@@ -50,7 +50,9 @@ def data_axis(config: TrainConfig) -> DataAxis | None:
 def planned_program(config: TrainConfig, schedule: Schedule, *, device: str = "cuda") -> Program:
     """The program of every replica, with the offload of activations from `device`."""
     tied = config.model.tie_embeddings and schedule.num_stages > 1
-    program = lower(schedule, tied_stages=((0, schedule.num_stages - 1),) if tied else (), data=data_axis(config))
+    program = lower(
+        merge_backwards(schedule), tied_stages=((0, schedule.num_stages - 1),) if tied else (), data=data_axis(config)
+    )
     offload = activation_offload(config) if offloads(config, device) else None
     return program if offload is None else offload.insert(program)
 

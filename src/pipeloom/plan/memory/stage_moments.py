@@ -1,0 +1,115 @@
+"""The bytes of a stage inside its forwards and backwards: layer after layer activations go and gradients come.
+
+A backward starts with all activations of its micro-batch and, if it is the first one, without gradients. It ends with
+all gradients and without these activations. In between, at each layer,
+
+    + gradients of the layers behind it, in the first backward; else of the whole stage
+    - activations of the layers behind it
+    + activations that are recomputed
+    + what the layer's backward holds beside them (`pipeloom.plan.memory.backward_bytes`)
+
+I computes no gradient of a weight, and leaves for W what W needs.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeloom.ir import Op
+from pipeloom.ir.recompute import Recompute
+from pipeloom.plan.memory.memory_model import MemoryModel
+from pipeloom.plan.memory.state_bytes import NumberBytes
+
+_GROUP_ELEMENTS = 2**25  # of gradients that W computes before it adds them (`pipeloom.autograd.split_backward`)
+
+
+class StageMoments(NamedTuple):
+    """Bytes of a stage in one slice of one micro-batch. Peaks are beside all activations at the start.
+
+    Attributes:
+        kept: by F.
+        waiting: from I to W.
+        recomputed: at once.
+        temporary: beside activations and gradients: of a forward, a backward, or I and W.
+        forward: peak of F, with the activations that it keeps.
+        first, later: peak of B, with the stage's gradients; the first B makes them.
+        inputs: peak of I, without gradients.
+        first_weights, later_weights: peak of W, with gradients.
+    """
+
+    kept: float
+    waiting: float
+    recomputed: float
+    temporary: tuple[float, float, float]
+    forward: float
+    first: float
+    later: float
+    inputs: float
+    first_weights: float
+    later_weights: float
+
+    def during(self, op: Op, *, first: bool) -> float:
+        """Peak of B or W, with gradients of the stage, of which there are none before the `first` one."""
+        if op is Op.W:
+            return self.first_weights if first else self.later_weights
+        return self.first if first else self.later
+
+
+class StageGradients(NamedTuple):
+    """Bytes of the gradients of a stage.
+
+    Attributes:
+        made: by layer, of the gradients that its backward completes.
+        shared: by layer, of gradients of parameters that other layers read too: what these layers have computed waits,
+            and the sum is made beside its terms.
+        fixed: of all gradients during the whole backward, where they are reduced in it; None: see `made`.
+    """
+
+    made: Sequence[float]
+    shared: Sequence[float]
+    fixed: float | None
+
+
+def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradients: StageGradients) -> StageMoments:
+    """Of slice `index` of `count` of a stage."""
+    formats = NumberBytes.of(model.precision)
+    single, another = formats.compute, formats.gradient if formats.gradient != formats.compute else 0
+    recompute, layers = model.recompute_of(stage), model.stages[stage]
+    recomputes = recompute is not Recompute.NONE
+    of_layers = list(zip(layers, gradients.made, gradients.shared, strict=True))
+    gone = made = waiting = again_most = 0.0
+    first = later = inputs = forward = of_forward = temporary = 0.0
+    for layer, gradient, shared in reversed(of_layers):
+        kept = layer.kept_in_slice(recompute, index, count)
+        again = layer.kept_in_slice(Recompute.NONE, index, count) - kept if recomputes else 0.0
+        here = again - gone
+        temporary = max(temporary, shared)
+        inputs = max(inputs, here + waiting)
+        first, later = max(first, here + shared + made), max(later, here + shared)
+        for size, done, making, summing in layer.backward:
+            beside = size / count
+            inputs = max(inputs, here + waiting + beside)
+            beside += shared + single * making + another * summing
+            temporary = max(temporary, beside)
+            first = max(first, here + made + beside + formats.gradient * done)
+            later = max(later, here + beside)
+        of_forward = max(of_forward, layer.forward_bytes / count)
+        forward = max(forward, layer.forward_bytes / count - gone)
+        again_most = max(again_most, again)
+        gone += kept
+        made += gradient
+        waiting += max(kept, layer.deferred_bytes / count)
+    fixed = gradients.fixed is not None
+    full = made if gradients.fixed is None else gradients.fixed
+    group = single * min(full / formats.gradient, _GROUP_ELEMENTS)
+    return StageMoments(
+        kept=gone,
+        waiting=waiting,
+        recomputed=again_most,
+        temporary=(of_forward, temporary, group),
+        forward=forward,
+        first=later + full if fixed else max(first, made - gone),
+        later=later + full,
+        inputs=inputs,
+        first_weights=full + group if fixed else max(group, made - waiting),
+        later_weights=full + group,
+    )

@@ -1,0 +1,77 @@
+"""The predicted peak of a step against the bytes that torch allocates in it, one allocation after another."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import pipeloom as pl
+from pipeloom.ir.recompute import Recompute
+from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
+from pipeloom.passes import lower, merge_backwards
+from pipeloom.plan.memory import MemoryModel, gpt_layers, in_stages, memory_of_ranks
+from pipeloom.plan.memory.rank_memory import update_memory
+from pipeloom.split.chain_partition import partition
+
+
+def peak_of(step: Any) -> int:
+    """Bytes allocated in a step at most, beside those that are there before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    found: list[tuple[int, int]] = []
+    events = list(profiled.profiler.kineto_results.experimental_event_tree())
+    for event in events:  # grows while it is walked along
+        fields = event.extra_fields
+        if hasattr(fields, "alloc_size"):
+            found.append((event.start_time_ns, fields.alloc_size))
+        events += event.children
+    now = peak = 0
+    for _, size in sorted(found):
+        now += size
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "recompute", "sizes"),
+    [
+        ("gpipe", 1, "none", {}),  # the first backward alone
+        ("1f1b", 2, "none", {"vocabulary_size": 2048}),  # start of the second backward: gradients of logits
+        ("1f1b", 2, "none", {"sequence_length": 16}),  # large parameters: end of the second backward
+        ("gpipe", 1, "none", {"sequence_length": 16, "width": 256}),  # first gradients
+        ("gpipe", 3, "full", {}),  # a block's recomputation
+        ("gpipe", 2, "selective", {"kv_heads": 2}),
+        ("1f1b", 2, "full", {"positions": "learned"}),
+        ("1f1b", 2, "none", {"vocabulary_size": 4096, "sequence_length": 16, "tie_embeddings": True}),
+        ("1f1b", 2, "full", {"dropout": 0.1, "sequence_length": 256, "width": 64}),
+        ("gpipe", 2, "full", {"experts": 4}),
+        ("bfs", 2, "none", {}),
+        ("zb-v", 3, "full", {}),  # in one process an I and its W are one backward
+    ],
+)
+def test_a_step_peaks_where_the_forecast_says(
+    name: str, microbatches: int, recompute: str, sizes: dict[str, Any]
+) -> None:
+    usual = {"vocabulary_size": 64, "layers": 2, "width": 128, "heads": 4, "sequence_length": 64}
+    config = GPTConfig(**{**usual, "tie_embeddings": False, **sizes})
+    model = GPT(config)
+    init_parameters(model, seed=0)
+    schedule = pl.schedules.build(name, num_ranks=1, num_microbatches=microbatches)
+    inputs, targets = torch.randint(0, config.vocabulary_size, (2, 2 * microbatches, config.sequence_length))
+    with pl.Pipeline(model, schedule, loss_fn=loss_fn, recompute=recompute, transport="loopback") as pipe:
+        pipe.step(inputs, targets)  # the first step looks at more
+        model.zero_grad()
+        gc.collect()
+        measured = peak_of(lambda: pipe.step(inputs, targets))
+    stages = in_stages(gpt_layers(config, 2, 4), partition([1] * config.layers, schedule.num_stages))
+    known = MemoryModel(stages=stages, recompute=[Recompute(recompute)] * schedule.num_stages)
+    program = lower(merge_backwards(schedule))
+    (held,) = memory_of_ranks(program, known)
+    always, _ = update_memory(program, known, 0)
+    states = sum(always.values()) - always["gradients"]
+    print(f"{held.peak:.0f} bytes predicted, {measured + states:.0f} measured")
+    assert held.peak == pytest.approx(measured + states, rel=0.01)
