@@ -20,9 +20,8 @@ def device_of(stages: Stages) -> torch.device:
     if weights is not None:
         return weights.device
     devices = dict.fromkeys(p.device for module in stages.modules for p in module.parameters())
-    # Stages of other processes may still be on the CPU.
-    moved = (device for device in devices if device.type not in ("cpu", "meta"))
-    return next(moved, next(iter(devices), torch.device("cpu")))
+    # Stages of other processes may still be on the CPU, or on the meta device.
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def load_stages(stages: Stages, own: Iterable[int]) -> None:
