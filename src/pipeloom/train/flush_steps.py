@@ -15,10 +15,13 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
 from pipeloom.train.output.expert_metrics import declared_metrics
+from pipeloom.train.output.line_limit import LineLimit
+from pipeloom.train.output.recent_band import RecentBand
 from pipeloom.train.output.step_metrics import (
     Collectives,
     Records,
     Waits,
+    computing_seconds,
     cost_metrics,
     cost_numbers,
     gathered_collectives,
@@ -26,6 +29,7 @@ from pipeloom.train.output.step_metrics import (
     gathered_waits,
     read_cost,
 )
+from pipeloom.train.output.stragglers import StragglerWatch
 from pipeloom.train.run_parts import Batches, Live, RunParts
 from pipeloom.training import BarrierStep, OptimizerStep, Pipeline, PostValidatedStep, Update
 from pipeloom.training.observations import Entry, observed_in
@@ -52,6 +56,7 @@ class FlushSteps:
                 max_norm=max_norm,
                 sum_over_processes=parts.group.sum,
                 scaler=parts.scaler,
+                accept=self._accept,
             )
         else:
             self._stepper = PostValidatedStep(parts.pipeline, parts.optimizer, max_norm=max_norm)
@@ -61,6 +66,12 @@ class FlushSteps:
         self._waits: Waits = {}  # inside its computations
         self._collectives: Collectives = []  # inside them too
         self._declared: list[Entry] | None = None  # what the layers of all processes declare in a step
+        self._band, self._spike = RecentBand(), ""
+        self._spike_lines, self._straggler_lines = LineLimit(), LineLimit()
+        # Numbers of processes, or of the ranks of a process that has all of them.
+        self._slots = max(parts.group.size, parts.pipeline.schedule.num_ranks)
+        self._stragglers = StragglerWatch(parts.pipeline.schedule.num_ranks)
+        self._data_seconds = 0.0
         self._steps_here = 0
         self.done = 0
 
@@ -96,7 +107,9 @@ class FlushSteps:
         rate = learning_rate(step - 1, config.steps, config.optimizer)
         set_learning_rates(optimizer, learning_rates(optimizer, step - 1, config.steps, config.optimizer))
         scale = self._scaler.scale if self._scaler else 1.0
+        asked = time.perf_counter()
         inputs, targets, num_tokens = next(batches)
+        self._data_seconds = time.perf_counter() - asked
         # One sum over processes per step: gradient norms for clipping, and the costs of the step.
         with self._probe.step(self._steps_here):
             updates = self._stepper.step(inputs, targets, lambda: self._cost_numbers(step))
@@ -114,14 +127,48 @@ class FlushSteps:
             self._declared = pipeline.observed.entries()
         declared = pipeline.observed.vector(self._declared)
         asked = torch.tensor([self._parts.group.preemption.asked], dtype=torch.float64)
-        return torch.cat([declared, cost, _offload_numbers(self._parts.pipeline, self._parts.optimizer), asked])
+        offload = _offload_numbers(self._parts.pipeline, self._parts.optimizer)
+        return torch.cat([declared, cost, offload, self._own_seconds(), asked])
+
+    def _own_seconds(self) -> Tensor:
+        """Seconds of forwards, of backwards and of waiting for samples, in this process's slot; shape [3 * slots]."""
+        pipeline, place = self._parts.pipeline, self._parts.group.place
+        data = torch.zeros(1, self._slots, dtype=torch.float64)
+        data[0, place] = self._data_seconds
+        computing = computing_seconds(pipeline, self._records, self._slots, place)
+        return torch.cat([computing, data]).flatten()
+
+    def _accept(self, loss: float, norm: float) -> bool:
+        """Whether the update of a step is made; every process decides by the same numbers."""
+        self._spike = self._band.observe(loss, norm) or ""
+        return not self._spike or self._parts.config.on_spike == "warn"
+
+    def _warnings(self, step: int, update: Update, seconds: Tensor, step_seconds: float) -> dict[str, Any]:
+        """Keys of a row of metrics about a spike and about slow ranks; "warnings" are the lines to show."""
+        found: dict[str, Any] = {}
+        if update.applied and not self._parts.config.optimizer.barrier:  # the stepper has not asked
+            self._accept(float(update.loss), float(update.grad_norm))
+        if self._spike:
+            found["spike"] = self._spike
+            text = f"step {step}  {self._spike}{'; update left out' if update.left_out else ''}"
+            self._spike_lines.add("spike", text)
+            self._spike = ""
+        forwards, backwards, data = seconds.view(3, self._slots).tolist()
+        for key, text in self._stragglers.observe((forwards, backwards), data, step_seconds).items():
+            self._straggler_lines.add(key, f"step {step}  {text}")
+        if stragglers := self._stragglers.factors():
+            found["stragglers"] = stragglers
+        due = (each.line(time.monotonic()) for each in (self._spike_lines, self._straggler_lines))
+        lines = [line for line in due if line is not None]
+        return found | ({"warnings": lines} if lines else {})
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """The metrics of the first step that is not final yet."""
         step, rate, scale, num_tokens, seconds = self._begun.popleft()
         parts, loss, norm = self._parts, float(update.loss), float(update.grad_norm)
         declared = self._declared or []
-        own, numbers = update.numbers[:-1].tensor_split([1 + sum(entry.length for entry in declared)])
+        summed, own_seconds = update.numbers[:-1].tensor_split([-3 * self._slots])
+        own, numbers = summed.tensor_split([1 + sum(entry.length for entry in declared)])
         if update.numbers[-1] and not parts.group.preemption.agreed:
             parts.group.preemption.agree()
         cost = read_cost(numbers[:-_NUM_OFFLOAD_NUMBERS], parts.pipeline.schedule, parts.group.size)
@@ -141,8 +188,9 @@ class FlushSteps:
         }
         observed = observed_in(declared, own)
         row |= declared_metrics(observed.losses, observed.quantities)
+        row |= self._warnings(step, update, own_seconds, seconds)
         parts.journal.write(row)
-        if not update.applied and not (update.skipped and scale >= _LEAST_LOSS_SCALE):
+        if not (update.applied or update.left_out) and not (update.skipped and scale >= _LEAST_LOSS_SCALE):
             raise RunError(
                 f"step {step} has loss {loss} and gradient norm {norm}: training cannot continue. Lower "
                 "optimizer.learning_rate, or resume from an earlier checkpoint with another seed."

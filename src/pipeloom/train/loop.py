@@ -137,6 +137,8 @@ def _steps(
             continue
         for row in trainer.steps(first, last, shown):
             shown.step(row)
+            for line in row.get("warnings", ()):
+                shown.say(line)
             if planner is not None and (line := planner.observe(row)) is not None:
                 shown.say(line)
         preemption = trainer.group.preemption

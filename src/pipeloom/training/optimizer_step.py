@@ -24,6 +24,7 @@ from pipeloom.training.pipeline import Pipeline
 from pipeloom.transport.values import Value
 
 Numbers = Callable[[], Tensor]
+Accept = Callable[[float, float], bool]
 
 # Optimizers of torch whose update of an element depends on other elements.
 _NEED_FULL_PARAMETERS = ("Adafactor", "LBFGS", "Muon")
@@ -39,6 +40,7 @@ class Update:
         applied: False where the loss or the norm is not finite; the weights then stay as they were.
         numbers: the sum over processes of the numbers given to `OptimizerStep.step`; float64.
         skipped: whether only the loss scale was too large for float16; the next step has a smaller scale.
+        left_out: whether `BarrierStep`'s `accept` rejected the update; weights and optimizer states stay as they were.
     """
 
     loss: Tensor
@@ -46,6 +48,7 @@ class Update:
     applied: bool
     numbers: Tensor
     skipped: bool = False
+    left_out: bool = False
 
 
 def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
@@ -118,6 +121,8 @@ class BarrierStep(OptimizerStep):
     Args:
         sum_over_processes: adds a float64 tensor on the CPU over all processes; by default over the pipeline's group.
         scaler: of the loss, for float16.
+        accept: called with finite loss and gradient norm, equal on all ranks; False leaves the update out, and the
+            loss scale as it is.
     """
 
     def __init__(
@@ -128,9 +133,10 @@ class BarrierStep(OptimizerStep):
         max_norm: float = math.inf,
         sum_over_processes: Callable[[Tensor], Tensor] | None = None,
         scaler: LossScaler | None = None,
+        accept: Accept | None = None,
     ) -> None:
         super().__init__(pipeline, optimizer, max_norm=max_norm)
-        self._scaler = scaler
+        self._scaler, self._accept = scaler, accept
         self._sum = sum_over_processes or pipeline.executor.connection.sum_over_processes
 
     def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
@@ -141,14 +147,16 @@ class BarrierStep(OptimizerStep):
         own = numbers() if numbers is not None else torch.empty(0)
         summed = self._sum(torch.cat([norms.flatten(), own.double()]))
         norm = clip_by_norms(self._pipeline, summed[: norms.numel()].view_as(norms), self._max_norm)
-        applied = bool(loss.isfinite()) and bool(norm.isfinite())
+        finite = bool(loss.isfinite()) and bool(norm.isfinite())
+        left_out = finite and self._accept is not None and not self._accept(float(loss), float(norm))
+        applied = finite and not left_out
         if applied:
             update_parameters(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
-        skipped = self._scaler is not None and not applied and bool(loss.isfinite())
+        skipped = self._scaler is not None and not finite and bool(loss.isfinite())
         if self._scaler is not None and (applied or skipped):
             self._scaler.update(finite=applied)
-        return [Update(loss, norm, applied, summed[norms.numel() :], skipped)]
+        return [Update(loss, norm, applied, summed[norms.numel() :], skipped, left_out)]
 
     def settle(self) -> list[Update]:
         return []

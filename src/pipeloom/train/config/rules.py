@@ -101,6 +101,7 @@ def validate_settings(config: TrainConfig) -> None:
     schedule = make_schedule(config)
     parse_cut(config, schedule.num_stages)
     _check_stream_options(config, schedule)
+    _check_spikes(config, schedule)
     check_experts(config, schedule)
     check_inside_stage(config, schedule)
     _check_data_parallel(config, schedule)
@@ -217,6 +218,22 @@ def check_stream(config: TrainConfig) -> None:
                 f"{key}={getattr(config, key)}: must be a multiple of {each}: with parallel.replicas="
                 f"{config.parallel.replicas} a stream can drain every {each} steps."
             )
+
+
+def _check_spikes(config: TrainConfig, schedule: Schedule) -> None:
+    """Raises InputError where an update cannot be left out, because it is made before the global norm is known."""
+    if config.on_spike == "warn":
+        return
+    if schedule.microbatches_per_update is not None:
+        raise InputError(
+            f"on_spike={config.on_spike}: does not work with schedule {config.schedule!r}, whose stages update at "
+            "different times. Use warn, or a synchronous schedule such as 1f1b."
+        )
+    if not config.optimizer.barrier:
+        raise InputError(
+            f"on_spike={config.on_spike}: does not work with optimizer.barrier=false, which updates before the global "
+            "norm is known. Use warn, or remove optimizer.barrier."
+        )
 
 
 def steps_between_drains(config: TrainConfig) -> int:

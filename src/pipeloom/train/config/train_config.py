@@ -78,6 +78,9 @@ class TrainConfig:
     compile: bool = option(False, "compile every block with torch.compile", group="device")
     fp8: bool = option(False, "multiply in 8 bits in the linear layers of blocks", group="device")
     graphs: bool = option(False, "on a GPU: record forwards and backwards as CUDA graphs", group="device")
+    on_spike: Literal["warn", "skip"] = option(
+        "warn", "loss or gradient norm far above recent steps: a line, or no update", group="faults"
+    )
     local: bool = option(
         False,
         "run all ranks in this process, in turn or in threads",

@@ -98,6 +98,27 @@ def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCo
     )
 
 
+def computing_seconds(pipeline: Pipeline, records: Records, slots: int, place: int) -> Tensor:
+    """Seconds of forwards and of backwards of this process in a step, in its slot; its ranks' if it has all ranks.
+
+    Each is the sum over stages and slices of the median over micro-batches times their number: a pause of one of them
+    does not count. Shape [2, slots], float64.
+    """
+    found = torch.zeros(2, slots, dtype=torch.float64)
+    for rank, rows in records:
+        durations: dict[tuple[int, Op, int], list[float]] = {}
+        waits = pipeline.waits[rank]
+        for action, start, end in rows:
+            if action.op in _OPS:
+                key = (action.stage, action.op, action.slice or 0)
+                durations.setdefault(key, []).append(end - start - waits.get(action, 0.0))
+        for (_, op, _), seconds in durations.items():
+            found[int(op is not Op.F), place if len(records) == 1 else rank] += statistics.median(seconds) * len(
+                seconds
+            )
+    return found
+
+
 def peak_memory_bytes() -> int:
     """Peak memory of this process: of its GPU if it uses one, else its resident set."""
     if torch.cuda.is_available():

@@ -1,0 +1,154 @@
+"""`StragglerWatch`: ranks that compute slower than before, or than the ranks of other replicas with their stages."""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+KINDS = ("forwards", "backwards")
+_WINDOW = 12  # steps that are compared with history
+_HISTORY = 60  # steps before them
+_LEAST_HISTORY = 10
+_LEAST_EXCESS = 0.3  # of a factor over 1
+_MADS = 6.0  # the excess is also above this many median absolute deviations of the history
+_ENDED = 0.5  # of the excess: below it the rank is no straggler any more
+_CHANGED = 1.4  # ratio of two factors that are told apart
+_LEAST_DATA_SHARE = 0.15
+
+
+class StragglerWatch:
+    """Says which ranks have become slower at forwards or backwards, and which wait for their samples.
+
+    Args:
+        num_ranks: per replica. Processes are listed replica after replica, the ranks of each in order.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ranks = num_ranks
+        self._kinds = [_KindTimes(num_ranks) for _ in KINDS]
+        self._data: deque[list[float]] = deque(maxlen=_WINDOW)
+        self._waiting: set[int] = set()
+
+    def observe(
+        self, seconds: Sequence[Sequence[float]], data: Sequence[float], step_seconds: float
+    ) -> dict[tuple[int, str], str]:
+        """Take one step; a line about each change, by process and what changed.
+
+        Args:
+            seconds: of forwards and of backwards, per process.
+            data: seconds that each process waited for its samples.
+            step_seconds: of the whole step.
+        """
+        lines = {}
+        for kind, times, found in zip(KINDS, self._kinds, seconds, strict=True):
+            for place, words in times.observe(found, step_seconds):
+                lines[place, kind] = f"{self._name(place, len(data))} computes {kind} {words}"
+        self._data.append([waited / step_seconds for waited in data])
+        for place in range(len(data)) if len(self._data) == _WINDOW else ():
+            if (words_of_data := self._judge_data(place)) is not None:
+                lines[place, "data"] = f"{self._name(place, len(data))} {words_of_data}"
+        return lines
+
+    def factors(self) -> list[dict[str, float | int | str]]:
+        """The stragglers of now: replica, rank, kind and factor of each."""
+        return [
+            {"replica": place // self._ranks, "rank": place % self._ranks, "kind": name, "factor": factor}
+            for name, times in zip(KINDS, self._kinds, strict=True)
+            for place, factor in sorted(times.factors.items())
+        ]
+
+    def _name(self, place: int, num_processes: int) -> str:
+        rank = f"rank {place % self._ranks}"
+        return f"{rank} of replica {place // self._ranks}" if num_processes > self._ranks else rank
+
+    def _judge_data(self, place: int) -> str | None:
+        shares = sorted(step[place] for step in self._data)
+        middle = statistics.median(shares)
+        if place not in self._waiting and shares[len(shares) // 4] > _LEAST_DATA_SHARE:
+            self._waiting.add(place)
+            return f"waits for its samples during {middle:.0%} of the step"
+        if place in self._waiting and middle < _ENDED * _LEAST_DATA_SHARE:
+            self._waiting.discard(place)
+            return "no longer waits for its samples"
+        return None
+
+
+class _KindTimes:
+    """The times of one kind of computation on every process.
+
+    A process's factor over its history is its growth over the median of earlier steps, divided by the growth of the
+    process that grew least in the same step: a machine that is loaded as a whole has no straggler. Its factor over its
+    equals is the ratio to the median of the other replicas with the same stages. The lower quartile of the last 12
+    steps decides whether it is a straggler; the median is its factor.
+
+    Attributes:
+        factors: by process, of stragglers.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ranks = num_ranks
+        self._steps: deque[list[float]] = deque(maxlen=_HISTORY + _WINDOW)
+        self._base: dict[int, tuple[list[float], float]] = {}  # of stragglers: their history when they became ones
+        self.factors: dict[int, float] = {}
+
+    def observe(self, seconds: Sequence[float], step_seconds: float) -> list[tuple[int, str]]:
+        """Take the seconds of every process in one step; the processes that changed, and how."""
+        self._steps.append([max(each, 1e-9) for each in seconds])
+        if len(self._steps) < _WINDOW:
+            return []
+        recent, history = list(self._steps)[-_WINDOW:], self._history()
+        places = range(len(seconds))
+        found = [(place, self._judge(place, recent, history, step_seconds)) for place in places]
+        return [(place, words) for place, words in found if words is not None]
+
+    def _judge(
+        self, place: int, recent: list[list[float]], history: tuple[list[float], float], step_seconds: float
+    ) -> str | None:
+        base, noise = self._base.get(place, history)
+        compared = [
+            (_over_history(place, recent, base), "than in earlier steps", max(_LEAST_EXCESS, _MADS * noise)),
+            (_over_equals(place, recent, self._ranks), "than other replicas", _LEAST_EXCESS),
+        ]
+        ratios, words, least = max(compared, key=lambda each: each[0][_WINDOW // 4] - each[2])
+        quartile, factor = ratios[_WINDOW // 4], statistics.median(ratios)
+        before = self.factors.get(place)
+        if before is None and quartile < 1 + least:
+            return None
+        if before is not None and quartile < 1 + _ENDED * _LEAST_EXCESS:
+            del self.factors[place], self._base[place]
+            return "as fast as before"
+        if before is not None and 1 / _CHANGED < factor / before < _CHANGED:
+            return None
+        self._base.setdefault(place, history)
+        self.factors[place] = factor
+        share = recent[-1][place] * (1 - 1 / factor) / step_seconds
+        return f"{factor:.1f} times slower {words}; this takes up to {min(share, 1.0):.0%} of the step"
+
+    def _history(self) -> tuple[list[float], float]:
+        """Median times before the last steps, and the largest relative deviation; empty as long as there are few."""
+        earlier = list(self._steps)[:-_WINDOW]
+        if len(earlier) < _LEAST_HISTORY:
+            return [], 0.0
+        columns = list(zip(*earlier, strict=True))
+        base = [statistics.median(column) for column in columns]
+        deviations = (
+            statistics.median(abs(value / middle - 1) for value in column)
+            for column, middle in zip(columns, base, strict=True)
+        )
+        return base, max(deviations)
+
+
+def _over_history(place: int, recent: list[list[float]], base: list[float]) -> list[float]:
+    """The factors of a process over its history in recent steps, ascending; 0 without history."""
+    if not base:
+        return [0.0] * len(recent)
+    growths = [[value / before for value, before in zip(step, base, strict=True)] for step in recent]
+    others = [each for each in range(len(base)) if each != place]
+    return sorted(row[place] / max(1.0, min((row[each] for each in others), default=1.0)) for row in growths)
+
+
+def _over_equals(place: int, recent: list[list[float]], num_ranks: int) -> list[float]:
+    """The ratios of a process to the median of its equals in recent steps, ascending; 0 without equals."""
+    equals = [each for each in range(place % num_ranks, len(recent[0]), num_ranks) if each != place]
+    if not equals:
+        return [0.0] * len(recent)
+    return sorted(step[place] / statistics.median(step[each] for each in equals) for step in recent)

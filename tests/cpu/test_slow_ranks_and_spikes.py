@@ -1,0 +1,96 @@
+"""Runs with an injected slow rank and an injected spike."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from pipeloom.cli import main
+from pipeloom.models.gpt import Block
+from pipeloom.training import optimizer_step
+from tests.cpu.train_runs import local, metrics, printed, started, text, words  # noqa: F401
+
+SHORT = ("--eval_steps=0", "--sample_tokens=0", "--save_total_limit=null")
+SLOW_FROM, SPIKE = 26, 25
+
+
+def slowed(rank: int, microbatches: int) -> None:
+    """In process `rank`, every forward of a block sleeps 30 ms from a step on; undisturbed forwards take about 1 ms."""
+    forward, calls = Block.forward, [0]
+
+    def slow(self: Block, x: Any) -> Any:
+        calls[0] += 1  # two blocks per stage
+        if os.environ.get("RANK") == str(rank) and calls[0] > SLOW_FROM * 2 * microbatches:
+            time.sleep(0.03)
+        return forward(self, x)
+
+    Block.forward = slow  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("more", [(), ("--parallel.data=2", "--batch.microbatches=2")], ids=["pipeline", "replicas"])
+def test_a_slow_rank_is_named_in_the_terminal_and_in_the_metrics(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    more: tuple[str, ...],
+) -> None:
+    out = tmp_path / "out"
+    command = words(text, out, *SHORT, "--steps=46", "--save_steps=0", "--parallel.pipeline=2", *more)
+    with started(command, first=partial(slowed, 1, 2 if more else 4)) as process:
+        assert process.wait() == 0, printed(process.stderr)
+        shown = printed(process.stdout)
+    found = [row["stragglers"] for row in metrics(out) if "stragglers" in row][-1]
+    (slow,) = (each for each in found if each["factor"] > 4)  # others may share the cores of this machine
+    assert (slow["replica"], slow["rank"], slow["kind"]) == (0, 1, "forwards")
+    name = "rank 1 of replica 0" if more else "rank 1"
+    assert re.search(rf"step \d+  .*{name} computes forwards \d+\.\d times slower than", shown)
+
+
+def test_an_update_with_a_spike_is_left_out_on_all_ranks_and_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    norms, calls = optimizer_step.gradient_norms, [0]
+
+    def spiking(pipeline: Any) -> Any:
+        calls[0] += 1
+        return norms(pipeline) * (1000 if SPIKE * 4 - 3 <= calls[0] <= SPIKE * 4 else 1)
+
+    monkeypatch.setattr(optimizer_step, "gradient_norms", spiking)
+    out = tmp_path / "out"
+    local(
+        text, out, *SHORT, "--steps=27", "--save_steps=1", "--parallel.pipeline=2", "--parallel.data=2",
+        "--batch.microbatches=2", "--on_spike=skip",
+    )  # fmt: skip
+    assert [row["step"] for row in metrics(out) if "spike" in row] == [SPIKE]
+    assert f"step {SPIKE}  gradient norm " in (shown := capsys.readouterr().out)
+    assert "; update left out" in shown
+    before, at, after = (_tensors(out / f"checkpoint-{step}") for step in (SPIKE - 1, SPIKE, SPIKE + 1))
+    assert before.keys() == at.keys()
+    assert all(at[name].equal(value) for name, value in before.items())
+    assert any(not after[name].equal(value) for name, value in at.items())
+
+
+@pytest.mark.parametrize("more", ["--schedule=pipedream", "--optimizer.barrier=false"])
+def test_updates_that_do_not_wait_for_the_norm_cannot_be_left_out(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: str,
+) -> None:
+    assert main(words(text, tmp_path / "out", "--local", "--on_spike=skip", more)) == 2
+    assert capsys.readouterr().err.startswith("pipeloom: error: on_spike=skip: does not work with")
+
+
+def _tensors(checkpoint: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint: parameters and optimizer states."""
+    files = sorted(checkpoint.rglob("*.safetensors"))
+    return {f"{path.name} {name}": tensor for path in files for name, tensor in load_file(path).items()}
