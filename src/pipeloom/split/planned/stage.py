@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import PipeloomError, SplitError
+from pipeloom.split.planned.attributes import ContainerAttributes
 from pipeloom.split.planned.caches import fill_others, lengths_of
 from pipeloom.split.planned.forward_run import ForwardRun
 from pipeloom.split.planned.layouts import Layout
@@ -64,6 +65,7 @@ class PlannedStage(StageModule):
         super().__init__(layers, [name for name, is_block in chain if is_block])
         self._where = StagePlace([name for name, _ in layers], chain, layout, type(model).__name__)
         self._containers: list[nn.Module] = []
+        self._attributes = ContainerAttributes()
         self._training = model.training
         self._known: dict[Any, tuple[str, ...]] = {}
         self._drawing: set[Any] = set()  # forms of inputs with which the forward draws between its parts
@@ -100,6 +102,7 @@ class PlannedStage(StageModule):
         shell = shallow_copy(module)
         vars(shell)["named_parameters"] = partial(self._named_parameters_of, shell, name)
         self._containers.append(shell)
+        self._attributes.follow(module, shell)
         if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
             home = self._namespace(name)
             home._parameters, home._buffers = dict(module._parameters), dict(module._buffers)
@@ -130,7 +133,10 @@ class PlannedStage(StageModule):
     def _other(self, module: nn.Module, name: str) -> nn.Module:
         """A module that is no part: in front of the blocks or behind them, or without parameters."""
         if next(module.parameters(), None) is None:
-            return OwnPart(self, name, *self.place(name, copy.deepcopy(module)))
+            twin = copy.deepcopy(module)
+            for pair in zip(module.modules(), twin.modules(), strict=True):
+                self._attributes.follow(*pair)
+            return OwnPart(self, name, *self.place(name, twin))
         if self._where.keeps_others or name in self._where.everywhere:
             return OwnPart(self, name, *self.place(name, module))
         return PassedOver(self, None, name, module)
@@ -235,9 +241,13 @@ class PlannedStage(StageModule):
             self._training = self.training
             for container in self._containers:
                 container.training = self.training
+        if self._attributes.update():  # the forward may go another way
+            self._known.clear()
+            self._drawing.clear()
         form = self._form(inputs)
         call = ForwardRun(self._where, inputs, arrived, self._known.get(form), self._formats)
         draws = call.origins is not None or form in self._drawing
+        self._attributes.begin(call.origins)
         settings = dict(inputs)
         first = (settings.pop(_FIRST),) if _FIRST in settings else ()
         if self._cache is not None:
@@ -279,7 +289,7 @@ class PlannedStage(StageModule):
 
     def _learn(self, form: Any, call: ForwardRun) -> None:
         """Keep what an exploring forward has found, unless the next one may go another way."""
-        if call.origins is not None and not call.decides:
+        if call.origins is not None and self._attributes.unchanged(call.origins) and not call.decides:
             self._known[form] = tuple(call.found)
         if call.draws.seed is not None:
             self._drawing.add(form)

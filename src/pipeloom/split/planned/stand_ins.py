@@ -5,13 +5,13 @@ another stage: it has the attributes of the module, and none of its memory.
 """
 
 from collections import OrderedDict
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeloom.split.planned.attributes import bound_to
 from pipeloom.split.planned.collected import collecting_hooks
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -47,9 +47,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     """
     copy: nn.Module = object.__new__(type(module))
     for name, value in vars(module).items():
-        if isinstance(value, MethodType) and value.__self__ is module:
-            value = MethodType(value.__func__, copy)
-        vars(copy)[name] = value
+        vars(copy)[name] = bound_to(copy, value, module)
     copy._modules = dict(module._modules)
     return copy
 

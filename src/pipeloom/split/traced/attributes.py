@@ -1,20 +1,16 @@
 """Attributes of modules that a forward changes while it is traced. Stages run a graph, which changes none."""
 
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, fx, nn
 
 from pipeloom.errors import SplitError
+from pipeloom.split.attribute_contents import OF_TORCH, contents_of, same
 from pipeloom.split.traced.segments import base_of, written
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, complex, str, bytes)
-_DEPTH = 6  # of containers and objects inside an attribute
 _WAYS = "Keep it in a buffer (register_buffer), or name the layers with layers="
 
 
@@ -47,7 +43,7 @@ class ChangedAttributes:
             SplitError: a call depends on what an earlier call left in an attribute, or leaves a loss there.
         """
         bound = {key: dict(vars(part)) for key, (_, part) in self._names.items()}
-        before = {key: _contents(each) for key, each in bound.items()}
+        before = {key: contents_of(each) for key, each in bound.items()}
 
         def begin(*_: Any) -> None:
             self._open = True
@@ -67,8 +63,8 @@ class ChangedAttributes:
             for key, (_, part) in self._names.items():
                 for name in vars(part).keys() - bound[key].keys():
                     del vars(part)[name]
-                now = _contents(bound[key])  # torch has put copies in the place of containers
-                kept = {name for name, value in now.items() if _same(value, before[key][name])}
+                now = contents_of(bound[key])  # torch has put copies in the place of containers
+                kept = {name for name, value in now.items() if same(value, before[key][name])}
                 vars(part).update((name, bound[key][name]) for name in kept)
         self._refuse()
 
@@ -100,13 +96,13 @@ class ChangedAttributes:
     def _compare(self, bound: Mapping[int, dict[str, Any]], before: Mapping[int, dict[str, Any]]) -> None:
         for key, (owner, part) in self._names.items():
             now = dict(vars(part))
-            contents = _contents(now)
+            contents = contents_of(now)
             for name in sorted(now.keys() | bound[key].keys()):
-                if name in _OF_TORCH or _same(contents.get(name, _OF_TORCH), before[key].get(name, _OF_TORCH)):
+                if name in OF_TORCH or same(contents.get(name, OF_TORCH), before[key].get(name, OF_TORCH)):
                     continue
                 path = f"{owner}.{name}" if owner else name
                 value = now.get(name)
-                is_kept = value is bound[key].get(name, _OF_TORCH)  # only its contents changed
+                is_kept = value is bound[key].get(name, OF_TORCH)  # only its contents changed
                 if is_kept or self._first.get((key, name)) != "set":
                     found = self.carried
                 elif isinstance(value, Tensor) and not value.dim() and value.requires_grad:
@@ -166,44 +162,3 @@ def tell_set(model: nn.Module, names: list[str]) -> None:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 3} more attributes" if len(names) > 3 else ""
     return f"the attribute{'s' if names[1:] else ''} {', '.join(map(repr, names[:3]))}{more}"
-
-
-def _contents(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copies of attributes, with the containers and objects in them."""
-    seen: set[int] = set()
-    return {name: _copied(value, seen, _DEPTH) for name, value in attributes.items() if name not in _OF_TORCH}
-
-
-def _copied(value: Any, seen: set[int], depth: int) -> Any:
-    fields = None
-    if not isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):
-        fields = getattr(value, "__dict__", None)
-    if not depth or id(value) in seen or (fields is None and not isinstance(value, (list, tuple, deque, dict, set))):
-        return value
-    seen.add(id(value))
-    if isinstance(value, dict):
-        return _Copy(value, {key: _copied(each, seen, depth - 1) for key, each in list(value.items())})
-    if isinstance(value, set):
-        return _Copy(value, set(value))
-    if isinstance(value, (list, tuple, deque)):
-        return _Copy(value, [_copied(each, seen, depth - 1) for each in value])
-    return _Copy(value, {key: _copied(each, seen, depth - 1) for key, each in list((fields or {}).items())})
-
-
-class _Copy(NamedTuple):
-    """A container or object, and what was in it."""
-
-    of: Any
-    inside: Any
-
-
-def _same(now: Any, before: Any) -> bool:
-    if isinstance(now, _Copy) and isinstance(before, _Copy):
-        if type(now.of) is not type(before.of) or len(now.inside) != len(before.inside):
-            return False
-        if isinstance(now.inside, dict):
-            return all(key in before.inside and _same(each, before.inside[key]) for key, each in now.inside.items())
-        if isinstance(now.inside, set):
-            return bool(now.inside == before.inside)
-        return all(_same(*each) for each in zip(now.inside, before.inside, strict=True))
-    return now is before or (type(now) is type(before) and isinstance(now, _PLAIN) and now == before)
