@@ -9,6 +9,7 @@ from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.stores.blocks import Blocks
 from pipeloom.engine.stores.parameter_store import ParameterStore
 from pipeloom.engine.stores.sharing import RankModules, Sharing
+from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis
 from pipeloom.parallel.data.replica_groups import ReplicaGroups
 from pipeloom.parallel.data.unit_store import UnitStore
@@ -60,6 +61,12 @@ class DataSharing(Sharing):
 
     def check_device(self, device: torch.device) -> None:
         where = self._data.offload
+        if where is not None and device.type == "cuda":
+            raise InputError(
+                f"offload={where!r}: the main parameters of a model on {device} cannot be offloaded: what came back "
+                "from pinned memory was not what had left. Offload optimizer states with pipeloom.OffloadedOptimizer, "
+                "or activations."
+            )
         if where is not None:
             OffloadTarget.parse(where).check_device(device.type, f"offload={where!r}", "parameters")
 
