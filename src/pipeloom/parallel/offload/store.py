@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from pipeloom.devices import device_of
 from pipeloom.engine.overlap_times import Wait, no_wait
 from pipeloom.errors import RunError
 from pipeloom.parallel.options import CPU, OffloadTarget
@@ -98,6 +99,8 @@ class Store(ABC):
         rooms: dict[str, Tensor] = vars(self._rooms)
         if str(device) not in rooms:
             rooms[str(device)] = page_buffer(PIECE_BYTES, device)
+            # Another thread may have freed this memory while kernels that use it were still to run.
+            device_of(device).synchronize()
         return rooms[str(device)]
 
     @abstractmethod
