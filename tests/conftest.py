@@ -66,17 +66,13 @@ def same_random_numbers() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
-def pytest_collection_finish() -> None:
-    """`gc.collect` of a test does not look through all modules, which takes half a second."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture
-def new_objects_alone() -> None:
-    """`gc.get_objects` and `gc.collect` look through what the test makes, not through what others left."""
+def new_objects_alone() -> Iterator[None]:
+    """`gc.get_objects` and `gc.collect` look through what the test makes, not through all that is loaded."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _process_ids() -> set[int]:

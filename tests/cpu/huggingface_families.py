@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from functools import cache
 from typing import Any
 
 import torch
@@ -167,7 +166,6 @@ _CLASSES = {
 }
 
 
-@cache
 def families() -> dict[str, Any]:
     """Model type -> configuration class, of all configurations with a pipeline plan."""
     from transformers import CONFIG_MAPPING

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.ir import Schedule
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel.placed import placed_block
 
@@ -183,7 +182,7 @@ def train_and_compare(case: Case, mesh: pl.Mesh, layout: Layout | None = None, *
     """
     layout = layout or LAYOUTS[case.layout]
     wanted = expected_of(case, layout)
-    schedule = _schedule_of(case, layout)
+    schedule = pl.schedules.build(case.schedule, num_ranks=2, **SCHEDULES[case.schedule])
     settings = {"loss_fn": loss_fn, "mesh": mesh, "data": case.data, "context": layout.context}
 
     def steps(dtype: torch.dtype, losses: list[float], tolerance: float) -> None:
@@ -202,14 +201,6 @@ def train_and_compare(case: Case, mesh: pl.Mesh, layout: Layout | None = None, *
     steps(torch.float64, wanted.exact, 1e-12)
     if updates:
         steps(torch.float32, wanted.losses[:updates], 1e-5)
-
-
-def _schedule_of(case: Case, layout: Layout) -> Schedule:
-    """With eight ranks per stage, two micro-batches where the schedule has no larger minimum: they take long."""
-    sizes = SCHEDULES[case.schedule]
-    if size_of(layout.degrees) == 8 and case.schedule != "dualpipev":
-        sizes = sizes | {"num_microbatches": 2}
-    return pl.schedules.build(case.schedule, num_ranks=2, **sizes)
 
 
 def _sizes(case: Case, layout: Layout) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from tests.cpu.context_cases import (
     train_together,
     trains,
 )
-from tests.cpu.pairwise import of_grid
 from tests.cpu.ranks import run_ranks
 
 
@@ -70,20 +69,10 @@ def test_recomputation(kind, recompute):
     trains(make_gpt, "zb-h1", {"pp": 2, "cp": 2}, kind, recompute=recompute)
 
 
-TRAINED = [("1f1b", "ddp"), ("interleaved", "zero1"), ("zb-v", "zero3"), ("dualpipev", "zero1")]
-TRAINED_KINDS = ["ring", "ring-self-attention", "ulysses"]
-
-
-def _trained(index: int, kind: str, case: tuple[str, str]):
-    """Each schedule with one kind in every run of the tests; `test_every_kind_of_schedule` has the others."""
-    marks = () if TRAINED_KINDS[index % 3] == kind else pytest.mark.whole_grid
-    return pytest.param(kind, *case, marks=marks)
-
-
 @pytest.mark.parametrize(
-    ("kind", "family", "strategy"),
-    [_trained(index, kind, case) for kind in TRAINED_KINDS for index, case in enumerate(TRAINED)],
+    ("family", "strategy"), [("1f1b", "ddp"), ("interleaved", "zero1"), ("zb-v", "zero3"), ("dualpipev", "zero1")]
 )
+@pytest.mark.parametrize("kind", ["ring", "ring-self-attention", "ulysses"])
 def test_twenty_updates_in_32_bits(kind, family, strategy):
     tied = strategy == "zero1"
     model = make_gpt(tie_embeddings=tied, kv_heads=4 if tied else 2).float()
@@ -169,12 +158,13 @@ def test_in_processes(kind, family, strategy):
     assert max(run_ranks(_in_processes, 4, kind, family, strategy, expected)) < 1e-12
 
 
-@pytest.mark.parametrize(("kind", "stages", "sequence"), of_grid(["ring", "ulysses"], [1, 2], [False, True]), ids=str)
-def test_tensor_parallel_stages(kind, stages, sequence):
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("degrees", [{"cp": 2, "tp": 2}, {"pp": 2, "cp": 2, "tp": 2}], ids=["one-stage", "pipeline"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+def test_tensor_parallel_stages(kind, degrees, sequence):
     def make() -> nn.Module:
         return make_gpt(positions="learned")
 
-    degrees = {"pp": stages, "cp": 2, "tp": 2}
     trains(make, "1f1b", degrees, kind, prepare=lambda m, mesh: pl.parallelize(m, mesh, sequence=sequence))
 
 

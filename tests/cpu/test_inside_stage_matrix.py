@@ -23,13 +23,12 @@ from tests.cpu.pairwise import pairs, pairwise
 from tests.cpu.ranks import run_ranks
 
 CASES = pairwise(grid())
-FEW = 5  # updates where the whole grid makes more
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pairs_of_all_factors_train_as_one_process(case: Case) -> None:
     has_two = size_of(LAYOUTS[case.layout].degrees) == 2
-    in_threads(case, updates=FEW if has_two and case.schedule == "1f1b" else 0)
+    in_threads(case, updates=UPDATES if has_two and case.schedule == "1f1b" else 0)
 
 
 @pytest.mark.whole_grid  # of 2d: in processes; with one stage: test_tensor_grid_models
@@ -74,12 +73,12 @@ def test_four_processes_train_as_one() -> None:
         Case("ring", "dualpipev", "zero1", True, True),
         Case("ring-self-attention", "1f1b", "zero3", False, False),
         Case("ulysses", "zb-v", "zero3", False, True),
-        updates=2,
+        updates=5,
     )
 
 
 def test_eight_processes_train_as_one() -> None:
-    in_processes(Case("2d", "1f1b", "ddp", True, True), updates=FEW)
+    in_processes(Case("2d", "1f1b", "ddp", True, True))
 
 
 IN_SIXTEEN = [Case("2.5d", "zb-v", "ddp", False, True), Case("3d", "interleaved", "ddp", True, False)]
@@ -94,7 +93,7 @@ def test_sixteen_processes_train_as_one(updates: int) -> None:
 
 def _on_four_axes(rank: int, case: Case) -> None:
     with pl.Mesh(**degrees_of(FOUR_AXES, dp=2)) as mesh:
-        train_and_compare(case, mesh, FOUR_AXES, updates=2)
+        train_and_compare(case, mesh, FOUR_AXES, updates=5)
 
 
 def test_four_axes_at_once() -> None:

@@ -32,7 +32,7 @@ class Form:
 
 
 def any_m(p: int) -> Iterator[tuple[int, int]]:
-    yield from ((m, 1) for m in (*range(1, 13), 16, 23, 32))
+    yield from ((m, 1) for m in range(1, 33))
 
 
 FORMS = {
@@ -73,7 +73,7 @@ FORMS = {
         peak=lambda p, m, v, d: min((v - 1) * p + 2 * (p - 1 - d) + 1, m * v) / v if v > 1 else min(p - d, m),
     ),
     "bfs": Form(
-        sizes=lambda p: ((m, v) for v in (1, 2, 3) for m in sorted({p, p + 1, 2 * p - 1, 2 * p, 3 * p - 1, 3 * p})),
+        sizes=lambda p: ((m, v) for v in (1, 2, 3) for m in range(p, 3 * p + 1)),
         excess=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v,
         peak=lambda p, m, v, d: m,
     ),
