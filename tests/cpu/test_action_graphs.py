@@ -52,6 +52,16 @@ def _train(
     return losses, gradients, weights, pipe.memory.peak_live_activations, num_computations
 
 
+def _recorded(model: nn.Module) -> tuple[pl.Pipeline, Tensor]:
+    """A pipeline whose actions are recorded, and a batch for it."""
+    schedule = pl.schedules.build("1f1b", num_ranks=4, num_microbatches=2)
+    pipe = pl.Pipeline(model, schedule, loss_fn=_loss, transport="loopback", graphs=True)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for _ in range(4):
+        pipe.step(x, x)
+    return pipe, x
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"])
 @pytest.mark.parametrize("zero", [True, False])
 def test_replayed_steps_are_those_without_graphs(graphs: FakeGraphs, name: str, zero: bool) -> None:
@@ -98,16 +108,7 @@ def test_ranks_that_exchange_messages(graphs: FakeGraphs) -> None:
 
 
 def test_other_shapes_are_refused_and_the_next_step_runs(graphs: FakeGraphs) -> None:
-    pipe = pl.Pipeline(
-        _model(),
-        pl.schedules.build("1f1b", num_ranks=4, num_microbatches=2),
-        loss_fn=_loss,
-        transport="loopback",
-        graphs=True,
-    )
-    x = torch.randn(4, 6, dtype=torch.float64)
-    for _ in range(4):
-        pipe.step(x, x)
+    pipe, x = _recorded(_model())
     with pytest.raises(InputError, match=r"\[1, 6\] float64, and earlier ones had \[2, 6\] float64"):
         pipe.step(x[:2], x[:2])
     assert pipe.step(x, x).isfinite()
@@ -115,16 +116,7 @@ def test_other_shapes_are_refused_and_the_next_step_runs(graphs: FakeGraphs) -> 
 
 def test_frozen_layers_are_recorded_again(graphs: FakeGraphs) -> None:
     model = _model()
-    pipe = pl.Pipeline(
-        model,
-        pl.schedules.build("1f1b", num_ranks=4, num_microbatches=2),
-        loss_fn=_loss,
-        transport="loopback",
-        graphs=True,
-    )
-    x = torch.randn(4, 6, dtype=torch.float64)
-    for _ in range(4):
-        pipe.step(x, x)
+    pipe, x = _recorded(model)
     first = model[1][0].weight  # type: ignore[index]
     first.requires_grad_(False)
     first.grad = None

@@ -10,10 +10,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import pipeloom as pl
+from pipeloom.autograd import split_backward
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.passes import lower, merge_backwards
-from pipeloom.plan.memory import MemoryModel, gpt_layers, in_stages, memory_of_ranks
+from pipeloom.plan.memory import MemoryModel, gpt_layers, in_stages, memory_of_ranks, stage_moments
 from pipeloom.plan.memory.rank_memory import update_memory
 from pipeloom.split.chain_partition import partition
 
@@ -75,3 +76,7 @@ def test_a_step_peaks_where_the_forecast_says(
     states = sum(always.values()) - always["gradients"]
     print(f"{held.peak:.0f} bytes predicted, {measured + states:.0f} measured")
     assert held.peak == pytest.approx(measured + states, rel=0.01)
+
+
+def test_forecasts_take_the_groups_of_gradients_that_w_passes_on() -> None:
+    assert split_backward._GROUP_ELEMENTS["cuda"] == stage_moments._GROUP_ELEMENTS

@@ -18,7 +18,7 @@ from pipeloom.split import split
 
 
 class _Two(nn.Module):
-    """Two layers; what is between them is told by subclasses."""
+    """Two layers; subclasses define what is between them."""
 
     def __init__(self) -> None:
         super().__init__()

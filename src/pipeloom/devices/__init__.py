@@ -1,4 +1,4 @@
-"""Streams, marks, times and memory of the device where a rank computes, behind one interface.
+"""Streams, marks, times, graphs and shared memory of the device where a rank computes, behind one interface.
 
 device.py         `Device`: what everything else asks of a device
 host.py           `HostDevice`: the CPU, whose operations end before their calls return

@@ -113,15 +113,6 @@ class CudaDevice(Device):
     def graphs(self) -> Graphs | None:
         return CudaGraphs(self.device)
 
-    def allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
-
-    def forget_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
     def _stream(self, *key: Any) -> torch.cuda.Stream:
         """The stream of this kind, made when it is first used."""
         if key not in self._streams:

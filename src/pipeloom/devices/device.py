@@ -38,7 +38,7 @@ class Stream(StrEnum):
 
 
 class Device(ABC):
-    """Streams, marks, times and memory of one device.
+    """Streams, marks and times of one device.
 
     Attributes:
         device: its name in torch.
@@ -107,17 +107,3 @@ class Device(ABC):
     @abstractmethod
     def graphs(self) -> Graphs | None:
         """What records kernels to start them again with one call; None where a device cannot."""
-
-    # Memory
-
-    @abstractmethod
-    def allocated_bytes(self) -> int:
-        """Bytes of all tensors on the device now, by its allocator; 0 where it does not count."""
-
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """The most bytes since the start or `forget_peak`, by its allocator; 0 where it does not count."""
-
-    @abstractmethod
-    def forget_peak(self) -> None:
-        """The peak is what is allocated now."""

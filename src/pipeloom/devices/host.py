@@ -52,12 +52,3 @@ class HostDevice(Device):
 
     def graphs(self) -> Graphs | None:
         return None
-
-    def allocated_bytes(self) -> int:
-        return 0
-
-    def peak_bytes(self) -> int:
-        return 0
-
-    def forget_peak(self) -> None:
-        """Nothing is counted."""
