@@ -204,7 +204,7 @@ def _sharing_on(monkeypatch: pytest.MonkeyPatch, *others: list[str], problem: st
                 raise RunError(problem)
 
     monkeypatch.setattr(device_places, "sharing_of", lambda device: Sharing())
-    return SimpleNamespace(gather=lambda own: [own, *(json.dumps(each).encode() for each in others)])
+    return SimpleNamespace(gather=lambda own, **_: [own, *(json.dumps(each).encode() for each in others)])
 
 
 def test_devices_of_processes_are_compared_before_they_connect(monkeypatch: pytest.MonkeyPatch) -> None:

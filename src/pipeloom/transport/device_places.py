@@ -1,6 +1,5 @@
 """On which devices the processes of a run compute, and which transports connect them."""
 
-import json
 from collections.abc import Sequence
 
 import torch
@@ -8,9 +7,12 @@ import torch
 from pipeloom.devices import sharing_of
 from pipeloom.devices.sharing import MemorySharing
 from pipeloom.errors import InputError, RunError, listed
+from pipeloom.processes.agreement import gather_json
 from pipeloom.processes.collectives import first_line
 from pipeloom.processes.members import Members
 from pipeloom.transport.shared_memory import host_identity
+
+_LOST = "another process ended before all processes knew each other's devices"
 
 
 def check_devices(
@@ -36,8 +38,8 @@ def check_devices(
             sharing.check()
         except (RunError, RuntimeError) as error:  # RuntimeError: of torch
             problem = first_line(error)
-    answers = members.gather(json.dumps([host_identity(), identity, problem]).encode())
-    places = [tuple(json.loads(answer)) for answer in answers]
+    answers = gather_json([host_identity(), identity, problem], members, lost=_LOST)
+    places = [tuple(answer) for answer in answers]
     on_cuda = [process for process, (_, other, _) in enumerate(places) if other]
     if on_cuda and len(on_cuda) < len(places):
         others = [process for process in range(len(places)) if process not in on_cuda]

@@ -37,7 +37,7 @@ MOST_USED = (
 )
 # In the help.
 _TITLES = ("most used", "data", "model", "parallel", "batch", "optimizer", "memory", "output", "device", "faults")
-_HELP_WIDTH = 76  # of the text behind an option, on a terminal of 120 columns
+_HELP_WIDTH = 74  # of the text behind an option, on a terminal of 120 columns
 _GROUP, _AUTO = "--parallel", "auto"  # a group of options, and the value of all of it
 _GROUP_VARIABLE = f"{ENV_PREFIX}PARALLEL"
 _MAY_BE_EMPTY = frozenset({"sample_prompt"})
@@ -64,7 +64,8 @@ def add_option(group: Any, option: Option) -> None:
     """Add an option of `pipeloom train` to a group of a parser."""
     shown, default = option.help_with_choices, f" (default: {option.default_text})"
     if len(shown + default) > _HELP_WIDTH:  # the reference has all choices
-        shown = shown[: _HELP_WIDTH - len(default) - 4].rpartition(", ")[0] + ", ..."
+        some = shown[: _HELP_WIDTH - len(default) - 4].rpartition(", ")[0]
+        shown = f"{some}, ..." if some else option.help
     text = shown + default
     shown = option.value or metavar_of(option.kind)
     action = group.add_argument(f"--{option.key}", type=option.kind, default=option.default, help=text, metavar=shown)

@@ -12,6 +12,7 @@ from pipeloom.split.attribute_contents import OF_TORCH, contents_of, same
 from pipeloom.split.planned.origins import EARLIER, LATER, Origins
 
 _ABSENT = object()
+_FIXED = OF_TORCH | {"forward"}  # a stage runs the forward that was there when it was made
 
 
 class AttributeLink:
@@ -26,7 +27,7 @@ class AttributeLink:
 
     def __init__(self, module: nn.Module, twin: nn.Module) -> None:
         self._module, self.twin = weakref.ref(module), twin
-        self._taken = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+        self._taken = {name: value for name, value in vars(module).items() if name not in _FIXED}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         link = object.__new__(type(self))
@@ -41,7 +42,7 @@ class AttributeLink:
         changed = False
         now, taken, own = vars(module), self._taken, vars(self.twin)
         for name, value in now.items():
-            if taken.get(name, _ABSENT) is not value and name not in OF_TORCH:
+            if taken.get(name, _ABSENT) is not value and name not in _FIXED:
                 taken[name], changed = value, True
                 own[name] = bound_to(self.twin, value, module)
         for name in [name for name in taken if name not in now]:

@@ -68,9 +68,7 @@ class TrainConfig:
     sample_tokens: int = option(200, "tokens generated at the end; 0: none", group="output")
     sample_prompt: str = option("def ", "prompt of the generated text", group="output")
     sample_temperature: float = option(0.8, "sampling temperature; 0: greedy", group="output")
-    preempt_seconds: float = option(
-        30.0, "seconds from SIGTERM or SIGUSR1 to a saved checkpoint; 0: end at once", group="faults"
-    )
+    preempt_seconds: float = option(30.0, "seconds to save in after SIGTERM; 0: end at once", group="faults")
     watchdog: bool = option(True, "end the run when a rank hangs; off: wait", group="faults")
     watchdog_seconds: float | None = option(
         None, "seconds without progress", unset="5 x a recent step, at least 30", group="faults"
@@ -78,9 +76,7 @@ class TrainConfig:
     compile: bool = option(False, "compile every block with torch.compile", group="device")
     fp8: bool = option(False, "multiply in 8 bits in the linear layers of blocks", group="device")
     graphs: bool = option(False, "on a GPU: record forwards and backwards as CUDA graphs", group="device")
-    on_spike: Literal["warn", "skip"] = option(
-        "warn", "loss or gradient norm far above recent steps: a line, or no update", group="faults"
-    )
+    on_spike: Literal["warn", "skip"] = option("warn", "at a loss or norm far above recent steps", group="faults")
     local: bool = option(
         False,
         "run all ranks in this process, in turn or in threads",
