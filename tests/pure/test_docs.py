@@ -307,6 +307,7 @@ def test_the_reference_has_every_option(monkeypatch, capsys):
         "report",
         "doctor",
         "collectives",
+        "chaos job.yaml",
         "checkpoint ls",
         "checkpoint verify",
         "checkpoint convert",

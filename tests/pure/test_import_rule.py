@@ -29,7 +29,8 @@ PRETRAINED = PARALLEL | {"parallel"}
 TRAINING = PRETRAINED | {"pretrained", "plan"}
 PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
 TRAIN = TRAINING | PLAN | {"training", "plan", "report"}
-CLI = TRAIN | {"train", "pipe"}
+CHAOS = {"processes", "train"}
+CLI = TRAIN | {"train", "pipe", "chaos"}
 INTEGRATIONS = TRAINING | {"training", "schedules", "train"}
 ALLOWED = {
     "common": set(),
@@ -52,6 +53,7 @@ ALLOWED = {
     "plan": PLAN,
     "report": {"ir", "sim"},
     "train": TRAIN,
+    "chaos": CHAOS,
     "cli": CLI,
     "integrations": INTEGRATIONS,
 }

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeloom.chaos.fault import VARIABLE
 from pipeloom.processes import launcher
 from pipeloom.processes.compile_cache import without_empty_cache
 from pipeloom.processes.preemption import PREEMPTED
@@ -50,6 +51,10 @@ def main(argv: Sequence[str]) -> int:
     The launcher validates once and hands its ranks the configuration; a process of torchrun validates by itself.
     """
     member = launcher.membership(os.environ)
+    if member is not None and VARIABLE in os.environ:
+        from pipeloom.chaos.injector import inject
+
+        inject(member, os.environ[VARIABLE])
     with launcher.last_words(member):
         if member is not None and member.launched:
             config = TrainConfig.from_json(os.environ[_VALIDATED])

@@ -19,7 +19,7 @@ def label_of(action: Action) -> bytes:
 
 
 class ActionObserver(bytearray, ABC):
-    """A buffer for the label of the running action, in place of a black box, that receives each action that begins."""
+    """A buffer for the label of the running action, in place of a black box's, that receives what begins."""
 
     def __init__(self) -> None:
         super().__init__(BLACKBOX_BYTES)
@@ -30,6 +30,9 @@ class ActionObserver(bytearray, ABC):
     @abstractmethod
     def begins(self, action: str) -> None:
         """`action`, such as ``1B3``, is about to run."""
+
+    def enters(self, phase: str) -> None:
+        """`phase`, such as ``step 12``, begins. A `BlackBox` calls this for its observer."""
 
 
 class _Text:
@@ -74,6 +77,7 @@ class BlackBox:
         patient: 1 in a phase that may make no progress for long, such as a save, else 0.
         limit_seconds: without progress, after which the rank counts as hung; 0: it is not watched.
         ending: 1 once the watchdog ends the process, else 0.
+        observer: receives actions and phases as they begin; None, as in ordinary runs: nothing does.
     """
 
     SIZE = 4096
@@ -84,15 +88,18 @@ class BlackBox:
     def __init__(self, descriptor: int = -1) -> None:
         self.page = mmap.mmap(descriptor, self.SIZE)
         self.numbers = memoryview(self.page)[LABEL_BYTES:_NUMBERS_END].cast("d")
+        self.observer: ActionObserver | None = None
 
     @property
-    def action_buffer(self) -> memoryview:
-        """The part for the label of the running action and its start, `BLACKBOX_BYTES` long."""
-        return memoryview(self.page)[:BLACKBOX_BYTES]
+    def action_buffer(self) -> memoryview | ActionObserver:
+        """The part for the label of the running action and its start, `BLACKBOX_BYTES` long, or the observer."""
+        return memoryview(self.page)[:BLACKBOX_BYTES] if self.observer is None else self.observer
 
     def enter(self, phase: str, *, patient: bool) -> None:
         """A phase begins; see `patient`."""
         self.phase, self.patient, self.clock = phase, float(patient), time.perf_counter()
+        if self.observer is not None:
+            self.observer.enters(phase)
 
     def count_step(self) -> None:
         """A step is complete."""

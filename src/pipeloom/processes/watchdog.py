@@ -28,7 +28,7 @@ from typing import Self
 
 import torch
 
-from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.hang_board import HangBoard
 from pipeloom.processes.hang_report import RankReport, Verdict, judge
 from pipeloom.processes.launcher import HUNG, Membership
@@ -87,7 +87,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="pipeloom-watchdog", daemon=True)
 
     @property
-    def blackbox(self) -> memoryview:
+    def blackbox(self) -> memoryview | ActionObserver:
         """The buffer for `Pipeline`, in which it notes its actions."""
         return self.black_box.action_buffer
 

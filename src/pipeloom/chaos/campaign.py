@@ -1,0 +1,204 @@
+"""`Campaign`: one unhurt training run, and one per fault, which is resumed as a user would, and compared. No torch."""
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from pipeloom.chaos import leftovers
+from pipeloom.chaos.attempt import Attempt, run_attempt
+from pipeloom.chaos.comparison import Outcome, compare
+from pipeloom.chaos.draw import draw_faults
+from pipeloom.chaos.fault import KINDS, Fault, Order
+from pipeloom.chaos.flip import flip_bit
+from pipeloom.chaos.record import Strike
+from pipeloom.errors import RunError
+from pipeloom.train.checkpoint.directory import list_checkpoints
+from pipeloom.train.checkpoint.manifest import verify
+
+_MOST_ATTEMPTS = 4
+_RESTARTS = 3  # of torchrun
+_TIMES_LONGER = 10.0  # than the unhurt run, and some seconds: then an attempt is ended
+_LEAST_SECONDS = 120.0
+_SPOKEN_BY = re.compile(r"pipeloom: (?:error: )?(?:\w+Error: )?rank (\d+)(?: in step|: )")
+_RESUMED = re.compile(r"from \S*checkpoint-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The training job that is hurt.
+
+    Attributes:
+        options: of `pipeloom train`.
+        num_processes: of the run.
+        launcher: what starts its ranks.
+    """
+
+    options: tuple[str, ...]
+    num_processes: int
+    launcher: Literal["own", "torchrun"] = "own"
+
+    def command(self, output_dir: Path) -> list[str]:
+        """The command that starts the job, and that goes on with it after a fault."""
+        own = ["-m", "pipeloom", "train", *self.options, f"--output_dir={output_dir}", "--resume_from_checkpoint=auto"]
+        if self.launcher == "own":
+            return [sys.executable, *own]
+        agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_processes}"]
+        return [sys.executable, *agent, f"--max-restarts={_RESTARTS}", *own]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of one fault; seconds count from the strike.
+
+    Attributes:
+        number: of the fault, from 1.
+        fault: what was injected.
+        where: phase and action or file operation that it struck; None: its place was not reached.
+        noticed_by: who told of it first; empty: nobody.
+        noticed_seconds: until then.
+        notice: the line.
+        ended_seconds: until all processes of the hurt attempt had ended.
+        recovered: how the run went on.
+        again_seconds: until the first step after it was complete; None: the run was not started again.
+        attempts: how often the run was started.
+        outcome: comparison with the unhurt run; None: the run was never completed.
+        left: what the attempts left behind.
+    """
+
+    number: int
+    fault: Fault
+    where: str | None
+    noticed_by: str
+    noticed_seconds: float | None
+    notice: str
+    ended_seconds: float | None
+    recovered: str
+    again_seconds: float | None
+    attempts: int
+    outcome: Outcome | None
+    left: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether the run came out as the unhurt one, and left nothing behind."""
+        return self.outcome is not None and self.outcome.equal and not self.left
+
+
+class Campaign:
+    """One unhurt run, and one per fault.
+
+    Args:
+        job: the training job.
+        out: directory of the runs. Those that come out right are deleted.
+    """
+
+    def __init__(self, job: Job, out: Path) -> None:
+        self._job, self._out = job, out
+        self.unhurt_seconds = 0.0
+
+    def run(self, count: int, seed: int, kinds: Sequence[str]) -> Iterator[Result]:
+        """The result of each fault as it becomes known.
+
+        Raises:
+            InputError: the run has no place for a kind.
+            RunError: the unhurt run failed.
+        """
+        with leftovers.adopting():
+            unhurt, began = self._out / "unhurt", time.monotonic()
+            first = self._attempt("unhurt", unhurt, 1, None, _LEAST_SECONDS * 10)
+            self.unhurt_seconds = time.monotonic() - began
+            if first.code != 0:
+                words = [line.text for line in first.lines if "error" in line.text][-1:]
+                raise RunError(f"the unhurt run failed with exit code {first.code}: {' '.join(words)}")
+            checkpoint = list_checkpoints(unhurt)[-1].path
+            sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+            verify(checkpoint)
+            torchrun = self._job.launcher == "torchrun"
+            faults = draw_faults(count, seed, kinds, first.record, sizes, torchrun=torchrun)
+            for number, fault in enumerate(faults, 1):
+                yield self._hurt(number, fault)
+
+    def _attempt(self, name: str, output_dir: Path, number: int, fault: Fault | None, limit: float) -> Attempt:
+        place = self._out / "logs" / f"{name}-{number}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        order = Order(str(place.with_name(f"{place.name}.record")), fault)
+        return run_attempt(self._job.command(output_dir), order, place, limit)
+
+    def _hurt(self, number: int, fault: Fault) -> Result:
+        name = f"fault-{number}"
+        output_dir, limit = self._out / name, _LEAST_SECONDS + _TIMES_LONGER * self.unhurt_seconds
+        planned = [replace(fault, kind="kill"), replace(fault, at=0)] if fault.kind == "late-flip" else [fault]
+        attempts: list[Attempt] = []
+        while not attempts or (attempts[-1].code != 0 and len(attempts) < _MOST_ATTEMPTS):
+            index = len(attempts)
+            told = planned[index] if index < len(planned) else None
+            attempts.append(self._attempt(name, output_dir, index + 1, told, limit))
+            if index == 0 and fault.kind == "flip" and len(list_checkpoints(output_dir)) > 1:
+                self._flip(output_dir, fault)
+        outcome = None
+        if attempts[-1].code == 0:
+            outcome = compare(output_dir, self._out / "unhurt", may_miss_evaluation=fault.kind == "preempt")
+        left = [each for attempt in attempts for each in attempt.left]
+        left += [f"{output_dir.name}/{each}" for each in sorted(leftovers.unfinished(output_dir))]
+        result = _result(number, fault, attempts, len(planned) - 1, outcome, left)
+        if result.good:
+            shutil.rmtree(output_dir)
+        return result
+
+    def _flip(self, output_dir: Path, fault: Fault) -> None:
+        newest = [entry.path for entry in list_checkpoints(output_dir) if entry.complete][-1]
+        flip_bit(newest, fault.position)
+
+
+def _result(
+    number: int, fault: Fault, attempts: list[Attempt], hurt: int, outcome: Outcome | None, left: list[str]
+) -> Result:
+    """Put together what the attempts showed; `hurt`: the index of the one in which the fault struck."""
+    attempt = attempts[min(hurt, len(attempts) - 1)]
+    strike = attempt.record.strike
+    if strike is None:
+        return Result(number, fault, None, "", None, "", None, "not reached", None, len(attempts), outcome, tuple(left))
+    found = next((line for each in attempts if (line := each.first_line(KINDS[fault.kind].notice, strike.at))), None)
+    again = next((at for each in attempts[hurt + 1 :] if (at := each.record.first_step()) is not None), None)
+    return Result(
+        number=number,
+        fault=fault,
+        where=f"{strike.phase}, {strike.where}",
+        noticed_by="" if found is None else _speaker(found.text, fault),
+        noticed_seconds=None if found is None else found.at - strike.at,
+        notice="" if found is None else found.text,
+        ended_seconds=attempt.ended_at - strike.at if attempt.code != 0 else None,
+        recovered=_recovered(attempts, hurt, strike),
+        again_seconds=None if again is None else again - strike.at,
+        attempts=len(attempts),
+        outcome=outcome,
+        left=tuple(left),
+    )
+
+
+def _speaker(line: str, fault: Fault) -> str:
+    """Who printed a line."""
+    if (found := _SPOKEN_BY.search(line)) is not None:
+        return f"rank {found[1]}"
+    if line.startswith("pipeloom: "):
+        return "launcher"
+    return "rank 0" if fault.kind in ("preempt", "slow") or "passed over" in line else "torchrun"
+
+
+def _recovered(attempts: list[Attempt], hurt: int, strike: Strike) -> str:
+    if attempts[-1].code != 0:
+        return f"no: exit code {attempts[-1].code} of attempt {len(attempts)}"
+    if len(attempts) == hurt + 1:
+        return "went on" if strike else ""
+    text = next((match for line in attempts[-1].lines if (match := _RESUMED.search(line.text))), None)
+    begun = max(attempt.record.begun_steps() for attempt in attempts[: hurt + 1])
+    start = int(text[1]) if text else 0
+    words = f"resumed from checkpoint-{start}" if text else "started anew"
+    passed = any("passed over" in line.text for line in attempts[-1].lines)
+    again = f", {max(0, begun - start)} steps again" if begun else ""
+    return words + (" before the damaged one" if passed else "") + again

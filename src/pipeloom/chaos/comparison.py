@@ -1,0 +1,87 @@
+"""`compare`: whether two training runs have the same losses, weights and optimizer state to the last bit. No torch."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeloom.common.json_reader import parse_json
+from pipeloom.errors import CheckpointError
+from pipeloom.train.checkpoint.directory import latest
+from pipeloom.train.checkpoint.manifest import verify
+
+_NUMBERS = ("step", "loss", "grad_norm", "lr", "eval_loss")
+_MISSING = "null"
+_Row = tuple[str, ...]
+_KINDS = {"weights": "model-", "optimizer": "optimizer-", "generators": "random-"}
+
+
+class Outcome(NamedTuple):
+    """What is bitwise equal in two runs; for what is not, the text says how it differs.
+
+    Attributes:
+        losses: of all steps and evaluations, with gradient norms and learning rates.
+        weights, optimizer, generators: files of the last checkpoint.
+    """
+
+    losses: str
+    weights: str
+    optimizer: str
+    generators: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether all is bitwise equal."""
+        return set(self) == {EQUAL}
+
+
+EQUAL = "equal"
+
+
+def compare(output_dir: Path, unhurt: Path, *, may_miss_evaluation: bool = False) -> Outcome:
+    """Compare two output directories.
+
+    Args:
+        output_dir, unhurt: of the runs.
+        may_miss_evaluation: whether evaluations may be left out, as one that is due at a pre-emption is.
+    """
+    found, expected = _hashes(output_dir), _hashes(unhurt)
+    losses = _losses(_story(output_dir), _story(unhurt), may_miss_evaluation=may_miss_evaluation)
+    return Outcome(losses, *(_kind(found, expected, prefix) for prefix in _KINDS.values()))
+
+
+def _losses(rows: list[_Row], wanted: list[_Row], *, may_miss_evaluation: bool) -> str:
+    if may_miss_evaluation:
+        present = {row[0] for row in rows if row[-1] != _MISSING}
+        wanted = [row for row in wanted if row[-1] == _MISSING or row[0] in present]
+    for row, other in zip(rows, wanted, strict=False):
+        if row != other:
+            return f"differ from step {other[0]}"
+    return EQUAL if len(rows) == len(wanted) else f"{len(rows)} rows instead of {len(wanted)}"
+
+
+def _story(output_dir: Path) -> list[_Row]:
+    try:
+        text = (output_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    except OSError:
+        return []
+    rows = [parse_json(line) for line in text.splitlines()]
+    return [tuple(json.dumps(row.get(key)) for key in _NUMBERS) for row in rows]
+
+
+def _hashes(output_dir: Path) -> tuple[str, dict[str, str]]:
+    """The name of the last checkpoint and the hashes of its files; none and its error if it is damaged."""
+    path = latest(output_dir)
+    if path is None:
+        return "none", {}
+    try:
+        return path.name, {name: record.sha256 for name, record in verify(path).files.items()}
+    except CheckpointError as error:
+        return str(error), {}
+
+
+def _kind(found: tuple[str, dict[str, str]], expected: tuple[str, dict[str, str]], prefix: str) -> str:
+    if found[0] != expected[0]:
+        return f"{found[0]} instead of {expected[0]}"
+    mine, wanted = ({n: h for n, h in files.items() if n.startswith(prefix)} for _, files in (found, expected))
+    different = sorted(name for name in {**mine, **wanted} if mine.get(name) != wanted.get(name))
+    return f"{', '.join(different)} differ" if different else EQUAL

@@ -1,0 +1,88 @@
+"""What a run leaves behind: processes, names in shared memory, temporary files. No torch."""
+
+import ctypes
+import os
+import signal
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SEGMENTS = Path("/dev/shm")
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Inside, processes whose parents have ended become children of this process, which then finds them."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def descendants() -> set[int]:
+    """The living processes that this one has started, directly or not, or has adopted."""
+    found, open_ids = set[int](), [os.getpid()]
+    while open_ids:
+        for child in children(open_ids.pop()):
+            if child not in found and not _has_ended(child):
+                found.add(child)
+                open_ids.append(child)
+    return found
+
+
+def children(process: int | str = "self") -> list[int]:
+    """The children of a process, also those that have ended and were not reaped."""
+    found = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
+def reap(known: Container[int]) -> None:
+    """Take the exit codes of ended children of this process that it has adopted: those that are not `known`."""
+    for process in children():
+        if process not in known and _has_ended(process):
+            with suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
+
+
+def end(processes: set[int]) -> None:
+    """End processes with SIGKILL."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def segments() -> set[str]:
+    """This user's names in shared memory that no living process of this user maps."""
+    try:
+        names = {path.name for path in _SEGMENTS.iterdir() if path.stat().st_uid == os.getuid()}
+    except OSError:
+        return set()
+    mapped = ""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            mapped += (process / "maps").read_text() if names else ""
+    return {name for name in names if f"{_SEGMENTS}/{name}" not in mapped}
+
+
+def files(directory: Path) -> set[str]:
+    """Names in a directory; empty if it does not exist."""
+    return {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+
+
+def unfinished(output_dir: Path) -> set[str]:
+    """Hidden directories of saves in an output directory."""
+    return {name for name in files(output_dir) if name.startswith(".checkpoint-")}

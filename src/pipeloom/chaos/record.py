@@ -1,0 +1,75 @@
+"""`Record`: what the ranks of one attempt have recorded: actions per phase, file operations, steps and the strike."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Strike(NamedTuple):
+    """When (time.monotonic, seconds) and where a fault struck, and how many steps its rank had begun."""
+
+    at: float
+    rank: int
+    where: str
+    phase: str
+
+
+class Record:
+    """The lines of a record; the file need not exist."""
+
+    def __init__(self, path: Path) -> None:
+        self._rows: list[dict[str, Any]] = []
+        with suppress(FileNotFoundError):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError):  # the last line of a rank that was killed
+                    self._rows.append(json.loads(line))
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have recorded something."""
+        return sorted({row["rank"] for row in self._rows})
+
+    @property
+    def strike(self) -> Strike | None:
+        """The strike; None: the fault's place was not reached."""
+        for row in self._rows:
+            if "struck" in row:
+                return Strike(row["at"], row["rank"], row["struck"], row["phase"])
+        return None
+
+    def first_step(self) -> float | None:
+        """When a rank had completed its first step (time.monotonic, seconds)."""
+        return min((row["at"] for row in self._rows if row.get("steps", 0) >= 1), default=None)
+
+    def begun_steps(self) -> int:
+        """The highest step that a rank has begun; 0: none, or the phases of its schedule do not tell."""
+        words = [row["phase"].replace(",", "").split() for row in self._rows if "phase" in row]
+        return max((int(each[1]) for each in words if each[0] == "step"), default=0)
+
+    def actions(self, rank: int, *, in_steps: bool = False, least_steps: int = 0, after_saves: int = 0) -> list[range]:
+        """The numbers of a rank's actions, from 1.
+
+        Args:
+            in_steps: leave out evaluations and other phases.
+            least_steps: that the rank has completed before.
+            after_saves: that it has begun before.
+        """
+        found, saves = [], 0
+        for row, after in self._phases(rank):
+            saves += row["phase"].startswith("checkpoint")
+            wanted = row["steps"] >= least_steps and saves >= after_saves
+            if wanted and (not in_steps or row["phase"].startswith("step")):
+                found.append(range(row["actions"] + 1, after["actions"] + 1))
+        return [each for each in found if each]
+
+    def files(self, rank: int) -> dict[int, str]:
+        """The file operations of a rank's saves by number, from 1."""
+        return {row["number"]: row["file"] for row in self._rows if "file" in row and row["rank"] == rank}
+
+    def _phases(self, rank: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each phase of a rank with the next one."""
+        rows = [row for row in self._rows if row["rank"] == rank and "phase" in row and "struck" not in row]
+        return itertools.pairwise(rows)

@@ -1,0 +1,139 @@
+"""`pipeloom chaos`: hurts a training job at random places, resumes it, and compares it with an unhurt run."""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeloom.chaos.campaign import Campaign, Job, Result
+from pipeloom.chaos.fault import KINDS
+from pipeloom.chaos.table import HEADINGS, markdown, row, summary, to_json
+from pipeloom.cli.common.parser import Parser, did_you_mean
+from pipeloom.common.atomic_file import write_named
+from pipeloom.common.quantities import table_lines
+from pipeloom.errors import InputError
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.version import __version__
+
+_LEAST_SAVES = 3  # flips need a good checkpoint before the damaged one, and the last one is compared
+_KINDS = ",".join(KINDS)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the campaign and show it; returns 0 if every hurt run came out as the unhurt one and left nothing."""
+    given = _parser().parse_args(list(argv)).as_dict()
+    kinds = _kinds(given["kinds"])
+    if given["kills"] < 1:
+        raise InputError(f"--kills={given['kills']}: must be at least 1.")
+    config = _config(given["config"])
+    options = (f"--config={Path(given['config']).absolute()}", *_own_options(config, given["watchdog_seconds"]))
+    with ExitStack() as stack:
+        if given["out"] is None:
+            out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeloom-chaos-runs-")))
+        else:
+            out = Path(given["out"]).absolute()
+            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise InputError(f"--out={given['out']}: is not an empty directory. Name another one.")
+        campaign = Campaign(Job(options, config.num_processes, given["launcher"]), out)
+        results: list[Result] = []
+        for result in campaign.run(given["kills"], given["seed"], kinds):
+            results.append(result)
+            if not given["json"]:
+                _, kind, rank, where, *others = row(result)
+                print(
+                    f"{result.number}/{given['kills']}  {kind} of rank {rank} in {where}: {', '.join(others)}",
+                    flush=True,
+                )
+        _show(given, campaign, results)
+    return 0 if all(result.good for result in results) else 1
+
+
+def _show(given: dict[str, Any], campaign: Campaign, results: list[Result]) -> None:
+    options = " ".join(f"--{name} {given[name]}" for name in ("kills", "seed", "kinds", "launcher"))
+    good, seconds = sum(result.good for result in results), campaign.unhurt_seconds
+    facts = [
+        f"`pipeloom chaos {given['config']} {options}`, pipeloom {__version__}, {os.cpu_count()} cores",
+        f"{good} of {len(results)} runs came out bitwise as the unhurt run ({seconds:.1f} s) and left nothing",
+    ]
+    told = {"seed": given["seed"], "launcher": given["launcher"], "unhurt_seconds": campaign.unhurt_seconds}
+    text = json.dumps({**told, "good": good, "faults": [to_json(result) for result in results]}, indent=1)
+    if given["out"] is not None:
+        page = markdown("Fault campaign", facts, results)
+        for name, content in (("chaos.md", page), ("chaos.json", text + "\n")):
+            write_named("--out", str(Path(given["out"], name)), content)
+    if given["json"]:
+        print(text)
+        return
+    print("\n" + "\n".join(table_lines([HEADINGS, *map(row, results)])))
+    print("\n" + "\n".join([*summary(results), facts[1]]))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pipeloom chaos",
+        description="Run the training job of a configuration unhurt once, then once per injected fault, at a random "
+        "action, rank and phase.\nEach run is resumed as a user would (--resume_from_checkpoint auto), and compared: "
+        "losses, weights and optimizer state must be bitwise those of the unhurt run, and nothing may be left behind.",
+        examples="""
+            pipeloom chaos job.yaml --kills 20 --seed 1 --out runs/chaos
+            pipeloom chaos job.yaml --kills 8 --kinds kill,save-kill,flip --json
+            pipeloom chaos job.yaml --kills 50 --kinds stop,loop,lock --watchdog_seconds 3
+        """,
+    )
+    option = parser.add_argument
+    option("config", type=str, metavar="CONFIG", help="YAML file with options of pipeloom train")
+    option("--kills", type=int, default=10, help="number of faults, each in a run of its own")
+    option("--seed", type=int, default=0, help="seed of the places of the faults")
+    option("--kinds", type=str, default=_KINDS, metavar="NAME,..", help="kinds of faults, equally often (default: all)")
+    launcher = "what starts the ranks: own, or torchrun with restarts"
+    option("--launcher", type=Literal["own", "torchrun"], default="own", help=launcher)
+    option("--watchdog_seconds", type=float | None, help="of the runs (default: the configuration's, or 5)")
+    option("--out", type=str, metavar="DIR", help="directory for chaos.md, chaos.json, logs and failed runs")
+    option("--json", action="store_true", help="output as one JSON object")
+    return parser
+
+
+def _kinds(text: str) -> list[str]:
+    found = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    for word in found:
+        if word not in KINDS:
+            hint = did_you_mean(word, KINDS)
+            raise InputError(
+                f"--kinds={text}: {word!r} is unknown: the kinds are {', '.join(KINDS)}{hint and '; ' + hint}."
+            )
+    return found
+
+
+def _config(path: str) -> TrainConfig:
+    """The configuration of the job. Raises InputError where a campaign cannot run it."""
+    from pipeloom.cli.train import parse
+
+    config = parse([f"--config={path}"])
+    if config.parallel.auto or config.replan:
+        raise InputError("parallel.auto: each run of a campaign must have the same plan. Name the degrees.")
+    if config.parallel.data < 0:
+        raise InputError("parallel.data=-1: a campaign needs the number of processes. Give a number.")
+    if not config.save_steps or config.steps // config.save_steps < _LEAST_SAVES:
+        raise InputError(
+            f"save_steps={config.save_steps}: a campaign needs at least {_LEAST_SAVES} checkpoints in "
+            f"{config.steps} steps. Lower it."
+        )
+    return config
+
+
+def _own_options(config: TrainConfig, watchdog_seconds: float | None) -> list[str]:
+    """What a campaign sets in each run."""
+    seconds = watchdog_seconds or config.watchdog_seconds or 5.0
+    kept = config.save_total_limit
+    limit = [] if kept is None else [f"--save_total_limit={max(2, kept)}"]
+    return [
+        "--local=false",
+        "--log_steps=1",
+        "--report_to=none",
+        f"--watchdog_seconds={seconds:g}",
+        "--watchdog=true",
+        *limit,
+    ]

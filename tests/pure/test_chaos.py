@@ -1,0 +1,168 @@
+"""Fault campaigns: faults are drawn where a run has places for them, and what differs is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeloom.chaos.campaign import Result, _speaker
+from pipeloom.chaos.comparison import EQUAL, Outcome, compare
+from pipeloom.chaos.draw import draw_faults
+from pipeloom.chaos.fault import KINDS, Fault, Order
+from pipeloom.chaos.flip import flip_bit
+from pipeloom.chaos.record import Record
+from pipeloom.chaos.table import markdown, row, summary
+from pipeloom.cli import main
+from pipeloom.errors import InputError
+
+SIZES = {"model-00001-of-00002.safetensors": 900, "manifest.json": 50}
+SAVE = [
+    "os.mkdir .checkpoint-3",
+    "open model-00001-of-00002.safetensors",
+    "open manifest.json",
+    "os.rename checkpoint-3",
+]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    """Two ranks, 30 steps of 10 actions, a checkpoint after each third step; rank 0 does all file operations."""
+    rows: list[dict[str, Any]] = []
+    for rank in range(2):
+        files = 0
+        for step in range(1, 31):
+            base = {"rank": rank, "at": float(step), "files": files}
+            rows.append({**base, "phase": f"step {step}", "actions": 10 * (step - 1), "steps": step - 1})
+            if step % 3 == 0:
+                rows.append({**base, "phase": f"checkpoint after step {step}", "actions": 10 * step, "steps": step})
+                for text in SAVE if rank == 0 else ():
+                    files += 1
+                    rows.append({"rank": rank, "at": float(step), "file": text, "number": files})
+        rows.append({"rank": rank, "at": 31.0, "files": files, "phase": "report", "actions": 300, "steps": 30})
+    path = tmp_path / "record"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows) + '{"rank": 0, "ph')  # as a kill leaves it
+    return Record(path)
+
+
+def test_faults_are_drawn_where_they_have_a_place(record: Record) -> None:
+    kinds = list(KINDS)
+    faults = draw_faults(40 * len(kinds), 5, kinds, record, SIZES, torchrun=False)
+    assert faults == draw_faults(40 * len(kinds), 5, kinds, record, SIZES, torchrun=False)
+    assert faults != draw_faults(40 * len(kinds), 6, kinds, record, SIZES, torchrun=False)
+    for kind in kinds:
+        mine = [fault for fault in faults if fault.kind == kind]
+        assert len(mine) == 40
+        least = {"stop": 21, "loop": 21, "lock": 21, "slow": 121, "flip": 61, "late-flip": 61}.get(kind, 1)
+        most = 40 if KINDS[kind].trigger == "file" else 300
+        assert all(least <= fault.at <= most for fault in mine)
+        assert {fault.rank for fault in mine} == ({0} if KINDS[kind].trigger == "file" else {0, 1})
+    full = [fault for fault in faults if fault.kind == "full-disk"]
+    assert {fault.at % 4 for fault in full} == {2, 3}  # files that are written
+    assert all(0 < fault.limit_bytes < (900 if fault.at % 4 == 2 else 50) for fault in full)
+    asked = [(fault.parent, fault.signal) for fault in faults if fault.kind == "preempt"]
+    assert {number for parent, number in asked} == {10, 15}
+    torchrun = draw_faults(40, 5, ["preempt"], record, SIZES, torchrun=True)
+    assert {fault.signal for fault in torchrun if fault.parent} == {15}  # its agent ends at SIGUSR1
+
+
+def test_a_kind_without_a_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_text('{"rank": 0, "at": 1.0, "phase": "step 1", "actions": 0, "files": 0, "steps": 0}\n')
+    with pytest.raises(InputError, match=r"--kinds flip: the run has no place for it .*save_steps"):
+        draw_faults(1, 0, ["flip"], Record(path), SIZES, torchrun=False)
+
+
+def test_an_order_comes_back() -> None:
+    order = Order("/tmp/record", Fault(kind="slow", rank=1, at=7, pause_seconds=0.5))
+    assert Order.from_json(order.to_json()) == order
+    assert Order.from_json(Order("/tmp/record", None).to_json()).fault is None
+
+
+@pytest.mark.parametrize("position", [0.0, 0.5, 0.999])
+def test_one_bit_of_the_files_is_flipped(tmp_path: Path, position: float) -> None:
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(100))
+    (tmp_path / "manifest.json").write_bytes(bytes(100))
+    told = flip_bit(tmp_path, position)
+    number, byte = divmod(int(200 * position), 100)
+    assert told == f"{names[number]}, byte {byte}"
+    changed = {path.name: data for path in tmp_path.iterdir() if any(data := path.read_bytes())}
+    assert list(changed) == [names[number]]
+    assert [(at, value) for at, value in enumerate(changed[names[number]]) if value] == [(byte, 8)]
+
+
+def test_what_differs_from_the_unhurt_run_is_told(tmp_path: Path) -> None:
+    for name, losses in (("unhurt", [3.0, 2.0]), ("same", [3.0, 2.0]), ("other", [3.0, 2.5]), ("short", [3.0])):
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "loss": loss, "step_seconds": id(loss)} for step, loss in enumerate(losses, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    found = {name: compare(tmp_path / name, tmp_path / "unhurt").losses for name in ("same", "other", "short", "none")}
+    assert found["same"] == EQUAL
+    assert found["other"] == "differ from step 2"
+    assert found["short"] == "1 rows instead of 2"
+    assert found["none"] == "0 rows instead of 2"
+    text = (tmp_path / "unhurt" / "metrics.jsonl").read_text()
+    (tmp_path / "unhurt" / "metrics.jsonl").write_text(text + '{"step": 2, "eval_loss": 1.5}\n')
+    assert compare(tmp_path / "same", tmp_path / "unhurt").losses == "2 rows instead of 3"
+    assert compare(tmp_path / "same", tmp_path / "unhurt", may_miss_evaluation=True).losses == EQUAL
+    (tmp_path / "same" / "metrics.jsonl").write_text(text + '{"step": 2, "eval_loss": 1.25}\n')
+    assert compare(tmp_path / "same", tmp_path / "unhurt", may_miss_evaluation=True).losses == "differ from step 2"
+
+
+@pytest.mark.parametrize(
+    ("line", "speaker"),
+    [
+        ("pipeloom: error: rank 1 was killed by SIGKILL in step 5; all ranks were ended", "launcher"),
+        ("pipeloom: rank 1 in step 6, action 1RECV_F2: no progress for 5.0 s", "rank 1"),
+        ("pipeloom: error: rank 0: rank 1 ended", "rank 0"),
+        ("step 5  saved runs/checkpoint-5; pre-empted.", "rank 0"),
+        ("E1127 Signal 9 (SIGKILL) received by PID 7", "torchrun"),
+    ],
+)
+def test_who_told_of_a_fault(line: str, speaker: str) -> None:
+    kind = "preempt" if "pre-empted" in line else "kill"
+    assert _speaker(line, Fault(kind=kind, rank=1, at=1)) == speaker
+
+
+def test_the_table_has_what_differs_and_what_is_left() -> None:
+    fault = Fault(kind="kill", rank=1, at=7)
+    equal, other = Outcome(*[EQUAL] * 4), Outcome(EQUAL, "model-00001 differ", EQUAL, EQUAL)
+    known = (fault, "step 2, action 1B0", "launcher", 0.1, "a | line", 0.3, "resumed", 4.0, 2)
+    results = [Result(1, *known, equal, ()), Result(2, *known, other, ()), Result(3, *known, equal, ("process 7",))]
+    assert [result.good for result in results] == [True, False, False]
+    assert row(results[0])[-2:] == ("yes", "nothing")
+    assert row(results[1])[-2:] == ("weights: model-00001 differ", "nothing")
+    assert row(results[2])[-2:] == ("yes", "process 7")
+    (line,) = summary(results)
+    assert line == "kill: 1 of 3 bitwise, nothing left; noticed within 0.1 s (3); step again within 4.0 s (3)"
+    page = markdown("Fault campaign", ["seed 1"], results)
+    assert (
+        "| 3 | kill | 1 | step 2, action 1B0 | launcher | 0.10 s | 0.30 s | 4.00 s | resumed | yes | process 7 |"
+        in page
+    )
+    assert "1. `a | line`" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--kinds=kil",), "'kil' is unknown: the kinds are kill, .*did you mean kill"),
+        (("--kills=0",), "--kills=0: must be at least 1"),
+        (("--out=.",), "is not an empty directory"),
+        ((), "save_steps=100: a campaign needs at least 3 checkpoints in 200 steps"),
+    ],
+)
+def test_campaigns_that_cannot_run_are_refused(
+    words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text("steps: 200\n" if not words else "steps: 200\nsave_steps: 50\n")
+    assert main(["chaos", str(config), *words]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert re.search(message, error), error
