@@ -39,6 +39,8 @@ TITLES = {
     "pipeloom.devices": "Devices: streams, marks, times, memory",
     "pipeloom.models.experts": "Layers of experts",
     "pipeloom.integrations.transformers": "transformers' Trainer on a pipeline",
+    "pipeloom.integrations.ray": "`pipeloom train` in the workers of Ray",
+    "pipeloom.job_files": "Files that start a run on a cluster",
 }
 CONSTANTS = {"__version__": "the version of pipeloom, a string"}  # top-level names without a package of their own
 

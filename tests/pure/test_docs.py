@@ -308,6 +308,7 @@ def test_the_reference_has_every_option(monkeypatch, capsys):
         "doctor",
         "collectives",
         "chaos job.yaml",
+        "launch",
         "checkpoint ls",
         "checkpoint verify",
         "checkpoint convert",

@@ -30,7 +30,7 @@ TRAINING = PRETRAINED | {"pretrained", "plan"}
 PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
 TRAIN = TRAINING | PLAN | {"training", "plan", "report"}
 CHAOS = {"processes", "train"}
-CLI = TRAIN | {"train", "pipe", "chaos"}
+CLI = TRAIN | {"train", "pipe", "chaos", "job_files"}
 INTEGRATIONS = TRAINING | {"training", "schedules", "train"}
 ALLOWED = {
     "common": set(),
@@ -54,6 +54,7 @@ ALLOWED = {
     "report": {"ir", "sim"},
     "train": TRAIN,
     "chaos": CHAOS,
+    "job_files": set(),
     "cli": CLI,
     "integrations": INTEGRATIONS,
 }

@@ -9,6 +9,7 @@ from pipeloom.version import __version__
 # Each command and its purpose; the module of the same name has `main(argv) -> int`.
 COMMANDS = {
     "train": "train a language model through a pipeline",
+    "launch": "print the file that starts a run on a cluster: SLURM, Kubernetes, Ray, SkyPilot, torchrun",
     "plan": "choose everything: the fastest way to train a model on a cluster",
     "simulate": "simulate a schedule: makespan, bubble, live activations, timeline",
     "collectives": "draw collectives step by step, and compare their costs on a cluster",

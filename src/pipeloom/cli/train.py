@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pipeloom.chaos.fault import VARIABLE
 from pipeloom.processes import launcher
-from pipeloom.processes.compile_cache import without_empty_cache
 from pipeloom.processes.preemption import PREEMPTED
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.machine.compile_cache import without_empty_cache
 
 _DESCRIPTION = """\
 Train a GPT on text through a pipeline, or fine-tune a model of Hugging Face. The defaults train a small model on two

@@ -3,7 +3,7 @@
 launcher        starts the ranks of a run on this host, and ends them all when one fails
 black_box       a page of memory with a rank's step, action and error, which outlives the rank
 watchdog        ends the run when a rank hangs, and names it; hang_board, hang_report, waits: its parts
-compile_cache   the directory of torch.compile in TMPDIR
+cluster_environment   this process as a rank of SLURM or Open MPI
 rendezvous      how processes meet, also after torchrun has restarted them
 agreement       compares what processes are about to run
 collectives     small collectives; also the end of gloo's threads

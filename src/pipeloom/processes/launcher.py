@@ -24,10 +24,12 @@ from typing import NoReturn
 
 from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, listed
 from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.preemption import PREEMPTED, Request
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
+ENDS_WITH_PARENT = "_PIPELOOM_ENDS_WITH_PARENT"  # variable: the kernel ends this process when its parent ends
 PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
 HUNG = 4  # exit code of ranks that name the one which hangs, in their last words
 _POLL_SECONDS = 0.02
@@ -39,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """This process as a rank of a run that `launch` or torchrun started.
+    """This process as a rank of a run that `launch`, torchrun, srun, mpirun or Ray started.
 
     Attributes:
         local_rank, local_size: of this process among those of its machine.
@@ -63,11 +65,14 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     Raises:
         InputError: RANK, LOCAL_RANK or WORLD_SIZE is not an integer, or RANK is not below WORLD_SIZE.
     """
+    own, environment = environment, with_rank(environment)
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     meeting, black_box, launched = "env://", BlackBox(), False
-    if _TORCHRUN in environment:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank ends with torchrun's agent
+    if "RANK" not in own:
+        meeting = meeting_of(environment)
+    if _TORCHRUN in environment or ENDS_WITH_PARENT in environment:  # torchrun's agent, or Ray's worker
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if _LAUNCHED in environment:
         launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank ends with its launcher, however it ends

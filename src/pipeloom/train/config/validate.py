@@ -54,7 +54,7 @@ def validate(config: TrainConfig, *, world_size: int | None, leads: bool = True)
         device = "cuda" if _has_gpu() else "cpu"
         if config.memory.cap is not None:
             under_cap(config, run_tokenizer(config).vocabulary_size, device=device)
-    _check_processes(config, world_size)
+    check_processes(config, world_size)
     output_dir = Path(config.output_dir)
     resumed = find_good(config.resume_from_checkpoint, output_dir, leads=leads)
     if resumed is not None:
@@ -80,7 +80,8 @@ def validate(config: TrainConfig, *, world_size: int | None, leads: bool = True)
     return [] if resumed is None else resumed.notices
 
 
-def _check_processes(config: TrainConfig, world_size: int | None) -> None:
+def check_processes(config: TrainConfig, world_size: int | None) -> None:
+    """Raise InputError unless `config` takes `world_size` processes; None: a launcher starts as many as it takes."""
     ranks, degree, inside = config.num_ranks, config.data_degree, config.stage_processes
     if config.local and world_size not in (None, 1):
         raise InputError(

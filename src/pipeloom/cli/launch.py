@@ -1,0 +1,127 @@
+"""`pipeloom launch`: the file that starts a run on a cluster."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeloom.cli.common.parser import Parser
+from pipeloom.common.atomic_file import write_named
+from pipeloom.errors import InputError
+from pipeloom.job_files import SCHEDULERS, Job, job_file
+
+_EXAMPLES = """\
+pipeloom launch slurm --nodes 2 --gpus_per_node 8 -- train --parallel.pipeline 16 --output_dir /shared/run
+pipeloom launch slurm plan.json --nodes 4 --gpus_per_node 8 --out job.sbatch -- train --output_dir /shared/run
+pipeloom launch kubernetes --nodes 2 --gpus_per_node 8 --image me/pipeloom --volume runs -- train --output_dir /data/run
+pipeloom launch torchrun --nodes 2 --processes_per_node 4 -- my_script.py --epochs 3
+"""
+_RESUME = "--resume_from_checkpoint"
+_NOTICE_MARGIN = 30  # seconds between the end of a save and the end of the job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the file, or write it; returns the exit code."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    own, run = [_with_underscores(word) for word in words[:at]], words[at + 1 :]
+    options = _parser().parse_args(own)
+    if options.scheduler not in SCHEDULERS:
+        raise InputError(f"scheduler {options.scheduler!r}: must be one of {', '.join(SCHEDULERS)}.")
+    job = Job(words=_words(options, run), **{name: getattr(options, name) for name in _OPTIONS})
+    if run[0] == "train":
+        _check(job, options.scheduler)
+    text = job_file(options.scheduler, job)
+    if options.out is None:
+        sys.stdout.write(text)
+        return 0
+    write_named("--out", options.out, text)
+    usual, command = SCHEDULERS[options.scheduler]
+    print(f"wrote {options.out}. Start it with: {command.replace(usual, options.out)}")
+    return 0
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "nodes": {"type": int, "default": 1, "help": "number of nodes"},
+    "gpus_per_node": {"type": int, "default": 0, "help": "GPUs per node; 0: CPUs compute"},
+    "processes_per_node": {"type": int | None, "help": "processes per node (default: one per GPU)"},
+    "cpus_per_node": {"type": int | None, "help": "CPUs per node (default: 8 per GPU, or one per process)"},
+    "name": {"type": str, "default": "pipeloom", "help": "name of the job"},
+    "hours": {"type": float, "default": 24.0, "help": "time limit (slurm)"},
+    "notice_seconds": {
+        "type": int,
+        "default": 120,
+        "help": "seconds from the scheduler's signal to the end of the job, for a checkpoint",
+    },
+    "restarts": {"type": int, "default": 3, "help": "how often ranks that failed are started again"},
+    "port": {"type": int, "default": 29500, "help": "where the nodes meet (slurm: chosen by the number of the job)"},
+    "image": {
+        "type": str,
+        "default": "pipeloom:latest",
+        "help": "container image with pipeloom (kubernetes, kubeflow)",
+    },
+    "volume": {"type": str | None, "help": "persistent volume claim, mounted at /data (kubernetes, kubeflow)"},
+    "accelerator": {"type": str | None, "help": "kind of GPU, such as H100 (skypilot)"},
+    "storage": {"type": str | None, "help": "directory or URI for results that all nodes reach (ray)"},
+}
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "pipeloom launch",
+        "Print the file that starts `pipeloom train`, or a script with `pl.Pipeline`, on the nodes of a cluster. What "
+        "stands after -- is the run: `train` and its options, or a Python file and its arguments. Runs of `train` go "
+        "on from their newest checkpoint when they are started again.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("scheduler", type=str, metavar="SCHEDULER", help=", ".join(SCHEDULERS))
+    parser.add_argument("plan", type=str | None, nargs="?", metavar="PLAN", help="plan.json for train")
+    for name, settings in _OPTIONS.items():
+        parser.add_argument(f"--{name}", **settings)
+    parser.add_argument("--out", type=str | None, metavar="FILE", help="write the file, in place of printing it")
+    return parser
+
+
+def _with_underscores(word: str) -> str:
+    """``--gpus_per_node`` for ``--gpus-per-node``, which torchrun and schedulers have taught people to write."""
+    name, equals, value = word.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
+
+
+def _words(options: Any, run: list[str]) -> tuple[str, ...]:
+    """What each process runs."""
+    if not run:
+        raise InputError("nothing to run: put `-- train ...` or `-- script.py ...` at the end of the command.")
+    if run[0] != "train":
+        if not run[0].endswith(".py"):
+            raise InputError(f"{run[0]!r} after --: must be `train`, or a Python file that ends with .py.")
+        if options.plan is not None:
+            raise InputError(f"plan {options.plan}: is for `-- train` alone. Remove it, and let {run[0]} read it.")
+        return tuple(run)
+    words = ["-m", "pipeloom", *run]
+    if options.plan is not None:
+        words += ["--plan", options.plan]
+    given = {word.partition("=")[0] for word in run}
+    if _RESUME not in given:
+        words += [_RESUME, "auto"]
+    if "--preempt_seconds" not in given:
+        words += ["--preempt_seconds", str(max(options.notice_seconds - _NOTICE_MARGIN, options.notice_seconds // 2))]
+    return tuple(words)
+
+
+def _check(job: Job, scheduler: str) -> None:
+    """Check the options of `pipeloom train`, and their number of processes. Raises InputError."""
+    from pipeloom.cli.train import parse
+    from pipeloom.train.config.automatic import for_processes, without_plan
+    from pipeloom.train.config.rules import check_sizes, validate_settings
+    from pipeloom.train.config.schedule import resolve_data_degree
+    from pipeloom.train.config.validate import check_processes
+
+    config = for_processes(resolve_data_degree(parse(job.words[3:]), job.world_size), job.world_size)
+    check_sizes(config)
+    validate_settings(without_plan(config))
+    check_processes(config, job.world_size)
+    if (scheduler == "ray" or job.nodes > 1) and not Path(config.output_dir).is_absolute():
+        raise InputError(
+            f"output_dir={config.output_dir}: must be an absolute path that all nodes share. Add --output_dir after --."
+        )
