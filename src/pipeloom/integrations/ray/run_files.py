@@ -31,7 +31,11 @@ class RunFiles:
         self._read = 0
 
     def news(self) -> list[Report]:
-        """New rows, without lists and objects, and new checkpoints, each with the last row of its step."""
+        """The newest row, new evaluations, and new checkpoints, each with the last row of its step.
+
+        Rows are without lists and objects. Other rows stay in metrics.jsonl alone: a report takes Ray longer than a
+        short step does.
+        """
         saved = self._checkpoints()  # first: the rows of their steps are written by then
         rows = [parse_json(row) for row in self._rows() if row not in self._before]
         reports: list[Report] = [
@@ -44,7 +48,7 @@ class RunFiles:
             else:
                 reports.insert(place + 1, ({"step": saved[path]}, str(path)))
         self._known = set(saved)
-        return reports
+        return [each for each in reports if each is reports[-1] or each[1] or "eval_loss" in each[0]]
 
     def _checkpoints(self) -> dict[Path, int]:
         """All checkpoints and their steps."""

@@ -33,7 +33,7 @@ _OUTPUT = "--output_dir"
 
 
 def train_loop(config: Mapping[str, Any]) -> None:
-    """Train as one rank, and report every row of metrics.jsonl and every checkpoint to Ray. Every worker calls it.
+    """Train as one rank, and report losses, evaluations and checkpoints to Ray as they come. Every worker calls it.
 
     Args:
         config: ``{"arguments": [...]}``, the arguments of `pipeloom train`. ``--output_dir`` has to be a directory that
