@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.autograd.loss_metrics import loss_in
 from pipeloom.engine.rank_state import LossFn
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PipeloomError, folded, one_line
+from pipeloom.split.closeness import close
 from pipeloom.split.stage_module import StageModule
+from pipeloom.split.traced.inputs import Arguments, Signature
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.own_loss import plain_batch
 from pipeloom.transport.values import Value, copied, join_batch, samples_of, split_batch
-
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; of shorter formats 0.05
 
 
 class ModelCheck:
@@ -29,12 +29,16 @@ class ModelCheck:
         sample: inputs of a batch, or the pair (inputs, targets).
         num_microbatches: of the schedule.
         loss_fn: as for `Pipeline`.
+        example: of a model that is traced: how a batch is bound to its arguments.
 
     Raises:
-        InputError: no model but its parts, or a model on the meta device.
+        InputError: no model but its parts, a model on the meta device, or a sample that the model or `loss_fn` does not
+            take.
     """
 
-    def __init__(self, model: Any, sample: Value, num_microbatches: int, loss_fn: LossFn | None) -> None:
+    def __init__(
+        self, model: Any, sample: Value, num_microbatches: int, loss_fn: LossFn | None, example: Any = None
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError("check: compares with the uncut model, and the model is given in parts. Remove check.")
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -45,12 +49,15 @@ class ModelCheck:
         pieces, self._sizes = split_batch(copied(self.inputs), num_microbatches, "check: inputs")
         self._layers: dict[str, Any] = {}
         outputs = []
+        bind = None if example is None else Signature(model, example).bind
         with evaluation_mode([model]), torch.no_grad():
-            with _recorded(dict(model.named_modules()), self._layers):
-                outputs.append(_run(model, pieces[0]))
-            outputs += [_run(model, piece) for piece in pieces[1:]]
+            with _taken(sample, "the forward of the model"):
+                with _recorded(dict(model.named_modules()), self._layers):
+                    outputs.append(_run(model, pieces[0], bind))
+                outputs += [_run(model, piece, bind) for piece in pieces[1:]]
             if loss_fn is not None and targets is not None and not hasattr(loss_fn, "weigh"):
-                self._check_loss(loss_fn, outputs, targets, num_microbatches)
+                with _taken(sample, "loss_fn"):
+                    self._check_loss(loss_fn, outputs, targets, num_microbatches)
         self._output = join_batch(outputs)
 
     def _check_loss(self, loss_fn: LossFn, outputs: Sequence[Value], targets: Value, num_microbatches: int) -> None:
@@ -98,9 +105,26 @@ class ModelCheck:
         )
 
 
-def _run(model: nn.Module, inputs: Value) -> Value:
+@contextmanager
+def _taken(sample: Value, what: str) -> Iterator[None]:
+    """In the block, `what` is called with the sample; its errors are about the sample."""
+    try:
+        yield
+    except PipeloomError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"check={folded(sample)}: {what} raises {one_line(error).rstrip('.')}. Pass inputs that the model takes, "
+            "or the pair (inputs, targets)."
+        ) from error
+
+
+def _run(model: nn.Module, inputs: Value, bind: Callable[[Value], Arguments] | None) -> Value:
     # Stages keep no keys and values for a next token, and the output holds none.
     settings = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    if bind is not None:
+        args, kwargs = bind(inputs)
+        return model(*args, **kwargs)
     takes_names = isinstance(inputs, dict) and not isinstance(model, nn.Sequential)
     return model(**{**settings, **inputs}) if takes_names else model(inputs, **settings)
 
@@ -125,15 +149,7 @@ def _recorded(modules: Mapping[str, nn.Module], found: dict[str, Any]) -> Iterat
 
 def _differ(found: Any, expected: Any) -> bool:
     ours, theirs = _tensors(found), _tensors(expected)
-    return len(ours) != len(theirs) or not all(map(_close, ours, theirs))
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape or not found.numel():
-        return found.shape == expected.shape
-    tolerance = _TOLERANCE.get(found.dtype, 0.05)
-    bound = tolerance * float(expected.abs().nan_to_num(posinf=0).max())
-    return torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=bound, equal_nan=True)
+    return len(ours) != len(theirs) or not all(map(close, ours, theirs))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,21 +1,25 @@
 """Traces a model with torch.export, in training and in evaluation mode."""
 
 import logging
+import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec, tree_map
 
 from pipeloom.errors import SplitError, unwrapped
 from pipeloom.split.traced.attributes import ChangedAttributes, forbid_changed_constants, tell_set
 from pipeloom.split.traced.buffers import settle_buffers
+from pipeloom.split.traced.comparison import OwnForward
 from pipeloom.split.traced.inputs import Arguments, InputRules, Signature
 
 _WAYS_IN = "Change this line, name the layers with layers=, or pass a list of modules that you wrote, one per stage"
@@ -76,10 +80,15 @@ def _trace(model: nn.Module, signature: Signature, changed: ChangedAttributes) -
 
     shapes = tree_map(sizes, (args, kwargs))
     sized = signature.by_name(Arguments(*shapes))
+    own = OwnForward(model, (args, kwargs))
+
+    def export() -> Any:
+        return torch.export.export(model, args, kwargs, dynamic_shapes=sized)
+
     with _lock, _quiet(), torch.random.fork_rng(devices=()):
         try:
-            with changed.watched():
-                exported = torch.export.export(model, args, kwargs, dynamic_shapes=sized)
+            with changed.watched(), own.traced(), _without_printed_graph():
+                exported = export()
         except SplitError:
             raise
         except Exception as error:
@@ -113,7 +122,17 @@ def _trace(model: nn.Module, signature: Signature, changed: ChangedAttributes) -
             f"{type(model).__name__} fixes the batch size ({broken}), but micro-batches have other sizes. Take sizes "
             "from x.shape."
         )
+    values = tensors_of(model, constants)
+    with _lock, _quiet():
+        own.check(exported.graph_module, inputs, {name: values[target] for name, target in held.items()}, export)
     return Trace(exported.graph_module, held, constants, tuple(inputs), rules, exported.call_spec.out_spec)
+
+
+def tensors_of(model: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and buffers of a model by all their names, with the constants of its trace."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return {**tensors, **constants}
 
 
 def _at_least_two(leaf: Any) -> Any:
@@ -125,7 +144,7 @@ def _at_least_two(leaf: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warnings about sizes that stay fixed, and its printed graphs of failures."""
+    """Without torch's warnings about sizes that stay fixed."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch._export", "torch.fx", "torch._dynamo")]
     loggers += [
         logging.getLogger(name)
@@ -142,6 +161,21 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+@contextmanager
+def _without_printed_graph() -> Iterator[None]:
+    """Without the graph of what was traced before an error, which torch prints; other prints come at the end."""
+    graph = None
+    try:
+        with redirect_stderr(StringIO()) as printed:
+            yield
+    except Exception as error:
+        graph = getattr(error, "partial_fx_graph", None)
+        raise
+    finally:
+        text = printed.getvalue()
+        sys.stderr.write(text if graph is None else text.replace(f"{graph}\n", ""))
+
+
 def _explained(model: nn.Module, error: Exception) -> SplitError:
     """The error with the line of the user's code, the reason, and the other ways in."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -155,6 +189,8 @@ def _explained(model: nn.Module, error: Exception) -> SplitError:
     called = [frame for frame in inner if frame.name == "forward" or frame is inner[-1]] if inner else []
     where = f"{called[-1].filename}:{called[-1].lineno}, {called[-1].line!r}" if called else "its forward"
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    if isinstance(error, DataDependentOutputException):
+        reason = f"{error.func} returns a value of tensors to Python"
     return SplitError(
         f"{type(model).__name__} cannot be traced at {where}: {unwrapped(reason)}. A trace holds for all inputs, so it "
         f"does not follow values of tensors. {_WAYS_IN}."

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from pipeloom.split.chain_partition import Tie, find_ties
 from pipeloom.split.profile import Clock, LayerTime, untouched
-from pipeloom.split.traced.export import Trace, trace_modes
+from pipeloom.split.traced.export import Trace, tensors_of, trace_modes
 from pipeloom.split.traced.segments import Segment, find_segments, operations
 
 
@@ -27,13 +27,6 @@ class SegmentTime(NamedTuple):
     sent_bytes: int
 
 
-def tensors_of(model: nn.Module, trace: Trace) -> dict[str, Tensor]:
-    """Parameters, buffers and constants of a trace by name."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    return tensors | trace.constants
-
-
 def measure(
     model: nn.Module, trace: Trace, segments: Sequence[Segment], example: Any, num_rounds: int = 3
 ) -> list[SegmentTime]:
@@ -46,7 +39,7 @@ def measure(
         example: inputs of one micro-batch.
         num_rounds: rounds whose median is taken, after one that is discarded.
     """
-    tensors, clock = tensors_of(model, trace), Clock([model], example, perf_counter)
+    tensors, clock = tensors_of(model, trace.constants), Clock([model], example, perf_counter)
     training = model.training
 
     def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
