@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetensors import safe_open
 import pipeloom as pl
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.models.experts import take_over
+from pipeloom.pretrained import load_weights
 from tests.cpu.ranks import run_ranks
 from tests.cpu.test_pretrained import LLAMA, config
 
@@ -155,25 +157,29 @@ def test_a_failure_on_one_process_is_an_error_on_all(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
-def within_a_limit(rank, home):
-    """Load one of four stages where the whole model does not fit; the bytes of the stage and of the limit."""
+def within_a_limit(rank, home, loads_all):
+    """Load one of four stages, or the whole model, under the limit that a stage and one tensor need.
+
+    Returns:
+        The bytes that this process holds, those that the limit leaves, and the sum over the parameters or the error.
+    """
     model = pl.from_pretrained(home)
     stages = pl.split.split(model, 4)
-    one = max(p.nbytes for p in model.parameters())
-    own = sum(p.nbytes for p in stages.modules[rank].parameters())
+    sizes = [sum(p.nbytes for p in module.parameters()) for module in stages.modules]
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    room = own + one + (24 << 20)
+    room = max(sizes) + max(p.nbytes for p in model.parameters()) + (24 << 20)
     limit = int(lines["VmData"].split()[0]) * 1024 + room
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    schedule = pl.schedules.build("1f1b", num_ranks=4, num_microbatches=4)
-    with pl.Pipeline(stages, schedule) as pipe:
-        total = sum(float(p.sum()) for p in pipe.parameters())
-    with pytest.raises(RuntimeError, match="allocate memory"):
-        torch.ones(room // 4)
-    return own, room, total
+    if loads_all:
+        with pytest.raises(InputError) as told:
+            load_weights(model)
+        return sum(sizes), room, str(told.value)
+    with pl.Pipeline(stages, pl.schedules.build("1f1b", num_ranks=4, num_microbatches=4)) as pipe:
+        return sizes[rank], room, sum(float(p.sum()) for p in pipe.parameters())
 
 
 def test_a_process_has_memory_for_its_stages_and_one_tensor(tmp_path):
+    """Four processes load a stage each; under the same limit a process that loads the model fails."""
     sizes = {**LLAMA, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
     sizes |= {"num_hidden_layers": 8, "vocab_size": 4096}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
@@ -182,7 +188,11 @@ def test_a_process_has_memory_for_its_stages_and_one_tensor(tmp_path):
             parameter.fill_(1.0)
     model.save_pretrained(tmp_path)
     whole = sum(p.nbytes for p in model.parameters())
-    found = run_ranks(within_a_limit, 4, tmp_path)
-    assert sum(own for own, _, _ in found) == whole
-    assert all(room < whole * 0.7 for _, room, _ in found), (whole, found)
+    found = run_ranks(within_a_limit, 4, tmp_path, False)
+    [(all_bytes, room, told)] = run_ranks(within_a_limit, 1, tmp_path, True)
+    assert sum(own for own, _, _ in found) == all_bytes == whole
+    assert {room for _, room, _ in found} == {room}
+    assert room < whole * 0.7, (whole, found)
     assert sum(total for _, _, total in found) == whole / 4
+    assert re.search(r"^'[\w.]+' of shape \[.* MiB\): there is no memory for it on cpu.*, here [\d.]+ MiB, and", told)
+    assert "\n" not in told

@@ -1,7 +1,9 @@
 """The weight files of a Hugging Face directory: which they are, and their tensors. Nothing is ever unpickled."""
 
+import errno
 import math
 import mmap
+import os
 from pathlib import Path
 
 import torch
@@ -93,6 +95,7 @@ def mapped(stored: StoredTensor) -> Tensor:
     """A tensor whose memory is the file: what is read of it takes memory, as long as the tensor lives.
 
     Raises:
+        MemoryError: the process has no memory for it.
         CheckpointError: the file cannot be read.
     """
     dtype, number = TORCH_TYPES[stored.dtype], math.prod(stored.shape)
@@ -103,6 +106,8 @@ def mapped(stored: StoredTensor) -> Tensor:
         with open(stored.path, "rb") as file:
             memory = mmap.mmap(file.fileno(), stored.stop - base, access=mmap.ACCESS_COPY, offset=base)
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) == errno.ENOMEM:
+            raise MemoryError(f"mapping {stored.path}: {os.strerror(errno.ENOMEM)}") from error
         raise CheckpointError(f"{stored.path} cannot be read ({error}). Copy it again.") from error
     return torch.frombuffer(memory, dtype=dtype, count=number, offset=stored.start - base).view(stored.shape)
 

@@ -6,11 +6,13 @@ do not matter. Of a parameter that is cut inside its stage (`pipeloom.parallel.p
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pipeloom.common.quantities import bytes_text
 from pipeloom.common.tensor_file import StoredTensor
 from pipeloom.errors import InputError
 from pipeloom.parallel.placed import placed_block
@@ -61,7 +63,8 @@ class PretrainedWeights:
         With device "meta" nothing is read: the model then says what a process would hold.
 
         Raises:
-            InputError: a tensor has no value: it was added to the model on the meta device.
+            InputError: a tensor has no value: it was added to the model on the meta device. Or the process has too
+                little memory.
             CheckpointError: a file cannot be read.
         """
         if self.device.type == "meta":
@@ -71,13 +74,33 @@ class PretrainedWeights:
             uses.setdefault(use.name, []).append(use)
         known = {name: conversion for name, conversion in self.conversions.of.items() if name in uses}
         for conversion in sorted({id(each): each for each in known.values()}.values(), key=self._place):
-            self._read(conversion, uses)
+            with self._memory_told(conversion.shapes, uses):
+                self._read(conversion, uses)
         initial: dict[str, list[str]] = {}
         for name in uses.keys() - known.keys():
             path, _, key = name.rpartition(".")
             initial.setdefault(path, []).append(key)
         for path in sorted(initial):
-            self._initialize(path, initial[path], uses)
+            with self._memory_told([f"{path}.{key}" if path else key for key in initial[path]], uses):
+                self._initialize(path, initial[path], uses)
+
+    @contextmanager
+    def _memory_told(self, names: Iterable[str], uses: Mapping[str, list[_Use]]) -> Iterator[None]:
+        """In the block, tensors are read; an error about memory names them, and what this process loads."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)):
+                raise
+            read = {id(use.tensor): use for name in names for use in uses.get(name, ())}
+            own = {id(use.tensor): use.tensor for found in uses.values() for use in found}
+            first = next(iter(read.values()))
+            raise InputError(
+                f"{first.name!r} of shape {list(first.tensor.shape)} ({bytes_text(first.tensor.nbytes)}): there is no "
+                f"memory for it on {self.device}. A process loads its own stages, here "
+                f"{bytes_text(sum(tensor.nbytes for tensor in own.values()))}, and one tensor of a file. Use "
+                "more ranks, or a smaller dtype=, or give the process more memory."
+            ) from error
 
     def _place(self, conversion: Conversion) -> tuple[str, int]:
         first = self._stored[conversion.parts[0][1]]
