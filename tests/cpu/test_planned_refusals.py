@@ -215,6 +215,29 @@ def test_check_compares_with_the_model():
         pl.Pipeline(list(model)[:2], schedule, check=x)
 
 
+def test_a_sample_that_the_model_does_not_take():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return self.b(self.a(x) + y)
+
+    x, schedule = torch.randn(4, 4), pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    chain, pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"example": (x[:2], x[:2]), "cut": "parameters"}
+    for model, options, sample, message in (
+        (chain, {}, x[:, :3], "the forward of the model raises RuntimeError: mat1 and mat2 shapes"),
+        (chain, {}, x.long(), "the forward of the model raises RuntimeError: .*dtype"),
+        (chain, {}, (x, x[:, :3].clone()), "loss_fn raises RuntimeError: The size of tensor a"),
+        (Two(), pair, (x, x), "the forward of the model raises TypeError: missing .* the pair .inputs, targets"),
+    ):
+        with pytest.raises(InputError, match=f"^check=.*: {message}") as caught:
+            pl.Pipeline(model, schedule, loss_fn=torch.dist, check=sample, **options)
+        assert "\n" not in str(caught.value)
+    pl.Pipeline(Two(), schedule, loss_fn=F.mse_loss, check=((x, x), x), **pair).close()
+
+
 def test_check_tells_a_mean_of_means():
     x, y = torch.randn(4, 4), torch.tensor([0, -100, -100, 3])
     y[1] = 1

@@ -138,7 +138,10 @@ class Pipeline:
         options = PipelineOptions(cut, slices, recompute, offload, mesh, data, precision, context)
         if isinstance(schedule, Plan):
             options, schedule = options_of_plan(schedule, model, options), schedule.make_schedule()
-        expected = None if check is None else ModelCheck(model, check, schedule.num_microbatches, loss_fn)
+        expected = None
+        if check is not None:
+            traced = example if layers is None else None
+            expected = ModelCheck(model, check, schedule.num_microbatches, loss_fn, traced)
         self.state, self.executor = construct(
             model,
             schedule,
