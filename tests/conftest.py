@@ -24,6 +24,10 @@ for _name in list(os.environ):
     if _name in _MISLEADING or _name.startswith(("PIPELOOM_", "TORCHELASTIC_")):
         del os.environ[_name]
 
+# Hundreds of processes import what is tested: they read its bytecode instead of compiling all of it again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # On a busy machine anything may be slow, which says nothing about what is tested. The examples are the same in every
 # run, so that what fails once fails again.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -76,7 +80,7 @@ def new_objects_alone() -> Iterator[None]:
 
 
 def _process_ids() -> set[int]:
-    return {int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal()} if _PROC.is_dir() else set()
+    return {int(name) for name in os.listdir(_PROC) if name.isdecimal()} if _PROC.is_dir() else set()
 
 
 def _left_behind(before: set[int]) -> dict[int, str]:
