@@ -157,7 +157,7 @@ def degrees_of(layout: Layout, *, dp: int) -> dict[str, int]:
     return {"pp": 2, "dp": dp, **layout.degrees}
 
 
-def in_threads(case: Case, *, dp: int | None = None, updates: int = UPDATES) -> None:
+def in_threads(case: Case, *, dp: int | None = None, updates: int = UPDATES, few: bool = False) -> None:
     """Train on two stages; and on two data-parallel replicas, unless context-parallel ranks are replicas already."""
     expected_of(case)
     layout = LAYOUTS[case.layout]
@@ -165,7 +165,7 @@ def in_threads(case: Case, *, dp: int | None = None, updates: int = UPDATES) -> 
 
     def work() -> None:
         with pl.Mesh(**degrees) as mesh:
-            train_and_compare(case, mesh, updates=updates)
+            train_and_compare(case, mesh, updates=updates, few=few)
 
     pl.run_threads(size_of(degrees), work, timeout_seconds=240)
 
@@ -174,15 +174,21 @@ def size_of(degrees: dict[str, int]) -> int:
     return math.prod(degrees.values())
 
 
-def train_and_compare(case: Case, mesh: pl.Mesh, layout: Layout | None = None, *, updates: int = UPDATES) -> None:
+def train_and_compare(
+    case: Case, mesh: pl.Mesh, layout: Layout | None = None, *, updates: int = UPDATES, few: bool = False
+) -> None:
     """Fails where a rank finds another loss or gradient than one process, or another loss after updates.
 
     Args:
         updates: in float32; after one in float64, always.
+        few: with eight ranks per stage, two micro-batches where the schedule has no larger minimum.
     """
     layout = layout or LAYOUTS[case.layout]
     wanted = expected_of(case, layout)
-    schedule = pl.schedules.build(case.schedule, num_ranks=2, **SCHEDULES[case.schedule])
+    sizes = SCHEDULES[case.schedule]
+    if few and size_of(layout.degrees) == 8 and case.schedule != "dualpipev":
+        sizes = sizes | {"num_microbatches": 2}
+    schedule = pl.schedules.build(case.schedule, num_ranks=2, **sizes)
     settings = {"loss_fn": loss_fn, "mesh": mesh, "data": case.data, "context": layout.context}
 
     def steps(dtype: torch.dtype, losses: list[float], tolerance: float) -> None:

@@ -30,6 +30,11 @@ def pairwise(grid: Sequence[Case]) -> list[Case]:
     return chosen
 
 
+def fewer(few: Any, many: Any) -> list[Any]:
+    """Parameters of a test: `few` in every run of the tests, `many` in whole grids."""
+    return [few, pytest.param(many, marks=[pytest.mark.whole_grid, pytest.mark.timeout(900)])]
+
+
 def of_grid(*factors: Iterable[Any]) -> list[Any]:
     """Parameters of a test: the product of the factors, of which all but pairs is marked `whole_grid`."""
     grid = list(product(*factors))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -32,7 +33,10 @@ from tests.cpu.context_cases import (
     train_together,
     trains,
 )
+from tests.cpu.pairwise import of_grid
 from tests.cpu.ranks import run_ranks
+
+make_small = partial(make_gpt, layers=2)  # one block per stage of two
 
 
 @pytest.mark.parametrize("kind", [*KINDS, None])
@@ -42,13 +46,13 @@ from tests.cpu.ranks import run_ranks
     ids=["rotary-tied", "learned", "grouped"],
 )
 def test_a_gpt_trains_as_in_one_process(kind, settings):
-    trains(partial(make_gpt, **settings), "1f1b", {"pp": 2, "cp": 2}, kind)
+    trains(partial(make_small, **settings), "1f1b", {"pp": 2, "cp": 2}, kind)
 
 
 @pytest.mark.parametrize("degree", [3, 4])
 @pytest.mark.parametrize("kind", ["ring", "ring-self-attention"])
 def test_more_ranks(kind, degree):
-    trains(make_gpt, "1f1b", {"cp": degree}, kind)
+    trains(make_small, "1f1b", {"cp": degree}, kind)
 
 
 @pytest.mark.parametrize("family", ["gpipe", "interleaved", "zb-h1", "zb-v", "dualpipev"])
@@ -60,23 +64,33 @@ def test_every_kind_of_schedule(kind, family):
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("degrees", [{"dp": 2, "cp": 2}, {"pp": 2, "dp": 2, "cp": 2}], ids=["one-stage", "pipeline"])
 def test_replicas_of_context_parallel_pipelines(strategy, degrees):
-    trains(make_gpt, "1f1b", degrees, "ring", data=strategy)
+    trains(make_small, "1f1b", degrees, "ring", data=strategy)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputation(kind, recompute):
-    trains(make_gpt, "zb-h1", {"pp": 2, "cp": 2}, kind, recompute=recompute)
+    trains(make_small, "zb-h1", {"pp": 2, "cp": 2}, kind, recompute=recompute)
+
+
+TRAINED = [("1f1b", "ddp"), ("interleaved", "zero1"), ("zb-v", "zero3"), ("dualpipev", "zero1")]
+TRAINED_KINDS = ["ring", "ring-self-attention", "ulysses"]
+
+
+def _trained(kind: str, turn: int, case: tuple[str, str], updates: int):
+    """Each schedule with one kind in every run of the tests; the inside-stage matrix has pairs of others."""
+    marks = () if TRAINED_KINDS[turn % 3] == kind and updates == 6 else pytest.mark.whole_grid
+    return pytest.param(kind, *case, updates, marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("family", "strategy"), [("1f1b", "ddp"), ("interleaved", "zero1"), ("zb-v", "zero3"), ("dualpipev", "zero1")]
+    ("kind", "family", "strategy", "updates"),
+    [_trained(kind, *case, updates) for kind, case, updates in product(TRAINED_KINDS, enumerate(TRAINED), (6, 20))],
 )
-@pytest.mark.parametrize("kind", ["ring", "ring-self-attention", "ulysses"])
-def test_twenty_updates_in_32_bits(kind, family, strategy):
+def test_updates_in_32_bits(kind, family, strategy, updates):
     tied = strategy == "zero1"
     model = make_gpt(tie_embeddings=tied, kv_heads=4 if tied else 2).float()
-    steps = [batch(seed) for seed in range(20)]
+    steps = [batch(seed) for seed in range(updates)]
 
     def losses(parameters, step) -> list[float]:
         optimizer, found = torch.optim.AdamW(parameters, lr=1e-3), []
@@ -128,12 +142,12 @@ def test_masks_of_the_batch_reach_every_stage(kind, names):
     if "document_ids" in names:
         allowed = allowed & (masks["document_ids"][:, None] == masks["document_ids"])
     with Masked(allowed[None, None]):
-        expected = train_alone(make_gpt())
+        expected = train_alone(make_small())
 
     def inputs(x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"input_ids": x, **{name: masks[name].expand(len(x), -1) for name in names}}
 
-    trains(make_gpt, "1f1b", {"pp": 2, "cp": 2}, kind, expected=expected, inputs=inputs)
+    trains(make_small, "1f1b", {"pp": 2, "cp": 2}, kind, expected=expected, inputs=inputs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,13 +172,12 @@ def test_in_processes(kind, family, strategy):
     assert max(run_ranks(_in_processes, 4, kind, family, strategy, expected)) < 1e-12
 
 
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
-@pytest.mark.parametrize("degrees", [{"cp": 2, "tp": 2}, {"pp": 2, "cp": 2, "tp": 2}], ids=["one-stage", "pipeline"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-def test_tensor_parallel_stages(kind, degrees, sequence):
+@pytest.mark.parametrize(("kind", "stages", "sequence"), of_grid(["ring", "ulysses"], [1, 2], [False, True]), ids=str)
+def test_tensor_parallel_stages(kind, stages, sequence):
     def make() -> nn.Module:
-        return make_gpt(positions="learned")
+        return make_small(positions="learned")
 
+    degrees = {"pp": stages, "cp": 2, "tp": 2}
     trains(make, "1f1b", degrees, kind, prepare=lambda m, mesh: pl.parallelize(m, mesh, sequence=sequence))
 
 

@@ -14,6 +14,7 @@ import pipeloom as pl
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.optimizers import make_optimizer
+from tests.cpu.pairwise import fewer
 
 SAMPLES, TOKENS, VOCABULARY = 16, 8, 31  # of all replicas
 
@@ -80,14 +81,14 @@ class Found(NamedTuple):
     values: dict[str, Tensor]
 
 
-def train(case: Case, mesh: pl.Mesh | None) -> Found:
+def train(case: Case, mesh: pl.Mesh | None, num_steps: int) -> Found:
     dp, replica = (1, 0) if mesh is None else (mesh.degree("dp"), mesh.coordinate("dp"))
     with make_pipeline(case, mesh) as pipe:
         shapes = {name: span.shape for name, span in pipe.state.ranges.items()}
         config = OptimizerConfig(name=case.optimizer, learning_rate=1e-3)  # type: ignore[arg-type]
         optimizer = make_optimizer(pipe.named_parameters(), config, shapes, pipe.state.sharing.blocks)
         stepper, rows = pl.BarrierStep(pipe, optimizer, max_norm=1.0), []
-        for step in range(3):
+        for step in range(num_steps):
             generator = torch.Generator().manual_seed(step)
             ids = torch.randint(0, VOCABULARY, (SAMPLES, TOKENS + 1), generator=generator).chunk(dp)[replica]
             for update in stepper.step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()):
@@ -96,17 +97,18 @@ def train(case: Case, mesh: pl.Mesh | None) -> Found:
 
 
 @cache
-def alone(name: str) -> Found:
-    return train(CASES[name], None)
+def alone(name: str, num_steps: int) -> Found:
+    return train(CASES[name], None, num_steps)
 
 
+@pytest.mark.parametrize("num_steps", fewer(2, 3))
 @pytest.mark.parametrize("name", CASES)
-def test_every_process_finds_what_one_finds(name: str) -> None:
-    case, wanted = CASES[name], alone(name)
+def test_every_process_finds_what_one_finds(name: str, num_steps: int) -> None:
+    case, wanted = CASES[name], alone(name, num_steps)
 
     def work() -> Found:
         with pl.Mesh(**{"pp": 2, **case.degrees}) as mesh:
-            return train(case, mesh)
+            return train(case, mesh, num_steps)
 
     size = math.prod(case.degrees.get(axis, 2 if axis == "pp" else 1) for axis in ("pp", "dp", "cp", "tp"))
     found = pl.run_threads(size, work, timeout_seconds=60.0)

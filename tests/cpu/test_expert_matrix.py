@@ -14,7 +14,7 @@ from tests.cpu.expert_cases import (
     size_of_mesh,
     train_and_compare,
 )
-from tests.cpu.pairwise import pairs, pairwise
+from tests.cpu.pairwise import fewer, pairs, pairwise
 from tests.cpu.ranks import run_ranks
 
 CASES = pairwise(grid())
@@ -26,9 +26,10 @@ def test_pairs_of_all_factors_train_as_one_process(monkeypatch: pytest.MonkeyPat
     in_threads(case, updates=1)
 
 
+@pytest.mark.parametrize("updates", fewer(4, 10))
 @pytest.mark.parametrize("sharing", ["ep 2 of 4", "ep 2 tp 2 sequence"])
-def test_ten_updates_train_as_one_process(sharing: str) -> None:
-    in_threads(Case(sharing, "1f1b", "zero1", "drops", "none", "counts"))
+def test_updates_train_as_one_process(sharing: str, updates: int) -> None:
+    in_threads(Case(sharing, "1f1b", "zero1", "drops", "none", "counts"), updates=updates)
 
 
 def test_any_two_values_meet() -> None:

@@ -14,6 +14,7 @@ import pipeloom as pl
 from pipeloom.engine.worker import RUNNABLE_OPS
 from pipeloom.errors import InputError, RunError, StageError
 from pipeloom.ir import Action, Op, Orders, Schedule
+from tests.cpu.pairwise import fewer, of_grid
 from tests.cpu.reference import Checkpointed, accumulate, language_loss, make_gpt, make_mlp, tokens
 
 mse = nn.functional.mse_loss
@@ -140,32 +141,34 @@ def test_replicas_get_the_same_summed_gradients(transport: str) -> None:
             torch.testing.assert_close(copies[name][0], parameter.grad, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_gpt(name: str, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "tied", "num_ranks", "num_microbatches"),
+    of_grid(("naive", "gpipe", "1f1b"), (False, True), (1, 2, 4), (1, 3, 7)),
+)
+def test_gpt(name: str, tied: bool, num_ranks: int, num_microbatches: int) -> None:
     inputs, targets = tokens(7)
-    for num_ranks, num_microbatches in itertools.product((1, 2, 4), (1, 3, 7)):
-        reference, model = make_gpt(tied=tied), make_gpt(tied=tied)
-        expected = accumulate(reference, language_loss, inputs, targets, num_microbatches)
-        schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-        with pl.Pipeline(model, schedule, loss_fn=language_loss) as pipe:
-            assert torch.equal(pipe.step(inputs, targets), expected)
-            if not tied:
-                _assert_equal_gradients(pipe, reference)
-            references = dict(reference.named_parameters())
-            for parameter_name, parameter in pipe.named_parameters():
-                torch.testing.assert_close(parameter.grad, references[parameter_name].grad, rtol=1e-5, atol=1e-7)
+    reference, model = make_gpt(tied=tied), make_gpt(tied=tied)
+    expected = accumulate(reference, language_loss, inputs, targets, num_microbatches)
+    schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    with pl.Pipeline(model, schedule, loss_fn=language_loss) as pipe:
+        assert torch.equal(pipe.step(inputs, targets), expected)
+        if not tied:
+            _assert_equal_gradients(pipe, reference)
+        references = dict(reference.named_parameters())
+        for parameter_name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, references[parameter_name].grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("num_steps", fewer(6, 20))
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_twenty_steps_are_bitwise_those_of_one_process(name: str, num_ranks: int) -> None:
+def test_steps_are_bitwise_those_of_one_process(name: str, num_ranks: int, num_steps: int) -> None:
     reference, model = make_gpt(), make_gpt()
     schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=4)
     expected_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     with pl.Pipeline(model, schedule, loss_fn=language_loss) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-        for step in range(20):
+        for step in range(num_steps):
             inputs, targets = tokens(6, seed=step)
             expected = accumulate(reference, language_loss, inputs, targets, 4)
             assert torch.equal(pipe.step(inputs, targets), expected)

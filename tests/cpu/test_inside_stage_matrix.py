@@ -23,12 +23,14 @@ from tests.cpu.pairwise import pairs, pairwise
 from tests.cpu.ranks import run_ranks
 
 CASES = pairwise(grid())
+FEW = 2  # updates where the whole grid makes more
+UPDATED = [FEW, pytest.param(UPDATES, marks=[pytest.mark.whole_grid, pytest.mark.timeout(600)])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pairs_of_all_factors_train_as_one_process(case: Case) -> None:
     has_two = size_of(LAYOUTS[case.layout].degrees) == 2
-    in_threads(case, updates=UPDATES if has_two and case.schedule == "1f1b" else 0)
+    in_threads(case, updates=FEW if has_two and case.schedule == "1f1b" else 0, few=True)
 
 
 @pytest.mark.whole_grid  # of 2d: in processes; with one stage: test_tensor_grid_models
@@ -55,7 +57,7 @@ def test_every_combination_trains_as_one_process(case: Case) -> None:
 def _in_processes(rank: int, cases: list[Case], dp: int, updates: int) -> None:
     for case in cases:
         with pl.Mesh(**degrees_of(LAYOUTS[case.layout], dp=dp)) as mesh:
-            train_and_compare(case, mesh, updates=updates)
+            train_and_compare(case, mesh, updates=updates, few=updates < UPDATES)
 
 
 def in_processes(*cases: Case, dp: int = 1, updates: int = UPDATES) -> None:
@@ -66,19 +68,21 @@ def in_processes(*cases: Case, dp: int = 1, updates: int = UPDATES) -> None:
     run_ranks(_in_processes, ranks, cases, dp, updates)
 
 
-def test_four_processes_train_as_one() -> None:
+@pytest.mark.parametrize("updates", UPDATED)
+def test_four_processes_train_as_one(updates: int) -> None:
     in_processes(
         Case("1d", "zb-v", "ddp", True, True),
         Case("1d with sequence", "interleaved", "ddp", True, False),
         Case("ring", "dualpipev", "zero1", True, True),
         Case("ring-self-attention", "1f1b", "zero3", False, False),
         Case("ulysses", "zb-v", "zero3", False, True),
-        updates=5,
+        updates=updates,
     )
 
 
-def test_eight_processes_train_as_one() -> None:
-    in_processes(Case("2d", "1f1b", "ddp", True, True))
+@pytest.mark.parametrize("updates", UPDATED)
+def test_eight_processes_train_as_one(updates: int) -> None:
+    in_processes(Case("2d", "1f1b", "ddp", True, True), updates=updates)
 
 
 IN_SIXTEEN = [Case("2.5d", "zb-v", "ddp", False, True), Case("3d", "interleaved", "ddp", True, False)]
@@ -91,16 +95,17 @@ def test_sixteen_processes_train_as_one(updates: int) -> None:
     in_processes(*IN_SIXTEEN, updates=updates)
 
 
-def _on_four_axes(rank: int, case: Case) -> None:
+def _on_four_axes(rank: int, case: Case, updates: int) -> None:
     with pl.Mesh(**degrees_of(FOUR_AXES, dp=2)) as mesh:
-        train_and_compare(case, mesh, FOUR_AXES, updates=5)
+        train_and_compare(case, mesh, FOUR_AXES, updates=updates)
 
 
-def test_four_axes_at_once() -> None:
+@pytest.mark.parametrize("updates", UPDATED)
+def test_four_axes_at_once(updates: int) -> None:
     """pp 2 x dp 2 x cp 2 x tp 2."""
     case = Case("four axes", "zb-v", "zero1", True, True)
     expected_of(case, FOUR_AXES)
-    run_ranks(_on_four_axes, 16, case)
+    run_ranks(_on_four_axes, 16, case, updates)
 
 
 @pytest.mark.whole_grid

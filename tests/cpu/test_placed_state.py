@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.parallel.placed import Placed, even, place_parameter, placed_block
+from tests.cpu.pairwise import fewer
 from tests.cpu.placed_model import build, on_mesh, own_batch, pipeline
 
 LAYOUTS = [
@@ -107,14 +108,17 @@ def test_gradients_that_several_processes_hold_are_equal_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[one], found[other], strict=True))
 
 
+@pytest.mark.parametrize("updates", fewer(3, 5))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(("degrees", "options"), LAYOUTS)
-def test_updates_are_those_of_one_process(schedule: str, degrees: dict[str, int], options: dict[str, str]) -> None:
+def test_updates_are_those_of_one_process(
+    updates: int, schedule: str, degrees: dict[str, int], options: dict[str, str]
+) -> None:
     def train(pipe: pl.Pipeline) -> tuple[list[float], dict[str, Tensor]]:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.02)
         stepper = pl.BarrierStep(pipe, optimizer, max_norm=0.5)
         losses = []
-        for step in range(5):
+        for step in range(updates):
             losses += [float(update.loss) for update in stepper.step(*own_batch(pipe, step))]
         return losses, {name: value.clone() for name, value in pipe.state_dict().items()}
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from pipeloom.errors import InputError, PeerLost, RunError, StageError
 from pipeloom.transport import shared_memory
 from pipeloom.transport.interface import Channel, Lane
 from pipeloom.transport.values import flatten
+from tests.cpu.pairwise import fewer
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import accumulate, language_loss, make_gpt, make_mlp, tokens
 
@@ -32,9 +34,8 @@ def _batch(samples: int = 9, width: int = 8):
     return tuple(torch.randn(samples, width, generator=generator) for _ in range(2))
 
 
-def _gradients(rank: int, num_ranks: int, transport: str) -> None:
+def _gradients(rank: int, num_ranks: int, transport: str, microbatches: Sequence[int]) -> None:
     inputs, targets = _batch()
-    microbatches = range(1, 10) if transport == "shared-memory" else (1, 2, 4, 9)
     for name, num_microbatches in itertools.product(("naive", "gpipe", "1f1b"), microbatches):
         reference = make_mlp()
         schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -56,14 +57,15 @@ def _gradients(rank: int, num_ranks: int, transport: str) -> None:
                 torch.testing.assert_close(output, reference(inputs))
 
 
+@pytest.mark.parametrize("microbatches", fewer((1, 4, 9), range(1, 10)), ids=str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_gradients_in_processes(num_ranks: int, transport: str) -> None:
-    run_ranks(_gradients, num_ranks, num_ranks, transport)
+def test_gradients_in_processes(num_ranks: int, transport: str, microbatches: Sequence[int]) -> None:
+    run_ranks(_gradients, num_ranks, num_ranks, transport, microbatches)
 
 
-def _train(rank: int, num_ranks: int, transport: str, tied: bool) -> list[float]:
-    """20 steps; the losses. Untied: parameters and norms bitwise those of one process."""
+def _train(rank: int, num_ranks: int, transport: str, tied: bool, num_steps: int) -> list[float]:
+    """The losses of all steps. Untied: parameters and norms bitwise those of one process."""
     dtype = torch.float64 if tied else torch.float32
     reference = make_gpt(tied=tied, dtype=dtype)
     schedule = pl.schedules.one_f_one_b(num_ranks=num_ranks, num_microbatches=4)
@@ -73,7 +75,7 @@ def _train(rank: int, num_ranks: int, transport: str, tied: bool) -> list[float]
     losses = []
     with pl.Pipeline(make_gpt(tied=tied, dtype=dtype), schedule, loss_fn=language_loss, transport=transport) as pipe:
         optimizer = make_optimizer(pipe.parameters(), lr=1e-2)
-        for step in range(20):
+        for step in range(num_steps):
             inputs, targets = tokens(6, length=12 - step % 3, seed=step)
             expected = accumulate(reference, language_loss, inputs, targets, 4)
             loss = pipe.step(inputs, targets)
@@ -98,10 +100,11 @@ def _train(rank: int, num_ranks: int, transport: str, tied: bool) -> list[float]
     return [losses, None if embedding is None else embedding.detach().tolist()]
 
 
+@pytest.mark.parametrize("num_steps", fewer(6, 20))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_twenty_steps_in_processes(transport: str, tied: bool) -> None:
-    answers = run_ranks(_train, 2, 2, transport, tied)
+def test_steps_in_processes(transport: str, tied: bool, num_steps: int) -> None:
+    answers = run_ranks(_train, 2, 2, transport, tied, num_steps)
     assert answers[0][0] == answers[1][0]  # every rank has the same losses
     if tied:  # both ranks hold the embedding, and it has not drifted apart by a bit
         assert answers[0][1] == answers[1][1]

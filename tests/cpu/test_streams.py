@@ -16,6 +16,7 @@ from pipeloom.ir import Op, WeightPolicy
 from pipeloom.ir.versions import weight_version_bytes
 from pipeloom.schedules import pipedream, pipedream_2bw
 from tests.cpu import stream_reference
+from tests.cpu.pairwise import fewer
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import make_mlp
 from tests.cpu.stream_reference import Made, Rule
@@ -27,7 +28,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
 }
-UPDATES = 50
+FEW, MANY = 14, 50  # updates
 ALONE = [(1,) * stages for stages in (2, 3, 4)]
 REPLICATED = [(2, 1), (1, 2), (2, 1, 1)]
 
@@ -54,7 +55,7 @@ def rule_of(weights: str, replicas: tuple[int, ...]) -> Rule:
     return Rule(weights, replicas, 1 if weights != "2bw" else 3 if max(replicas) > 1 else len(replicas) - 1)
 
 
-def train_and_compare(rule: Rule, optimizer: str, transport: str, num_updates: int = UPDATES) -> None:
+def train_and_compare(rule: Rule, optimizer: str, transport: str, num_updates: int = FEW) -> None:
     """Weights, losses and norms after `num_updates` of every stage: bitwise, as sums have the reference's order."""
     num_stages = len(rule.replicas)
     num_batches = num_updates * max(rule.interval(s) for s in range(num_stages)) // rule.per_update
@@ -90,13 +91,14 @@ def compare(pipe: pl.Pipeline, expected: dict[str, torch.Tensor]) -> None:
     assert names == expected.keys() or len(pipe.executor.local_ranks) < pipe.schedule.num_ranks
 
 
+@pytest.mark.parametrize("num_updates", fewer(FEW, MANY))
 @pytest.mark.parametrize("replicas", ALONE + REPLICATED)
-def test_on_loopback(replicas: tuple[int, ...]) -> None:
+def test_on_loopback(replicas: tuple[int, ...], num_updates: int) -> None:
     """Every policy with every optimizer; with replicas in three cells of three."""
     optimizers = ("sgd", "momentum", "adamw")
     for k, (weights, optimizer) in enumerate(product(("stash", "vertical", "2bw"), optimizers)):
         if replicas in ALONE or (k + k // 3 + REPLICATED.index(replicas)) % 3 == 0:
-            train_and_compare(rule_of(weights, replicas), optimizer, "loopback")
+            train_and_compare(rule_of(weights, replicas), optimizer, "loopback", num_updates)
 
 
 def test_with_a_thread_for_each_rank() -> None:
@@ -118,13 +120,14 @@ def test_several_micro_batches_an_update() -> None:
         train_and_compare(Rule(weights, replicas, per_update), "momentum", "loopback", num_updates=12)
 
 
-def _run_cells(rank: int, cells: list[tuple[Rule, str, str]]) -> None:
+def _run_cells(rank: int, cells: list[tuple[Rule, str, str]], num_updates: int) -> None:
     for cell in cells:
-        train_and_compare(*cell)
+        train_and_compare(*cell, num_updates)
 
 
+@pytest.mark.parametrize("num_updates", fewer(FEW, MANY))
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_in_processes(num_ranks: int) -> None:
+def test_in_processes(num_ranks: int, num_updates: int) -> None:
     cells = [
         (rule_of(weights, replicas), optimizer, transport)
         for k, replicas in enumerate(r for r in ALONE + REPLICATED if sum(r) == num_ranks)
@@ -134,7 +137,7 @@ def test_in_processes(num_ranks: int) -> None:
             ("vertical", "sgd", "shared-memory"),
         )
     ]
-    run_ranks(_run_cells, num_ranks, cells)
+    run_ranks(_run_cells, num_ranks, cells, num_updates)
 
 
 def test_muon_leaves_vectors_alone() -> None:
