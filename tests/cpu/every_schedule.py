@@ -75,6 +75,29 @@ def grid(num_ranks: int, each: int) -> list[Case]:
     return cases
 
 
+def thinned(num_ranks: int) -> list[Case]:
+    """Two cases for every family and number of chunks, with the least micro-batches and with more."""
+    turns: Counter[str] = Counter()
+    cases = []
+    for family, num_chunks, (least, *more) in sizes(num_ranks):
+        for index in range(2):
+            turn = turns[family] + num_ranks
+            turns[family] += 1
+            m = more[turn % len(more)] if index and more else least
+            cases.append(Case(family, num_ranks, num_chunks, m, *PAIRWISE[turn % 4]))
+    return list(dict.fromkeys(cases))
+
+
+def whole_grid(num_ranks: int) -> list[Case]:
+    """Every family, number of chunks and of micro-batches with every pair of the other factors."""
+    return [
+        Case(family, num_ranks, num_chunks, m, *factors)
+        for family, num_chunks, microbatches in sizes(num_ranks)
+        for m in microbatches
+        for factors in PAIRWISE
+    ]
+
+
 class _Expected(NamedTuple):
     losses: list[Tensor]
     gradients: dict[str, Tensor]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pipeloom as pl
-from tests.cpu.every_schedule import Case, grid, sizes, train_and_compare
+from tests.cpu.every_schedule import PAIRWISE, Case, sizes, thinned, train_and_compare, whole_grid
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import accumulate, language_loss, make_gpt, tokens
 
@@ -16,7 +16,7 @@ REPLICATED = ("dualpipe", "chimera")
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_on_loopback(num_ranks: int) -> None:
-    cases = grid(num_ranks, 3)  # of which one of three runs in processes
+    cases = thinned(num_ranks)  # of which some run in processes
     expected = set(pl.schedules.SYNCHRONOUS) - (set(REPLICATED) if num_ranks % 2 else set())
     assert {case.family for case in cases} == expected
     least = {(family, num_chunks): min(several) for family, num_chunks, several in sizes(num_ranks)}
@@ -29,7 +29,7 @@ def test_on_loopback(num_ranks: int) -> None:
 
 
 def test_the_thinned_grid_has_every_family_with_every_state_of_the_other_factors() -> None:
-    cases = [case for num_ranks in (2, 3, 4) for case in grid(num_ranks, 3)]
+    cases = [case for num_ranks in (2, 3, 4) for case in thinned(num_ranks)]
     for family in pl.schedules.SYNCHRONOUS:
         of_family = [case for case in cases if case.family == family]
         for factor in ("uneven", "tied", "checkpointed"):
@@ -38,7 +38,15 @@ def test_the_thinned_grid_has_every_family_with_every_state_of_the_other_factors
 
 
 def _of_processes(num_ranks: int) -> list[Case]:
-    return grid(num_ranks, 3)[::3]
+    """The least micro-batches and more by turns; every family on two ranks, and on three or four."""
+    of_four = {(family, num_chunks): turn for turn, (family, num_chunks, _) in enumerate(sizes(4))}
+    found = []
+    for i, case in enumerate(thinned(num_ranks)):
+        turn = of_four[case.family, case.num_chunks]
+        here = num_ranks == 2 or case.family in REPLICATED or turn % 2 == num_ranks % 2
+        if here and i % 2 == (turn // 2 + num_ranks // 2) % 2:
+            found.append(case)
+    return found
 
 
 def _run_cases(rank: int, cases: list[tuple[Case, str]]) -> None:
@@ -48,7 +56,7 @@ def _run_cases(rank: int, cases: list[tuple[Case, str]]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_in_processes(num_ranks: int) -> None:
-    """Every family with every number of chunks, by turns over shared memory and over gloo; one pool for all of it."""
+    """Every family with every number of chunks, on two ranks and on three or four: over shared memory and over gloo."""
     cases = _of_processes(num_ranks)
     run_ranks(_run_cases, num_ranks, [(case, ("shared-memory", "torch")[i % 2]) for i, case in enumerate(cases)])
 
@@ -56,8 +64,9 @@ def test_in_processes(num_ranks: int) -> None:
 @pytest.mark.whole_grid
 @pytest.mark.parametrize("transport", ["loopback", "shared-memory", "torch"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_the_whole_grid(num_ranks: int, transport: str) -> None:
-    cases = [(case, transport) for case in grid(num_ranks, 4)]
+@pytest.mark.parametrize("factors", PAIRWISE, ids=str)
+def test_the_whole_grid(num_ranks: int, transport: str, factors: tuple[bool, ...]) -> None:
+    cases = [(case, transport) for case in whole_grid(num_ranks) if case[4:] == factors]
     if transport == "loopback":
         _run_cases(0, cases)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Op
 from pipeloom.parallel.offload import activations
 from pipeloom.parallel.options import OffloadActivations
+from tests.cpu.pairwise import of_grid
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
 
@@ -46,17 +48,21 @@ def _train(name: str, offload: OffloadActivations | None, recompute: str = "none
         return losses, {name: p.grad for name, p in pipe.named_parameters()}, pipe.memory.offload_traffic.moved_bytes
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_are_bitwise_those_without(name: str, recompute: str, tmp_path: Path) -> None:
-    sizes = SCHEDULES[name]
-    expected = _train(name, None, **sizes)
-    for beside in (0, 1):
-        offload = OffloadActivations(f"disk:{tmp_path}", beside=beside, least_bytes=64)
-        losses, gradients, moved = _train(name, offload, recompute, **sizes)
-        assert moved > 0 or beside == 1  # with few in flight no move fits beside a computation
-        assert all(torch.equal(a, b) for a, b in zip(losses, expected[0], strict=True))
-        assert all(torch.equal(gradients[key], value) for key, value in expected[1].items())
+@cache
+def _expected(name: str):
+    return _train(name, None, **SCHEDULES[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "beside"), of_grid(SCHEDULES, ("none", "selective", "full"), (0, 1)), ids=str
+)
+def test_gradients_are_bitwise_those_without(name: str, recompute: str, beside: int, tmp_path: Path) -> None:
+    expected = _expected(name)
+    offload = OffloadActivations(f"disk:{tmp_path}", beside=beside, least_bytes=64)
+    losses, gradients, moved = _train(name, offload, recompute, **SCHEDULES[name])
+    assert moved > 0 or beside == 1  # with few in flight no move fits beside a computation
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected[0], strict=True))
+    assert all(torch.equal(gradients[key], value) for key, value in expected[1].items())
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,7 @@ reduction that does nothing is off by about as much as the gradients themselves:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.ir import DataStrategy
+from tests.cpu.pairwise import fewer
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import Checkpointed, accumulate, checkpoint_blocks, language_loss, make_gpt, tokens
 
@@ -158,12 +159,12 @@ def test_evaluation_between_step_and_update_leaves_gradients_alone_on_v_schedule
         _assert_right([held for *_, held in of_configuration], twice, what)
 
 
-def _split_backward(rank: int) -> list[tuple[str, float, Held]]:
+def _split_backward(rank: int, strategies: Sequence[DataStrategy]) -> list[tuple[str, float, Held]]:
     mesh = pl.Mesh(pp=P, dp=D)
     found = []
     for name in SPLIT:
         zero3 = [pl.DataParallel("zero3", granularity=granularity) for granularity in ZERO3_GRANULARITIES]
-        for data in (*STRATEGIES, *zero3):
+        for data in (*strategies, *zero3):
             with _pipeline(mesh, name, data) as pipe:
                 assert pipe.schedule.split_backwards
                 loss = float(pipe.step(*_part(mesh)))
@@ -171,9 +172,11 @@ def _split_backward(rank: int) -> list[tuple[str, float, Held]]:
     return found
 
 
-def test_split_backwards_reduce_all_gradients() -> None:
+@pytest.mark.parametrize("strategies", fewer((), STRATEGIES), ids=["granularities", "strategies too"])
+def test_split_backwards_reduce_all_gradients(strategies: Sequence[DataStrategy]) -> None:
+    """Every schedule with every strategy: `test_every_schedule_with_every_strategy_equals_one_process`."""
     expected_loss, expected = _reference()
-    for of_configuration in zip(*run_ranks(_split_backward, P * D), strict=True):
+    for of_configuration in zip(*run_ranks(_split_backward, P * D, strategies), strict=True):
         what = of_configuration[0][0]
         assert [loss for _, loss, _ in of_configuration] == pytest.approx([expected_loss] * 4, rel=1e-12), what
         _assert_right([held for *_, held in of_configuration], expected, what)

@@ -136,8 +136,10 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-11, atol=1e-13, msg=name)
 
 
+@pytest.mark.parametrize("whole_grid", [False, pytest.param(True, marks=pytest.mark.whole_grid)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_of_copies_goes_on_in_any_layout(tied: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_copies_goes_on_in_any_layout(tied: bool, whole_grid: bool, tmp_path: Path) -> None:
+    """Tied in half of the layouts, untied in the others, but for the layout that saved; in whole grids all in both."""
     home = Setting(2, 2, pl.DataParallel("zero3", bucket_bytes=0), tied=tied)
     whole = run(home, Steps(tmp_path, 1, 5, (2, 5)))
     start, end = tmp_path / "checkpoint-2", model_of(tmp_path / "checkpoint-5")
@@ -153,9 +155,11 @@ def test_a_checkpoint_of_copies_goes_on_in_any_layout(tied: bool, tmp_path: Path
     ]
     for number, other in enumerate(others):
         out = tmp_path / str(number)
+        if not whole_grid and number and number % 2 == tied:
+            continue
         other = other._replace(tied=tied)
         losses = run(other, Steps(out, 3, 5, (5,), start))
-        if other == home:
+        if number == 0:
             assert losses == whole[2:]
         assert losses == pytest.approx(whole[2:], rel=1e-12), other
         assert_near(model_of(out / "checkpoint-5"), end)

@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 import pipeloom as pl
 from pipeloom.autograd.split_backward import backward_input
 from pipeloom.ir import Action, Op, Placement, Schedule
+from tests.cpu.pairwise import fewer, of_grid, pairwise
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import Checkpointed, accumulate, language_loss, make_gpt, make_mlp, tokens
 from tests.pure.handmade import random_schedule
@@ -96,9 +97,7 @@ def _check_gpt(pipe: pl.Pipeline, schedule: Schedule, num_microbatches: int, *, 
             assert torch.equal(parameter.grad, references[name]), name
 
 
-@pytest.mark.parametrize("transport", ["loopback", "threads"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "tied", "transport"), of_grid(MAKERS, (False, True), ("loopback", "threads")))
 def test_gpt(name: str, tied: bool, transport: str) -> None:
     for num_ranks, num_microbatches in ((1, 2), (2, 1), (2, 5), (3, 7)):
         schedule = MAKERS[name](num_ranks, num_microbatches)
@@ -240,15 +239,17 @@ def test_data_parallel_hooks_reduce_in_w() -> None:
     run_ranks(_with_ddp, 2)
 
 
-def _in_processes(rank: int, num_ranks: int, transport: str) -> None:
-    for name, num_microbatches in itertools.product(MAKERS, (1, 4)):
-        for tied in (False, True):
-            schedule = MAKERS[name](num_ranks, num_microbatches)
-            model = make_gpt(tied=tied)
-            with pl.Pipeline(model, schedule, loss_fn=language_loss, transport=transport) as pipe:
-                _check_gpt(pipe, schedule, num_microbatches, tied=tied)
+def _in_processes(rank: int, num_ranks: int, cases: list[tuple[str, int, bool, str]]) -> None:
+    for name, num_microbatches, tied, transport in cases:
+        schedule = MAKERS[name](num_ranks, num_microbatches)
+        model = make_gpt(tied=tied)
+        with pl.Pipeline(model, schedule, loss_fn=language_loss, transport=transport) as pipe:
+            _check_gpt(pipe, schedule, num_microbatches, tied=tied)
 
 
-@pytest.mark.parametrize("transport", ["shared-memory", "torch"])
-def test_in_processes(transport: str) -> None:
-    run_ranks(_in_processes, 2, 2, transport)
+IN_PROCESSES = list(itertools.product(MAKERS, (1, 4), (False, True), ("shared-memory", "torch")))
+
+
+@pytest.mark.parametrize("cases", fewer(pairwise(IN_PROCESSES), IN_PROCESSES), ids=["pairs", "all"])
+def test_in_processes(cases: list[tuple[str, int, bool, str]]) -> None:
+    run_ranks(_in_processes, 2, 2, cases)

@@ -15,6 +15,7 @@ from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.plan.memory import gpt_layers, num_parameters
 from pipeloom.split import split
+from tests.cpu.pairwise import of_grid
 from tests.cpu.test_stage_traffic import CASES, on_mesh, shared
 
 LENGTH, VOCABULARY, SAMPLES = 48, 70, 4
@@ -36,10 +37,11 @@ def build(*, grouped: bool) -> tuple[GPTConfig, GPT]:
     return config, model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "recompute", "grouped", "dtype"),
+    of_grid(CASES, Recompute, (False, True), (torch.float32, torch.bfloat16)),
+    ids=str,
+)
 def test_each_process_keeps_what_the_forecast_says(
     name: str, recompute: Recompute, grouped: bool, dtype: torch.dtype
 ) -> None:

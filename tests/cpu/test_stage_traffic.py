@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.traffic import LayerSizes, Sent, Traffic, together
+from tests.cpu.pairwise import of_grid, pairwise
 
 LAYERS, LENGTH, VOCABULARY = 2, 24, 31
 CASES = {
@@ -38,6 +40,7 @@ CASES = {
 }
 # With two key heads; fewer than processes are below.
 GROUPED = [name for name in CASES if name not in ("1d of 4", "1d of 4, sequence")]
+DTYPES = (torch.float64, torch.bfloat16)
 
 
 def build(key_heads: int | None) -> tuple[GPTConfig, GPT]:
@@ -101,8 +104,14 @@ def on_mesh(inside: InsideStage, work: Callable[[pl.Mesh], Any]) -> None:
     pl.run_threads(inside.processes, each, timeout_seconds=60.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "grouped"), [*((name, False) for name in CASES), *((name, True) for name in GROUPED)])
+def _counted_cases() -> list[Any]:
+    """Every layout in both formats, and with both numbers of key heads where it can have them."""
+    grid = [case for case in product(CASES, (False, True), DTYPES) if not case[1] or case[0] in GROUPED]
+    chosen = pairwise(grid)
+    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.whole_grid) for case in grid]
+
+
+@pytest.mark.parametrize(("name", "grouped", "dtype"), _counted_cases(), ids=str)
 def test_what_axes_count_equals_the_formulae(name: str, grouped: bool, dtype: torch.dtype) -> None:
     inside = CASES[name]
     tokens = torch.arange(4 * (LENGTH + 1)).view(4, -1) % VOCABULARY
@@ -126,9 +135,7 @@ def test_what_axes_count_equals_the_formulae(name: str, grouped: bool, dtype: to
     on_mesh(inside, work)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-@pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "recompute", "schedule"), of_grid(CASES, Recompute, ("gpipe", "zb-h1")), ids=str)
 def test_a_step_sends_what_the_formulae_say_per_micro_batch(name: str, recompute: Recompute, schedule: str) -> None:
     inside = CASES[name]
 

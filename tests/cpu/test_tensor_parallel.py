@@ -12,6 +12,7 @@ from pipeloom.engine.binders import sequence_slices
 from pipeloom.models import loss_fn
 from pipeloom.parallel.tensor.one_d.logits import VocabularyLogits
 from pipeloom.slicing import SliceContext
+from tests.cpu.pairwise import of_grid
 from tests.cpu.tensor_cases import (
     TOKENS,
     assert_equal,
@@ -30,9 +31,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "tp", "sequence"), of_grid(MODELS, (2, 4), (False, True)), ids=str)
 def test_one_stage_equals_one_process(model, tp, sequence):
     sizes = config(**MODELS[model])
     assert_equal(run(lambda: build(sizes), tp=tp, sequence=sequence), one_process(build(sizes)))
@@ -41,9 +40,9 @@ def test_one_stage_equals_one_process(model, tp, sequence):
 SCHEDULES: dict[str, dict[str, Any]] = {"1f1b": {}, "zb-v": {}, "interleaved": {"num_chunks": 2}, "dualpipev": {}}
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("model", ["plain", "grouped"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "model", "sequence"), of_grid(SCHEDULES, ("plain", "grouped"), (False, True)), ids=str
+)
 def test_pipelines_equal_one_process(schedule, model, sequence):
     """With tied embeddings on the first and last stage, whose gradients the pipeline sums."""
     sizes = config(**MODELS[model])
@@ -78,9 +77,9 @@ def test_replicas_of_tensor_parallel_stages_update_as_one_process(data, sequence
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "sequence"), of_grid(("1f1b", "zb-v"), ("full", "selective"), (False, True)), ids=str
+)
 def test_recomputation_repeats_the_same_collectives(schedule, recompute, sequence):
     sizes = config(**MODELS["grouped"])
     options = {"recompute": recompute}
@@ -88,9 +87,9 @@ def test_recomputation_repeats_the_same_collectives(schedule, recompute, sequenc
     assert_equal(found, one_process(build(sizes)))
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("schedule", ["1f1b", "seq1f1b"])
-@pytest.mark.parametrize("model", ["grouped", "padded"])
+@pytest.mark.parametrize(
+    ("model", "schedule", "sequence"), of_grid(("grouped", "padded"), ("1f1b", "seq1f1b"), (False, True)), ids=str
+)
 def test_dropout_masks_are_those_of_one_process(model, schedule, sequence, monkeypatch):
     """In slices; also where these end inside a block of random numbers."""
     sizes = config(**MODELS[model], dropout=0.3)
