@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -166,6 +167,7 @@ _CLASSES = {
 }
 
 
+@cache
 def families() -> dict[str, Any]:
     """Model type -> configuration class, of all configurations with a pipeline plan."""
     from transformers import CONFIG_MAPPING

@@ -70,15 +70,21 @@ def _blocks(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_print_the_same_in_one_process_and_in_two(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_examples_print_the_same_in_one_process_and_in_two(name: str, capsys: Capture) -> None:
+    """With a group that is there; under torchrun: `test_the_readme_example_runs_as_printed`."""
     _needs(name)
     script = ROOT / "examples" / name
     alone = _here(script, EXAMPLES[name], capsys)
     assert re.search(r"^step 3  loss \d", alone, re.MULTILINE)
-    if name == "train_mlp.py":
-        assert _torchrun(script, EXAMPLES[name], tmp_path) == alone
-    else:
-        assert "".join(run_ranks(_as_rank, 2, script, EXAMPLES[name])) == alone
+    assert "".join(run_ranks(_as_rank, 2, script, EXAMPLES[name])) == alone
+
+
+@pytest.mark.whole_grid
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_print_the_same_under_torchrun(name: str, tmp_path: Path, capsys: Capture) -> None:
+    _needs(name)
+    script = ROOT / "examples" / name
+    assert _torchrun(script, EXAMPLES[name], tmp_path) == _here(script, EXAMPLES[name], capsys)
 
 
 def test_every_example_is_tested() -> None:

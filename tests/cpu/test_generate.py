@@ -43,7 +43,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": SLIDING,
     "phi3": {},
     "mixtral": MIXTURE,
-    "gemma3n_text": {"num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 3},
+    "gemma3n_text": {
+        "vocab_size_per_layer_input": 97,
+        "num_kv_shared_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
     "qwen3_moe": MIXTURE,
     # Linear attention keeps other states than keys and values, so whole sequences run for every token.
     "qwen3_next": MIXTURE

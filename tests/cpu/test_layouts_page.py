@@ -44,7 +44,10 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def measured(layout: str, layers: int, *, recompute: str = "none", dropout: float = 0.0, dtype=torch.float32):
-    """Bytes by axis of a forward, and of a step beyond it; and the peak of activations of one step."""
+    """Bytes by axis of a forward, and of a step beyond it; and the peak of activations of one step.
+
+    The bytes are those of a model in float32; of others no forward runs alone.
+    """
     degrees, options, context = LAYOUTS[layout]
     sizes = {"vocabulary_size": 64, "layers": layers, "width": WIDTH, "heads": HEADS, "sequence_length": LENGTH}
     x = torch.randint(0, 64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -59,7 +62,8 @@ def measured(layout: str, layers: int, *, recompute: str = "none", dropout: floa
                 pl.parallelize(model, mesh, **options)
             settings = {"recompute": recompute, "context": context, "slices": [LENGTH] if dropout else None}
             with pl.Pipeline(model, schedule, loss_fn=loss_fn, mesh=mesh, **settings) as pipe:
-                pipe.evaluate(x, x)
+                if dtype is torch.float32:
+                    pipe.evaluate(x, x)
                 forward = _sent(mesh)
                 saved = SavedBytes([*pipe.parameters(), *(b for m in pipe.modules() for b in m.buffers())])
                 with saved.counting():
@@ -189,9 +193,9 @@ def _memory() -> list[tuple[str, str, float, float]]:
 @pytest.mark.parametrize(("layout", "recompute", "dropout", "wanted"), _memory())
 def test_the_tables_of_activation_memory(layout: str, recompute: str, dropout: float, wanted: float) -> None:
     settings = {"recompute": recompute, "dropout": dropout, "dtype": torch.bfloat16}
-    more, fewer = (measured(layout, layers, **settings) for layers in (4, 2))
+    more, fewer = (measured(layout, layers, **settings) for layers in (3, 2))
     for (*_, peak), (*_, less) in zip(more, fewer, strict=True):
-        assert (peak - less) / 2 / (TOKENS * WIDTH) == pytest.approx(wanted, rel=0.02)
+        assert (peak - less) / (TOKENS * WIDTH) == pytest.approx(wanted, rel=0.02)
 
 
 def test_the_tables_are_of_the_sizes_that_are_measured() -> None:

@@ -169,7 +169,7 @@ def _in_processes(rank: int, transport: str, name: str, optimizer: str) -> tuple
         ("zb-h2", "adamw", "shared-memory"),
         ("zb-v", "groups", "torch"),
         ("interleaved", "sgd", "shared-memory"),
-        ("interleaved", "sgd", "torch"),
+        pytest.param("interleaved", "sgd", "torch", marks=pytest.mark.whole_grid),
         pytest.param("zb-h2", "adamw", "torch", marks=pytest.mark.whole_grid),
         pytest.param("zb-v", "groups", "shared-memory", marks=pytest.mark.whole_grid),
     ],

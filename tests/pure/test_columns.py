@@ -90,9 +90,18 @@ def columns_equal_the_relation(schedule: Schedule) -> None:
     assert needed == {action: set(dependencies(action, schedule)) for action in actions}
 
 
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("schedule", LEGAL, ids=NAMES)
+@pytest.mark.parametrize(
+    ("schedule", "single"),
+    [
+        pytest.param(
+            schedule, single, id=f"{name}-{single}", marks=() if turn % 2 == single else pytest.mark.whole_grid
+        )
+        for turn, (schedule, name) in enumerate(zip(LEGAL, NAMES, strict=True))
+        for single in (False, True)
+    ],
+)
 def test_times_and_memory_by_columns_are_those_by_events(schedule, single, monkeypatch):
+    """By turns in rounds and one action at a time."""
     if single:
         monkeypatch.setattr(rounds, "_TRIAL", 2)
         monkeypatch.setattr(rounds, "_NARROW", 1 << 30)

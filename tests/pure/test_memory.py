@@ -297,9 +297,9 @@ def ways(schedule: Schedule) -> list[Program]:
 
 
 def test_the_coarsest_granularity_that_fits_is_chosen_where_the_network_is_slow():
-    schedule = families.build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=4)
-    small = model(8, parameters=16000, kept=0.0)
-    costs = replace(Costs.uniform(), parameter_bytes=(64000.0,) * 8)
+    schedule = families.build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=3)
+    small = model(6, parameters=16000, kept=0.0)
+    costs = replace(Costs.uniform(), parameter_bytes=(64000.0,) * 6)
     slow = Network(data_bytes_per_second=64000.0)
     step, chunk, fine = (max(rank.peak for rank in memory_of_ranks(way, small)) for way in ways(schedule))
     assert fine < chunk < step
