@@ -18,7 +18,7 @@ from pipeloom.cli import main
 from tests.cpu.train_runs import Fork, text  # noqa: F401
 
 JOB: dict[str, Any] = {
-    "steps": 8, "save_steps": 2, "eval_steps": 4, "eval_batches": 1, "sample_tokens": 0,
+    "steps": 6, "save_steps": 2, "eval_steps": 3, "eval_batches": 1, "sample_tokens": 0,
     "model": {"layers": 4, "width": 16, "heads": 2, "sequence_length": 16, "dropout": 0.1},
     "batch": {"size": 4, "microbatches": 2}, "optimizer": {"warmup_steps": 2},
 }  # fmt: skip
@@ -64,6 +64,7 @@ def test_a_small_campaign(job: Path, capsys: pytest.CaptureFixture[str]) -> None
 WIDER = {
     "two ranks": {},
     "four ranks": {"parallel": {"pipeline": 4}, "schedule": "zb-h1"},
+    "background saves": {"background_saves": True},
     "zero3": {"parallel": {"data": 2, "data_strategy": "zero3"}},
 }
 

@@ -15,6 +15,7 @@ from pipeloom.chaos.fault import VARIABLE, Order
 from pipeloom.chaos.record import Record
 
 _POLL_SECONDS = 0.005
+_LOGS_OF_TORCHRUN = "torchelastic_"  # a directory that it keeps after a failure
 _REST_SECONDS = 5.0  # how long processes may take to end after the one that started them
 
 
@@ -72,7 +73,8 @@ def run_attempt(command: Sequence[str], order: Order, place: Path, limit_seconds
             leftovers.reap(known)
             lines.look()
         left += [f"/dev/shm/{name}" for name in sorted(leftovers.segments() - segments)]
-        left += [f"temporary file {name}" for name in sorted(leftovers.files(Path(temporary)))]
+        names = sorted(leftovers.files(Path(temporary)))
+        left += [f"temporary file {name}" for name in names if not name.startswith(_LOGS_OF_TORCHRUN)]
     return Attempt(code, ended_at, lines.found, Record(Path(order.record)), left)
 
 

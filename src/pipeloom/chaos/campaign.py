@@ -165,11 +165,13 @@ def _result(
         return Result(number, fault, None, "", None, "", None, "not reached", None, len(attempts), outcome, tuple(left))
     found = next((line for each in attempts if (line := each.first_line(KINDS[fault.kind].notice, strike.at))), None)
     again = next((at for each in attempts[hurt + 1 :] if (at := each.record.first_step()) is not None), None)
+    if (restarted := attempt.record.restarted(strike.at)) is not None:
+        again = attempt.record.first_step(restarted) or again
     return Result(
         number=number,
         fault=fault,
         where=f"{strike.phase}, {strike.where}",
-        noticed_by="" if found is None else _speaker(found.text, fault),
+        noticed_by="" if found is None else _speaker(found.text),
         noticed_seconds=None if found is None else found.at - strike.at,
         notice="" if found is None else found.text,
         ended_seconds=attempt.ended_at - strike.at if attempt.code != 0 else None,
@@ -181,24 +183,30 @@ def _result(
     )
 
 
-def _speaker(line: str, fault: Fault) -> str:
+def _speaker(line: str) -> str:
     """Who printed a line."""
     if (found := _SPOKEN_BY.search(line)) is not None:
         return f"rank {found[1]}"
     if line.startswith("pipeloom: "):
         return "launcher"
-    return "rank 0" if fault.kind in ("preempt", "slow") or "passed over" in line else "torchrun"
+    return "rank 0" if line.startswith("step ") or "passed over" in line else "torchrun"
 
 
 def _recovered(attempts: list[Attempt], hurt: int, strike: Strike) -> str:
-    if attempts[-1].code != 0:
-        return f"no: exit code {attempts[-1].code} of attempt {len(attempts)}"
+    last = attempts[-1]
+    if last.code != 0:
+        return f"no: exit code {last.code} of attempt {len(attempts)}"
+    since = 0.0
     if len(attempts) == hurt + 1:
-        return "went on" if strike else ""
-    text = next((match for line in attempts[-1].lines if (match := _RESUMED.search(line.text))), None)
-    begun = max(attempt.record.begun_steps() for attempt in attempts[: hurt + 1])
-    start = int(text[1]) if text else 0
-    words = f"resumed from checkpoint-{start}" if text else "started anew"
-    passed = any("passed over" in line.text for line in attempts[-1].lines)
+        restarted = last.record.restarted(strike.at)
+        if restarted is None:
+            return "went on"
+        since = restarted
+    lines = [line.text for line in last.lines if line.at > since]
+    found = next((match for line in lines if (match := _RESUMED.search(line))), None)
+    begun = max(attempt.record.begun_steps(strike.at) for attempt in attempts[: hurt + 1])
+    start = int(found[1]) if found else 0
+    words = ("restarted by torchrun" if since else "resumed") + (f" from checkpoint-{start}" if found else " at step 0")
+    passed = any("passed over" in line for line in lines)
     again = f", {max(0, begun - start)} steps again" if begun else ""
     return words + (" before the damaged one" if passed else "") + again

@@ -21,6 +21,7 @@ from pipeloom.processes.launcher import Membership
 _IN_CHECKPOINT = re.compile(r"/\.?checkpoint-\d+[^/]*(/[^/]+)?$")
 _CHANGES = frozenset({"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"})
 _FOREVER_SECONDS = 3600
+_FULL_SECONDS, _LONGEST_FULL_SECONDS = 0.05, 2.0  # how long a disk is full: after it was met, and at most
 
 
 def inject(member: Membership, order: str) -> None:
@@ -60,7 +61,6 @@ class Injector(ActionObserver):
             self._strike(f"action {action}")
 
     def enters(self, phase: str) -> None:
-        self._lift()
         row = {"phase": phase, "actions": self._actions, "files": self._files, "steps": int(self._box.steps)}
         self._write(row)
         if self._loads and phase.startswith("loading "):
@@ -85,7 +85,7 @@ class Injector(ActionObserver):
         operation = f"{event} {Path(text).name.partition('-partial-')[0]}"
         self._write({"file": operation, "number": self._files})
         if self._files == self._file_at:
-            self._strike(operation)
+            self._strike(operation, text)
 
     def _write(self, row: dict[str, Any]) -> None:
         line = json.dumps({"rank": self._rank, "at": time.monotonic(), **row}) + "\n"
@@ -99,7 +99,17 @@ class Injector(ActionObserver):
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
-    def _strike(self, where: str) -> None:
+    def _lift_when_full(self, path: str, size: int) -> None:
+        """Lift the limit soon after a file has met it: it holds for all files, also those that are in memory."""
+        deadline = time.monotonic() + _LONGEST_FULL_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                if os.stat(path).st_size >= size:
+                    deadline = min(deadline, time.monotonic() + _FULL_SECONDS)
+            time.sleep(0.001)
+        self._lift()
+
+    def _strike(self, where: str, path: str = "") -> None:
         fault = self._fault
         try:
             self._record.with_name(f"{self._record.name}.struck").touch(exist_ok=False)
@@ -126,6 +136,7 @@ class Injector(ActionObserver):
                 os.kill(os.getppid() if fault.parent else os.getpid(), fault.signal)
             case "full-disk":
                 self._limited = True
+                threading.Thread(target=self._lift_when_full, args=(path, fault.limit_bytes), daemon=True).start()
                 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
                 resource.setrlimit(resource.RLIMIT_FSIZE, (fault.limit_bytes, hard))
             case "late-flip":

@@ -40,13 +40,17 @@ class Record:
                 return Strike(row["at"], row["rank"], row["struck"], row["phase"])
         return None
 
-    def first_step(self) -> float | None:
-        """When a rank had completed its first step (time.monotonic, seconds)."""
-        return min((row["at"] for row in self._rows if row.get("steps", 0) >= 1), default=None)
+    def first_step(self, since: float = 0.0) -> float | None:
+        """When a rank that started at `since` or later had completed its first step (time.monotonic, seconds)."""
+        return min((row["at"] for row in self._rows if row.get("steps", 0) >= 1 and row["at"] > since), default=None)
 
-    def begun_steps(self) -> int:
-        """The highest step that a rank has begun; 0: none, or the phases of its schedule do not tell."""
-        words = [row["phase"].replace(",", "").split() for row in self._rows if "phase" in row]
+    def restarted(self, since: float) -> float | None:
+        """When torchrun had started a rank again, after `since`; None: it has not."""
+        return min((row["at"] for row in self._rows if row.get("phase") == "setup" and row["at"] > since), default=None)
+
+    def begun_steps(self, until: float) -> int:
+        """The highest step that a rank has begun before `until`; 0: none, or the phases of its schedule do not tell."""
+        words = [row["phase"].replace(",", "").split() for row in self._rows if "phase" in row and row["at"] < until]
         return max((int(each[1]) for each in words if each[0] == "step"), default=0)
 
     def actions(self, rank: int, *, in_steps: bool = False, least_steps: int = 0, after_saves: int = 0) -> list[range]:

@@ -112,6 +112,8 @@ def _config(path: str) -> TrainConfig:
     from pipeloom.cli.train import parse
 
     config = parse([f"--config={path}"])
+    if config.local:
+        raise InputError("local=true: a campaign hurts ranks that are processes. Remove local.")
     if config.parallel.auto or config.replan:
         raise InputError("parallel.auto: each run of a campaign must have the same plan. Name the degrees.")
     if config.parallel.data < 0:
@@ -129,11 +131,5 @@ def _own_options(config: TrainConfig, watchdog_seconds: float | None) -> list[st
     seconds = watchdog_seconds or config.watchdog_seconds or 5.0
     kept = config.save_total_limit
     limit = [] if kept is None else [f"--save_total_limit={max(2, kept)}"]
-    return [
-        "--local=false",
-        "--log_steps=1",
-        "--report_to=none",
-        f"--watchdog_seconds={seconds:g}",
-        "--watchdog=true",
-        *limit,
-    ]
+    watched = [f"--watchdog_seconds={seconds:g}", "--watchdog=true"]
+    return ["--log_steps=1", "--report_to=none", *watched, *limit]

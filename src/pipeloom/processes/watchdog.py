@@ -35,6 +35,7 @@ from pipeloom.processes.launcher import HUNG, Membership
 from pipeloom.processes.waits import waited_for
 
 _LEAST_SECONDS, _STEPS = 30.0, 5.0  # the limit where none is given: so many seconds, so many times the slowest step
+BACKGROUND_THREAD = "pipeloom-save"  # name of threads that wait for other ranks, but not for the steps
 _RECENT_STEPS = 20
 _FIRST_STEPS = 2  # of a process, which compile and allocate
 # How much longer phases that are no steps may take, and at least: with a given limit, and without.
@@ -203,6 +204,9 @@ class Watchdog:
         frames = sys._current_frames()
         main = frames.pop(self._thread_id, None)
         frames.pop(threading.get_ident(), None)
+        for thread in threading.enumerate():  # a save in the background waits for other saves, not for the steps
+            if thread.name == BACKGROUND_THREAD:
+                frames.pop(thread.ident or 0, None)
         waits = waited_for(main)
         if waits is None:  # autograd calls hooks in threads of its own
             waits = next((found for found in map(waited_for, frames.values()) if found is not None), None)

@@ -9,6 +9,7 @@ from pipeloom.parallel import run_threads
 from pipeloom.processes.launcher import Membership
 from pipeloom.processes.preemption import Preemption, allowed_seconds
 from pipeloom.train import run_checkpoints
+from pipeloom.train.checkpoint.directory import checkpoint_path
 from pipeloom.train.config.memory import chosen_words, under_cap
 from pipeloom.train.config.schedule import AUTO
 from pipeloom.train.config.train_config import TrainConfig
@@ -137,20 +138,26 @@ def _steps(
             continue
         for row in trainer.steps(first, last, shown):
             shown.step(row)
-            for line in row.get("warnings", ()):
+            for line in (*row.get("warnings", ()), *trainer.saves.poll()):
                 shown.say(line)
             if planner is not None and (line := planner.observe(row)) is not None:
                 shown.say(line)
         preemption = trainer.group.preemption
         if preemption.agreed and trainer.done < config.steps:
+            for line in trainer.saves.finish():
+                shown.say(line)
             preemption.saved = run_checkpoints.save(trainer.run, trainer.done)
             shown.say(f"step {trainer.done}  saved {preemption.saved}; pre-empted. {_RESUME}")
             return None
         if evaluates:
             shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
         if saves:
-            shown.say(f"step {last}  saved {(path := run_checkpoints.save(trainer.run, last))}")
+            lines = trainer.saves.save(last)
+            if last == config.steps or (planner is not None and planner.plans_again):
+                lines += trainer.saves.finish(retry=last)
+            for line in lines:
+                shown.say(line)
             if planner is not None and last < config.steps and (other := planner.again()) is not None:
-                return other, path
+                return other, checkpoint_path(trainer.run.output_dir, last)
         first = last + 1
     return None

@@ -39,6 +39,11 @@ def agreed_checkpoint(config: TrainConfig, group: Group) -> Path | None:
 def save(run: RunParts, step: int) -> Path:
     """Write ``checkpoint-{step}``; each process writes its shards. 16-bit formats: float32 main parameters."""
     run.journal.enter(f"checkpoint after step {step}")
+    return checkpoint.save(run.output_dir, step, exchange=run.group, **contents(run))
+
+
+def contents(run: RunParts) -> dict[str, Any]:
+    """What this process has to save, as `checkpoint.save` takes it; tensors are not copied."""
     config = run.config
     state: dict[str, Any] = {
         "model": run.model_state,
@@ -47,16 +52,13 @@ def save(run: RunParts, step: int) -> Path:
     }
     if run.scaler is not None:
         state["loss_scaler"] = run.scaler.state()
-    return checkpoint.save(
-        run.output_dir,
-        step,
-        optimizer=checkpoint.optimizer_state(run.optimizer, _names(run)),
-        random=checkpoint.random_state(),
-        state=state,
-        total_limit=config.save_total_limit,
-        exchange=run.group,
+    return {
+        "optimizer": checkpoint.optimizer_state(run.optimizer, _names(run)),
+        "random": checkpoint.random_state(),
+        "state": state,
+        "total_limit": config.save_total_limit,
         **held(run),
-    )
+    }
 
 
 def save_model(run: RunParts, directory: Path) -> Path:

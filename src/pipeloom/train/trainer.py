@@ -32,6 +32,7 @@ from pipeloom.train.output.display import Display
 from pipeloom.train.output.reporters import Reporters
 from pipeloom.train.process_group import Group
 from pipeloom.train.run_parts import RunParts, TokenBatch
+from pipeloom.train.saves import Saves
 from pipeloom.train.stream_steps import StreamSteps
 from pipeloom.transport.values import MicroBatches
 
@@ -50,6 +51,7 @@ class Trainer:
         self._probe = MemoryProbe(self.run)
         streams = self.run.schedule.microbatches_per_update is not None
         self._steps = StreamSteps(self.run) if streams else FlushSteps(self.run, self._probe)
+        self.saves = Saves(self.run)
         self._resumed: Path | None = None
         self._first_step = 1
 
@@ -59,6 +61,7 @@ class Trainer:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(self._steps, StreamSteps):
             self._steps.stop.close()
+        self.saves.close()
         self.run.pipeline.close()
         self.run.journal.close()
         if isinstance(self.run.optimizer, OffloadedOptimizer):

@@ -163,6 +163,11 @@ class RunPlanner:
         stages = self._run.predictor.stage_seconds()
         return PlanTimes.measured(median(seconds), median(bubbles), stages, work=work)
 
+    @property
+    def plans_again(self) -> bool:
+        """Whether `again` may choose another plan."""
+        return self._asked.replan
+
     def again(self) -> TrainConfig | None:
         """After a checkpoint with ``replan``, the configuration of a faster plan with the same losses; None: none.
 

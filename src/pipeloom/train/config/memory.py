@@ -181,3 +181,20 @@ def chosen_words(config: TrainConfig) -> str:
     granularity = config.parallel.data_granularity
     data = f"--parallel.data_granularity {granularity} " if granularity else ""
     return f"{data}--memory.recompute {config.memory.recompute}"
+
+
+def check_background_saves(config: TrainConfig) -> None:
+    """Raises InputError where checkpoints cannot be written in the background."""
+    if not config.background_saves:
+        return
+    memory = config.memory
+    if memory.offload is not None and (memory.offload_states or memory.offload_parameters):
+        raise InputError(
+            "background_saves=true: copies parameters and states into host memory, which memory.offload is there to "
+            "spare. Remove background_saves."
+        )
+    if config.num_threads > 1:
+        raise InputError(
+            "background_saves=true: with --local, several ranks per stage are threads, which save together with the "
+            "steps. Remove background_saves, or --local."
+        )

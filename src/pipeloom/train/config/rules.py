@@ -18,7 +18,7 @@ from pipeloom.passes import lower
 from pipeloom.train.config.experts import check_experts
 from pipeloom.train.config.fine_tuning import check_fine_tuning
 from pipeloom.train.config.inside_stage import check_inside_stage
-from pipeloom.train.config.memory import activation_offload
+from pipeloom.train.config.memory import activation_offload, check_background_saves
 from pipeloom.train.config.schedule import make_schedule, parse_cut, unused_data_options
 from pipeloom.train.config.train_config import TrainConfig, flat
 
@@ -31,7 +31,9 @@ _AT_LEAST_1 = (
     *("model.heads", "model.kv_heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
     *("precision.loss_scale_steps", "model.lora"),
 )
-_AT_LEAST_0 = ("steps", "seed", "save_steps", "eval_steps", "sample_tokens", "optimizer.warmup_steps")
+_AT_LEAST_0 = (
+    *("steps", "seed", "save_steps", "save_errors", "eval_steps", "sample_tokens", "optimizer.warmup_steps"),
+)
 _RATES = (
     *("optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.muon_learning_rate"),
     *("sample_temperature", "preempt_seconds"),
@@ -106,6 +108,7 @@ def validate_settings(config: TrainConfig) -> None:
     check_inside_stage(config, schedule)
     _check_data_parallel(config, schedule)
     _check_memory(config, schedule)
+    check_background_saves(config)
     _check_graphs(config, schedule)
     check_unused(config)
 
@@ -333,6 +336,10 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
             yield f"parallel.{name}", "with one expert-parallel rank", "raise --parallel.expert"
     if not config.parallel.auto:
         yield from ((name, "without --parallel auto", "add it") for name in ("processes", "replan"))
+    if not config.background_saves:
+        yield "save_errors", "without background_saves", "add --background_saves true"
+    if not config.save_steps:
+        yield "background_saves", "without checkpoints", "raise --save_steps"
     if config.model.pretrained is None:
         fix = "add --model.pretrained"
         yield from ((key, "with a new GPT", fix) for key in ("data.packing", "model.lora"))

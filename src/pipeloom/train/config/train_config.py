@@ -58,6 +58,8 @@ class TrainConfig:
     output_dir: str = option("runs/train", "directory of metrics, report and checkpoints", value="DIR", group="output")
     save_steps: int = option(100, "steps between checkpoints; 0: none", group="output")
     save_total_limit: int | None = option(3, "checkpoints kept; null: all", group="output")
+    background_saves: bool = option(False, "write checkpoints while training goes on", group="output")
+    save_errors: int = option(3, "failed background saves in a row that a run survives", group="output")
     resume_from_checkpoint: str | None = option(
         None, "checkpoint directory, latest or auto", value="DIR", unset="a new run", group="output"
     )
