@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.ir import DataStrategy
+from tests.cpu.pairwise import pairwise
 from tests.cpu.reference import checkpoint_blocks, language_loss, make_gpt, tokens
 
 FAMILIES = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "dualpipev")
+CHUNKED = ("interleaved", "bfs", "zb-v", "dualpipev")
 STRATEGIES = tuple(DataStrategy)
 MICROBATCHES = 4
 SIZES = (9, 7)  # samples of each copy: a mean of means would be another number
@@ -39,30 +41,38 @@ class Case(NamedTuple):
     layout: str = "elements"
     bucket_bytes: int = 0  # a stage has about 10 kB
 
+    @property
+    def layers(self) -> int:
+        """Blocks of the model: one per stage."""
+        return 4 if self.family in CHUNKED else 2
+
+
+def granularities() -> list[Case]:
+    """Sharded gradients by chunk and by micro-batch."""
+    factors = ("bfs", "1f1b", "zb-v"), ("zero2", "zero3"), ("chunk", "microbatch"), (False, True), (False, True)
+    return [Case(*values) for values in product(*factors)]
+
 
 def grid() -> list[Case]:
-    """Every family with every strategy, in all states of the other factors."""
-    return [
+    """Every family with every strategy, in all states of the other factors; and the granularities."""
+    strategies = [
         Case(family, strategy, None, *factors)
         for family, strategy, *factors in product(
             FAMILIES, STRATEGIES, (False, True), (False, True), OPTIMIZERS, TOLERANCES
         )
     ]
+    return strategies + granularities()
 
 
 def thinned() -> list[Case]:
-    """Every family with every strategy once, the other factors by turns; and the granularities."""
+    """Every family with every strategy once, the other factors by turns; and the granularities, in pairs."""
     cases = []
     for (row, family), (column, strategy) in product(enumerate(FAMILIES), enumerate(STRATEGIES)):
         turn = 5 * row + column  # an odd step, so that a strategy's factors change from family to family
         tied, checkpointed = bool(turn & 1), bool(turn & 2)
         dtype = (torch.float64, torch.float32)[(turn >> 2) % 2]
         cases.append(Case(family, strategy, None, tied, checkpointed, ("adamw", "momentum")[(turn >> 1) % 2], dtype))
-    for index, (family, strategy, granularity) in enumerate(
-        product(("bfs", "1f1b", "zb-v"), ("zero2", "zero3"), ("chunk", "microbatch"))
-    ):
-        tied, checkpointed = bool(index & 1) ^ bool(index & 4), bool(index & 2)
-        cases.append(Case(family, strategy, granularity, tied, checkpointed))
+    cases += pairwise(granularities())
     cases += [Case("dualpipe", "ddp", tied=True), Case("dualpipe", "zero3", "microbatch", tied=True)]
     cases += [Case("seq1f1b", "zero2", "chunk"), Case("seq1f1b", "zero3", "microbatch")]
     cases += [Case("zb-v", "parameter-server", tied=True), Case("1f1b", "zero3", layout="parameters", tied=True)]
@@ -81,10 +91,14 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens(sum(SIZES), seed=step)
 
 
-@cache
-def expected(tied: bool, optimizer: str, dtype: torch.dtype, num_steps: int) -> Expected:
+def expected(case: Case, num_steps: int) -> Expected:
     """What one process makes of the same batches: the first two before one update."""
-    model = make_gpt(tied=tied, dtype=dtype)
+    return _expected(case.layers, case.tied, case.optimizer, case.dtype, num_steps)
+
+
+@cache
+def _expected(layers: int, tied: bool, optimizer: str, dtype: torch.dtype, num_steps: int) -> Expected:
+    model = make_gpt(tied=tied, layers=layers, dtype=dtype)
     updates = OPTIMIZERS[optimizer](model.parameters())
     losses, norms, gradients = [], [], {}
     for step in range(num_steps + 1):
@@ -117,16 +131,16 @@ def own_samples(copy: int, values: Tensor) -> Tensor:
 
 def train_and_compare(case: Case, mesh: pl.Mesh, num_steps: int = 10) -> None:
     """Gradients of two steps, their norm, and `num_steps` updates."""
-    wanted = expected(case.tied, case.optimizer, case.dtype, num_steps)
+    wanted = expected(case, num_steps)
     tolerance = TOLERANCES[case.dtype]
-    model = make_gpt(tied=case.tied, dtype=case.dtype)
+    model = make_gpt(tied=case.tied, layers=case.layers, dtype=case.dtype)
     if mesh.coordinate("dp"):  # the first copy's values count
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
     if case.checkpointed:
         checkpoint_blocks(model)
-    pieces = {"num_chunks": 2} if case.family in ("interleaved", "bfs", "zb-v", "dualpipev") else {}
+    pieces = {"num_chunks": 2} if case.family in CHUNKED else {}
     pieces |= {"num_slices": 2} if case.family == "seq1f1b" else {}
     schedule = pl.schedules.build(case.family, num_ranks=2, num_microbatches=MICROBATCHES, **pieces)
     data = pl.DataParallel(case.strategy, case.granularity, case.layout, case.bucket_bytes)

@@ -28,7 +28,7 @@ def test_every_schedule_with_every_strategy_equals_one_process() -> None:
         for strategy in STRATEGIES:
             assert len({getattr(case, factor) for case in cases if case.strategy == strategy}) == 2, (factor, strategy)
     for case in cases:  # once, before processes are forked
-        expected(case.tied, case.optimizer, case.dtype, num_steps(case))
+        expected(case, num_steps(case))
     run_ranks(_run_cases, 4, cases, False, timeout_seconds=600)
 
 
@@ -37,7 +37,7 @@ def test_every_schedule_with_every_strategy_equals_one_process() -> None:
 def test_every_schedule_with_every_strategy_in_every_state_equals_one_process() -> None:
     cases = grid()
     for case in cases:
-        expected(case.tied, case.optimizer, case.dtype, num_steps(case, whole=True))
+        expected(case, num_steps(case, whole=True))
     run_ranks(_run_cases, 4, cases, True, timeout_seconds=1400)
 
 

@@ -36,7 +36,7 @@ CASES = [
 def _steps(mesh: pl.Mesh, case: tuple, directory: str | None, recompute: str) -> list[float]:
     """Losses of three steps; with a directory, states and activations go there."""
     strategy, granularity, name, precision = case
-    model = make_gpt(tied=True)
+    model = make_gpt(tied=True, layers=2 if name in ("1f1b", "zb-h1") else 4)
     schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=4)
     offload = pl.OffloadActivations(f"disk:{directory}", least_bytes=64, beside=0) if directory else None
     data = pl.DataParallel(strategy, granularity) if granularity else pl.DataParallel(strategy)
@@ -59,17 +59,20 @@ def _steps(mesh: pl.Mesh, case: tuple, directory: str | None, recompute: str) ->
         return losses
 
 
-def _compare(rank: int, directory: str) -> None:
+def _compare(rank: int, directory: str, whole_grid: bool) -> None:
     mesh = pl.Mesh(pp=2, dp=2)
+    ways = ((directory, "full"), (None, "full"), (directory, "none"))
     for turn, case in enumerate(CASES):
         expected = _steps(mesh, case, None, "none")
         assert expected[-1] < expected[0]
-        for where, recompute in ((directory, "full"), ((None, "full"), (directory, "none"))[turn % 2]):
+        for where, recompute in ways if whole_grid else ways[turn % 3 :][:1]:
             assert _steps(mesh, case, where, recompute) == expected, (case, where, recompute)
 
 
-def test_with_copies_losses_are_bitwise_those_without(tmp_path: Path) -> None:
-    run_ranks(_compare, 4, str(tmp_path))
+@pytest.mark.parametrize("whole_grid", [False, pytest.param(True, marks=pytest.mark.whole_grid)])
+def test_with_copies_losses_are_bitwise_those_without(tmp_path: Path, whole_grid: bool) -> None:
+    """Offload with recomputation, and either alone: by turns, in whole grids all of them."""
+    run_ranks(_compare, 4, str(tmp_path), whole_grid)
     assert not list(tmp_path.iterdir())
 
 
