@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeloom.cli import main
 from pipeloom.train.checkpoint import OptimizerState, writer
 from pipeloom.train.checkpoint.manifest import verify
-from pipeloom.train.saves import HostCopies, _Save
+from pipeloom.train.output.saves import HostCopies, _Save
 from tests.cpu.train_runs import local, metrics_so_far, run, story, text, words  # noqa: F401
 
 BACKGROUND = "--background_saves=true"

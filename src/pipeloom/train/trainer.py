@@ -30,9 +30,9 @@ from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.output.directory import prepare_output, writing
 from pipeloom.train.output.display import Display
 from pipeloom.train.output.reporters import Reporters
+from pipeloom.train.output.saves import Saves
 from pipeloom.train.process_group import Group
 from pipeloom.train.run_parts import RunParts, TokenBatch
-from pipeloom.train.saves import Saves
 from pipeloom.train.stream_steps import StreamSteps
 from pipeloom.transport.values import MicroBatches
 
