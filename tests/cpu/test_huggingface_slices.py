@@ -102,7 +102,7 @@ def several(rank: int, ranks: int, part: slice, kinds: Sequence[str] = tuple(FAM
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_of_any_slices_in_processes(ranks):
-    run_ranks(several, ranks, ranks, slice(ranks, None, 12))
+    run_ranks(several, ranks, ranks, slice(ranks, None, 20))
 
 
 @pytest.mark.whole_grid

@@ -133,7 +133,10 @@ def run_cases(rank: int, ranks: int, transport: str, part: slice) -> None:
         train_sliced(rank, ranks, transport, case)
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "torch"), (4, "torch"), (2, "shared-memory")])
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [pytest.param(2, "torch", marks=pytest.mark.whole_grid), (4, "torch"), (2, "shared-memory")],
+)
 def test_processes(ranks: int, transport: str) -> None:
     run_ranks(run_cases, ranks, ranks, transport, slice(ranks, None, 7))
 

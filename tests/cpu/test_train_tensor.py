@@ -70,7 +70,9 @@ def test_shared_stages_train_as_one_process(text: Path, alone: Path, tmp_path: P
 STILL = ("--optimizer.learning_rate=0", "--optimizer.weight_decay=0", "--eval_steps=0", "--sample_tokens=0")
 
 
-@pytest.mark.parametrize("layout", ["pp2-tp2", "cp2-tp2-ulysses-zero3", "2d"])
+@pytest.mark.parametrize(
+    "layout", ["pp2-tp2", pytest.param("cp2-tp2-ulysses-zero3", marks=pytest.mark.whole_grid), "2d"]
+)
 def test_threads_of_one_process_train_as_processes_do(text: Path, alone: Path, tmp_path: Path, layout: str) -> None:
     options = LAYOUTS[layout].split()
     local(text, tmp_path / "out", *RUN, *options)
