@@ -22,7 +22,7 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.live_moments import Moments, moments_of
 from pipeloom.plan.search.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import Shape, candidate_seconds
+from pipeloom.plan.search.shapes import MANY_DEVICES, Shape, candidate_seconds
 from pipeloom.plan.search.simulated import Simulated, Step
 from pipeloom.plan.search.space import CanRun, Space, Way
 
@@ -30,13 +30,12 @@ _TOLERANCE = 0.005
 _FACTORS = (1.25, 1.22, 1.08, 1.0)  # of bounds, by level
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
 _PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
-_ALL = 64  # devices for which a search goes on to its end
 _MORE = 1.5  # room than what was missing
 _RESERVE, _MUCH_MORE, _FEW_TRIES = 0.03, 3.0, 2  # the same on many devices
 _FAR = 1.25  # from the bound of what is left: a search goes on
 _MOST_ACTIONS = 60_000  # of a simulated step on more devices
 _ACTIONS = 400  # of a simulated step, that count as one of the search
-_STEPS = 200  # on `_ALL` devices
+_STEPS = 200  # on `MANY_DEVICES` devices
 _MOST_TRIES = 4  # of more recomputation, where a simulated rank needs more memory than its closed form
 _SLOWER = "slower than the best plans by a lower bound"
 _SIZES = "the schedule does not support the sizes"
@@ -89,7 +88,7 @@ def find_plans(
         InputError: there is none.
     """
     begin = time.perf_counter()
-    coarse = request.devices > _ALL and "data_granularity" not in request.fixed and not exhaustive
+    coarse = request.devices > MANY_DEVICES and "data_granularity" not in request.fixed and not exhaustive
     first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
     search = _Search(costs, first, exhaustive, can_run, accept, known, part)
     search.run()
@@ -136,7 +135,7 @@ def _undivided(request: Request) -> str | None:
 
 def _steps(devices: int) -> float:
     """After which a search ends."""
-    return inf if devices <= _ALL else _STEPS * (devices / _ALL) ** 0.25
+    return inf if devices <= MANY_DEVICES else _STEPS * (devices / MANY_DEVICES) ** 0.25
 
 
 def _kind(of: Configuration) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """Moments of a step at which ranks hold most activations: what is there bounds their peak from below. No torch here."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,10 +28,14 @@ class Moment(NamedTuple):
 
 
 Moments = Sequence[Sequence[Moment]]  # of each rank
+_MOST_OTHERS = 8  # moments of a rank at which it holds other stages
 
 
 def live_moments(schedule: Schedule) -> list[list[Moment]]:
-    """For each rank, the first and the last moment at which it holds most activations."""
+    """Of each rank, the first and the last moment at which it holds most activations, then others that may need more.
+
+    They have gradients of more stages, or more activations of a stage that recomputes less than others.
+    """
     return [_of_rank(order, schedule) for order in schedule.orders]
 
 
@@ -41,11 +45,18 @@ def _of_rank(order: Sequence[tuple[int, Op, int | None, int | None]], schedule: 
     summing: set[int] = set()
     count = most = 0
     found: list[Moment] = []
+    others: dict[object, Moment] = {}  # by what is there
+    grown = True
     for at, (stage, op, microbatch, piece) in enumerate(order):
         if op is Op.F:
             live[stage] += 1
             count += 1
+            grown = True
             continue
+        if grown:
+            moment = Moment(live.copy(), frozenset(summing), stage, op)
+            others[moment.summing, tuple(sorted(live.items()))] = moment
+            grown = False
         if count >= most:
             found = found[:1] if count == most else []
             found.append(Moment(live.copy(), frozenset(summing), stage, op))
@@ -55,7 +66,23 @@ def _of_rank(order: Sequence[tuple[int, Op, int | None, int | None]], schedule: 
         if op is Op.W or (op is Op.B and (stage, microbatch, piece) not in schedule.split_backwards):
             live[stage] -= 1
             count -= 1
-    return [found[0], found[-1]]
+    return [found[0], found[-1], *_unlike([found[0], found[-1]], others.values())]
+
+
+def _unlike(known: Sequence[Moment], moments: Iterable[Moment]) -> list[Moment]:
+    """Those with gradients of most stages, then most activations, of which none of `known` and before it has all."""
+    found: list[Moment] = []
+    for moment in sorted(moments, key=lambda each: (-len(each.summing), -sum(each.live.values()))):
+        if not any(_has_all(other, moment) for other in (*known, *found)):
+            found.append(moment)
+            if len(found) == _MOST_OTHERS:
+                break
+    return found
+
+
+def _has_all(other: Moment, of: Moment) -> bool:
+    live = other.live
+    return of.summing <= other.summing and all(count <= live.get(stage, 0) for stage, count in of.live.items())
 
 
 def moments_of(of: Configuration) -> Moments:
@@ -74,8 +101,11 @@ def moments_of(of: Configuration) -> Moments:
     less = _moments(of.schedule, of.pipeline, number - group, of.chunks, of.slices)
     return [
         [
-            moment._replace(live={s: n + times * max(0, n - short.live.get(s, 0)) for s, n in moment.live.items()})
-            for moment, short in zip(after, before, strict=True)
+            *(
+                moment._replace(live={s: n + times * max(0, n - short.live.get(s, 0)) for s, n in moment.live.items()})
+                for moment, short in zip(after[:2], before, strict=False)
+            ),
+            *after[2:],
         ]
         for after, before in zip(found, less, strict=True)
     ]

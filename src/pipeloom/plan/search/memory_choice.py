@@ -107,12 +107,20 @@ class MemoryChoices:
 
     def _bytes(self, rank: int, sizes: Sequence[float], recompute: Sequence[Recompute]) -> float:
         """Of a rank with `sizes` beside activations, at the moment at which they are most."""
-        return max(
-            size
-            + sum(count * self._kept[recompute[stage]][stage] for stage, count in moment.live.items())
-            + (self._again[recompute[moment.stage]][moment.stage] if moment.op is not Op.W else 0.0)
-            for size, moment in zip(sizes, self._moments[rank], strict=True)
-        )
+        return self._fullest(rank, sizes, recompute)[1]
+
+    def _fullest(self, rank: int, sizes: Sequence[float], recompute: Sequence[Recompute]) -> tuple[int, float]:
+        """The moment at which a rank holds most, and its bytes."""
+        most, at = -inf, 0
+        kept, again = self._kept, self._again
+        for number, (size, moment) in enumerate(zip(sizes, self._moments[rank], strict=True)):
+            if moment.op is not Op.W:
+                size += again[recompute[moment.stage]][moment.stage]
+            for stage, count in moment.live.items():
+                size += count * kept[recompute[stage]][stage]
+            if size > most:
+                most, at = size, number
+        return at, most
 
     def _choice(self, of: Configuration, recompute: tuple[Recompute, ...], fixed: Fixed) -> Choice:
         of = replace(of, recompute=recompute, offload=self._request.fixed.get("offload"))
@@ -155,21 +163,29 @@ class MemoryChoices:
         recompute = [kinds[0]] * self._shape.placement.num_stages
         if self._fits(rank, sizes, recompute):
             return {}
-        live, room = self._moments[rank][-1].live, most - max(sizes)
         seconds = self._seconds
         extra = {kind: list(map(sub, seconds[kind], seconds[kinds[0]])) for kind in kinds}
+        needed: dict[int, dict[int, int]] = {}  # by moment, the number of each stage's kind
+        rooms = [most - size for size in sizes]
         for _ in range(_TRIES):
-            items = [[(extra[kind][stage], n * self._kept[kind][stage]) for kind in kinds] for stage, n in live.items()]
-            best = knapsack(items, room)
+            at, held = self._fullest(rank, sizes, recompute)
+            if held <= most:
+                return {stage: kinds.index(recompute[stage]) for stage in self._shape.placement.stages_of[rank]}
+            if at in needed:
+                rooms[at] -= held - most
+            live = self._moments[rank][at].live
+            others = [each for moment, each in needed.items() if moment != at]
+            least = {stage: max((each.get(stage, 0) for each in others), default=0) for stage in live}
+            items = [
+                [(extra[kind][stage], n * self._kept[kind][stage]) for kind in kinds[least[stage] :]]
+                for stage, n in live.items()
+            ]
+            best = knapsack(items, rooms[at])
             if best is None:
                 return None
-            found = dict(zip(live, best, strict=True))
-            for stage, number in found.items():
-                recompute[stage] = kinds[number]
-            missing = self._bytes(rank, sizes, recompute) - most
-            if missing <= 0:
-                return found
-            room -= missing
+            needed[at] = {stage: number + least[stage] for stage, number in zip(live, best, strict=True)}
+            for stage in self._shape.placement.stages_of[rank]:
+                recompute[stage] = kinds[max(each.get(stage, 0) for each in needed.values())]
         return None
 
 
@@ -215,11 +231,14 @@ def knapsack(items: Sequence[Sequence[tuple[float, float]]], most: float) -> tup
         The number of each item's alternative; None if none fit.
     """
     front: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
+    left = sum(min(size for _, size in alternatives) for alternatives in items)  # of the items that follow, at least
     for alternatives in items:
+        left -= min(size for _, size in alternatives)
         sums = sorted(
             (cost + more, size + bigger, (*chosen, number))
             for cost, size, chosen in front
             for number, (more, bigger) in enumerate(alternatives)
+            if size + bigger + left <= most * (1 + 1e-12)
         )
         front, least = [], inf
         for each in sums:

@@ -24,6 +24,7 @@ from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Family
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
+MANY_DEVICES = 64  # more: the search ends early, and looks at fewer shapes
 LEAST_TOKENS = 256  # of a process or slice
 _ASKED = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
 _MOST_CHUNKS = 16
@@ -99,7 +100,11 @@ class Shapes:
         most = max(1, self._most_stages // pipeline)
         if family.chunks is None and "chunks" in self._request.fixed and numbers[0] > most:
             self._refusals.add("more stages than blocks")
-        return [n for n in numbers if self._request.allows("chunks", n) and (n <= most or family.chunks is not None)]
+        fit = [n for n in numbers if self._request.allows("chunks", n) and (n <= most or family.chunks is not None)]
+        if self._request.devices <= MANY_DEVICES:
+            return fit
+        even = [n for n in fit if {0} & {blocks % (n * pipeline) for blocks in {self._layers, self._most_stages}}]
+        return even or fit
 
     def _slices(self, family: Family, of: Configuration) -> list[int]:
         fixed = self._request.fixed.get("slices")
