@@ -26,6 +26,9 @@ from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.costs import MOST_UNITS
 from pipeloom.split.chain_partition import consecutive
 
+# Bytes that F keeps, by kind: of the embedding, of all blocks before each block, and of norm and head.
+_Kept = tuple[Mapping[Recompute, float], Mapping[Recompute, list[float]], Mapping[Recompute, float]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrediction:
@@ -60,7 +63,7 @@ class CostModel(StepCosts):
     _layers: dict[object, tuple[Seconds, Seconds, dict[bool, Seconds], float, Seconds]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _kept: dict[object, list[Mapping[Recompute, float]]] = field(default_factory=dict, repr=False, compare=False)
+    _kept: dict[object, _Kept] = field(default_factory=dict, repr=False, compare=False)
     _numbers: dict[InsideStage, tuple[float, float, float, list[float]]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -147,8 +150,9 @@ class CostModel(StepCosts):
         """Seconds of F, I and W of every stage on one micro-batch; the first has the embedding, the last the head."""
         found, start, before = [], 0, self._experts_before
         made: dict[tuple[int, int, Recompute], Seconds] = {}
+        uniform = of.recompute if isinstance(of.recompute, Recompute) else None
         for stage, count in enumerate(of.blocks_of(self.model.layers)):
-            recompute = of.recompute_of(stage)
+            recompute = uniform or of.recompute_of(stage)
             mixed = before[start + count] - before[start]
             start += count
             if (count, mixed, recompute) not in made:
@@ -282,23 +286,27 @@ class CostModel(StepCosts):
         return total - self._numbers[of.inside][2] if both else total
 
     def kept_bytes(self, of: Configuration) -> list[float]:
-        """Bytes that F of one micro-batch keeps on every stage."""
-        key = of.inside, of.microbatch_size, of.element, of.imbalance
-        layers = self._kept.get(key)
-        if layers is None:
-            layers = self._kept[key] = [
-                layer.kept_bytes
+        """Bytes that F of one micro-batch keeps on every stage; of slices, in which keys and values are kept too."""
+        sliced = of.slices > 1
+        key = of.inside, of.microbatch_size, of.element, of.imbalance, sliced
+        known = self._kept.get(key)
+        if known is None:
+            embedding, *blocks, norm, head = (
+                _kept_in_slices(layer) if sliced else layer.kept_bytes
                 for layer in transformer_layers(
                     self.model, of.microbatch_size, of.element, of.inside, of.imbalance, self.software
                 )
-            ]
-        found, start = [], 1
+            )
+            sums = {kind: [0.0, *accumulate(kept[kind] for kept in blocks)] for kind in Recompute}
+            known = self._kept[key] = embedding, sums, {kind: norm[kind] + head[kind] for kind in Recompute}
+        first, before, last = known
+        found, start = [], 0
         for stage, count in enumerate(of.blocks_of(self.model.layers)):
-            recompute = of.recompute_of(stage)
-            found.append(sum(kept[recompute] for kept in layers[start : start + count]))
+            kept = before[of.recompute_of(stage)]
+            found.append(kept[start + count] - kept[start])
             start += count
-        found[0] += layers[0][of.recompute_of(0)]
-        found[-1] += sum(kept[of.recompute_of(0)] for kept in layers[-2:])
+        found[0] += first[of.recompute_of(0)]
+        found[-1] += last[of.recompute_of(0)]
         return found
 
     def update_seconds(self, of: Configuration, stages_of: Sequence[Sequence[int]]) -> float:
@@ -319,3 +327,11 @@ class CostModel(StepCosts):
 
 
 _NOTHING = Seconds(0.0, 0.0, 0.0)
+
+
+def _kept_in_slices(layer: LayerMemory) -> Mapping[Recompute, float]:
+    """Bytes that all slices of a micro-batch keep, at least: a recomputed block keeps keys and values."""
+    kept = dict(layer.kept_bytes)
+    if layer.slices is not None:
+        kept[Recompute.FULL] += layer.slices.keys_values
+    return kept

@@ -27,6 +27,7 @@ from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 MANY_DEVICES = 64  # more: the search ends early, and looks at fewer shapes
 LEAST_TOKENS = 256  # of a process or slice
 _ASKED = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
+_ASKED_OF_MANY = (*_ASKED, "hanayo")  # on many devices: its waves take longest to build and to simulate
 _MOST_CHUNKS = 16
 _SLICES = (1, 2, 4, 8, 16)
 _SMALL = 16  # ranks of a schedule that shows the shape of larger ones
@@ -68,8 +69,9 @@ class Shapes:
         """The shapes of a mesh."""
         fixed = self._request.fixed
         orders = [fixed["order"]] if "order" in fixed else self.orders(of)
+        asked = _ASKED if self._request.devices <= MANY_DEVICES else _ASKED_OF_MANY
         for name, family in schedules.SYNCHRONOUS.items():
-            if not self._request.allows("schedule", name) or (name in _ASKED and "schedule" not in fixed):
+            if not self._request.allows("schedule", name) or (name in asked and "schedule" not in fixed):
                 continue
             if of.pipeline == 1 and name != fixed.get("schedule", "1f1b"):
                 continue  # all of them are the same
