@@ -166,3 +166,46 @@ def test_a_check_keeps_no_cache():
     model = transformers.LlamaForCausalLM(config).double()
     with pl.Pipeline(model, schedule_of(5), check=token_batch()) as pipe:
         assert pipe.step(token_batch()).isfinite()
+
+
+class _TakesTargets(nn.Module):
+    """The form of nanoGPT, with classes that the first layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.classes = nn.Embedding(7, 8), nn.Embedding(3, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids, class_labels=None, targets=None):
+        x = self.tokens(ids)
+        if class_labels is not None:
+            x = x + self.classes(class_labels)[:, None]
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        if targets is None:
+            return self.head(x[:, [-1]]), None
+        logits = self.head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def test_a_forward_with_targets_and_layers() -> None:
+    """Labels are unevenly spread; all stages see them, since the forward may read them anywhere."""
+    torch.manual_seed(0)
+    model = _TakesTargets().double()
+    ids, targets, classes = torch.randint(0, 7, (6, 5)), torch.randint(0, 7, (6, 5)), torch.tensor([0, 1, 2, 2, 1, 0])
+    targets[0, 1:], targets[3] = -100, -100
+    batch = {"ids": ids, "class_labels": classes}
+    loss = model(**batch, targets=targets)[1]
+    names = [name for name, _ in model.named_parameters()]
+    wanted = dict(zip(names, torch.autograd.grad(loss, [*model.parameters()]), strict=True))
+    layers = ["tokens", "classes", "blocks.*", "head"]
+    schedule = pl.schedules.build("1f1b", num_ranks=3, num_microbatches=3)
+    for arguments in (({**batch, "targets": targets},), (batch, targets)):
+        with pl.Pipeline(copy.deepcopy(model), schedule, layers=layers) as pipe:
+            assert abs(pipe.step(*arguments) - loss) < 1e-12
+            for name, parameter in pipe.named_parameters():
+                assert torch.allclose(parameter.grad, wanted[name], rtol=0, atol=1e-12), name
+    with pl.Pipeline(model, schedule, layers=layers) as pipe, pytest.raises(InputError, match=r"'targets'\. Add them"):
+        pipe.step({"ids": ids})

@@ -170,6 +170,24 @@ def test_batches_in_every_form_and_of_every_length() -> None:
                 assert torch.allclose(pipe.forward(form), expected, rtol=0, atol=1e-12)
 
 
+def test_a_forward_whose_only_argument_is_a_dict() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.second(self.first(batch["x"]) + batch["z"])
+
+    x, z = torch.randn(2, 4, 4)
+    schedule = pl.schedules.build("gpipe", num_ranks=2, num_microbatches=2)
+    model, batch = Named(), {"x": x, "z": z}
+    for example in (batch, {"batch": batch}):
+        with pl.Pipeline(model, schedule, loss_fn=F.mse_loss, example=example, cut=["second"]) as pipe:
+            for form in (batch, {"batch": batch}):
+                assert torch.allclose(pipe.forward(form), model(batch))
+
+
 def test_an_input_goes_only_where_it_is_read() -> None:
     model, inputs, targets, loss_fn = case("towers", 8)
     schedule = pl.schedules.build("1f1b", num_ranks=3, num_microbatches=4)

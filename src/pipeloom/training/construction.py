@@ -35,6 +35,7 @@ from pipeloom.split import Stages, split
 from pipeloom.split.compiling import compile_stages
 from pipeloom.split.huggingface import DecoderStage
 from pipeloom.split.planned.layouts import find_layout
+from pipeloom.split.planned.stage import PlannedStage
 from pipeloom.split.traced.stage import TracedStage
 from pipeloom.training.argument_checks import (
     check_arguments,
@@ -152,8 +153,12 @@ def _own_loss(model: Any, stages: Sequence[nn.Module]) -> OwnLoss | None:
     """The loss that the model computes; None: stages do not run its forward."""
     if any(isinstance(module, TracedStage) for module in stages):
         return TracedLoss.of(model, stages[-1])
-    runs_forward = isinstance(model, nn.Module) and not any(isinstance(module, DecoderStage) for module in stages)
-    return OwnLoss(model) if runs_forward and find_layout(model) is not None else None
+    if not isinstance(model, nn.Module) or any(isinstance(module, DecoderStage) for module in stages):
+        return None
+    if find_layout(model) is not None:
+        return OwnLoss(model)
+    own = OwnLoss(model, shows_labels=True)  # of forward(tokens, targets=None)
+    return own if own.takes_labels and isinstance(stages[-1], PlannedStage) else None
 
 
 def _stages(

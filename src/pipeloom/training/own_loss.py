@@ -29,15 +29,22 @@ class OwnLoss:
     the labels of its micro-batch, and weighted by them: all of them, or all but the first of each sample where the
     model predicts the next token, whichever its first loss shows. Without "labels" (such as positions of answers),
     losses are means over samples.
+
+    Args:
+        model: the model.
+        shows_labels: whether all stages get the labels among the arguments, since the forward may read them anywhere.
     """
 
     joins_targets = True  # the engine passes the targets to the last stage
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, shows_labels: bool = False) -> None:
         parameters = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
+        self._shows_labels, self._first = shows_labels, next(iter(parameters), "")
         self._names = frozenset(name for name in parameters if is_label(name))
         names = sorted(self._names)
         self._labels = names[0] if len(names) == 1 else "labels"
+        if "targets" in names and "labels" not in names:  # beside others, such as class_labels
+            self._labels = "targets"
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         function: Any = getattr(model, "loss_function", None)
         self._decodes = "decoder_input_ids" in parameters
@@ -45,6 +52,11 @@ class OwnLoss:
         self._shared_shifts = getattr(function, "__name__", "") == "ForCausalLMLoss"
         # A forward with a loss of its own need not shift, whatever loss_function the model's class name leads to.
         self._own_shifts: bool | None = None
+
+    @property
+    def takes_labels(self) -> bool:
+        """Whether the model's forward has arguments for labels."""
+        return bool(self._names)
 
     def separate(self, batch: Any, targets: Any) -> tuple[Any, Any]:
         """Separate a batch into inputs and labels.
@@ -74,6 +86,9 @@ class OwnLoss:
             ):
                 inputs["labels"] = given["labels"]  # every stage makes the decoder's input from them
             batch = inputs
+        if self._shows_labels and batch is not None:
+            named = batch if isinstance(batch, dict) else {self._first: batch}
+            batch = {**named, **{name: value for name, value in given.items() if name in self._names}}
         number = given.get(_NUM_ITEMS)
         if isinstance(number, Tensor):
             given[_NUM_ITEMS] = number.item()

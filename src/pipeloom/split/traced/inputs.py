@@ -54,17 +54,24 @@ class Signature:
         Raises:
             TypeError: the forward does not take them.
         """
-        if self._single in (tuple, list, dict) and isinstance(value, self._single):
+        if self._single in (tuple, list, dict) and isinstance(value, self._single) and not self._is_named(value):
             bound = self._signature.bind(value)
         elif isinstance(value, tuple) and tuple(map(type, value)) == (tuple, dict):
             bound = self._signature.bind(*value[0], **value[1])
         elif isinstance(value, dict):
-            bound = self._signature.bind(**value)
+            is_only = len(self._signature.parameters) == 1 and not self._is_named(value)
+            bound = self._signature.bind(value) if is_only else self._signature.bind(**value)
         elif isinstance(value, tuple):
             bound = self._signature.bind(*value)
         else:
             bound = self._signature.bind(value)
         return Arguments(bound.args, bound.kwargs)
+
+    def _is_named(self, value: Any) -> bool:
+        """Whether a value is a dict of keyword arguments, and not the only argument, which is a dict itself."""
+        kinds = {each.kind for each in self._signature.parameters.values()}
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        return isinstance(value, dict) and (takes_any or value.keys() == self._signature.parameters.keys())
 
     def by_name(self, arguments: Arguments) -> dict[str, Any]:
         """Arguments by the names of the forward."""
