@@ -25,6 +25,7 @@ _RESTARTS = 3  # of torchrun
 _TIMES_LONGER = 10.0  # than the unhurt run, and some seconds: then an attempt is ended
 _LEAST_SECONDS = 120.0
 _SPOKEN_BY = re.compile(r"pipeloom: (?:error: )?(?:\w+Error: )?rank (\d+)(?: in step|: )")
+_LOADED = re.compile(r"(?<=^loading ).*/")  # the directory of a checkpoint
 _RESUMED = re.compile(r"from \S*checkpoint-(\d+)")
 
 
@@ -170,7 +171,7 @@ def _result(
     return Result(
         number=number,
         fault=fault,
-        where=f"{strike.phase}, {strike.where}",
+        where=f"{_LOADED.sub('', strike.phase)}, {strike.where}",
         noticed_by="" if found is None else _speaker(found.text),
         noticed_seconds=None if found is None else found.at - strike.at,
         notice="" if found is None else found.text,

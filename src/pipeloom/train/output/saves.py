@@ -57,6 +57,8 @@ class Saves:
         if not self._config.background_saves:
             return [f"step {step}  saved {save(self._run, step)}"]
         lines = self._wait()
+        if self._failures > self._config.save_errors and self._error is not None:
+            raise self._error
         self._run.journal.enter(f"checkpoint after step {step}")
         given = self._copies.of_contents(contents(self._run))
         self._pending = _Save(self._run.output_dir, step, {**given, "exchange": self._exchange})
@@ -72,7 +74,7 @@ class Saves:
         """Wait for the background save. If it has failed, save once more, as that of step `retry`, unless it is None.
 
         Raises:
-            CheckpointError: see `save`.
+            CheckpointError: a rank failed in the second try.
         """
         lines = self._wait()
         if self._failures and retry is not None:
@@ -93,8 +95,6 @@ class Saves:
             self._run.journal.enter(f"checkpoint after step {pending.step}")
             pending.thread.join()
             lines = self._take(pending)
-        if self._failures > self._config.save_errors and self._error is not None:
-            raise self._error
         return lines
 
     def _take(self, done: "_Save") -> list[str]:
