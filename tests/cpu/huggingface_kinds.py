@@ -172,22 +172,26 @@ RUNS = ((2, "1f1b"), (2, "zb-h1"), (3, "zb-h1"))
 
 
 def batch_of(kind: str) -> dict[str, Tensor]:
-    """A batch: what the model reads, and labels."""
+    """A batch: what the model reads, and labels; labels of tokens spread unevenly over the samples."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 60, (SAMPLES, 8), generator=generator)
     mask = torch.ones_like(ids)
     mask[-1, -2:] = 0
     caption = torch.cat([torch.full((SAMPLES, 16), _IMAGE_TOKEN), ids % _IMAGE_TOKEN], 1)
+    labels = ids.clone()
+    labels[0, 2:] = -100
+    of_caption = caption.clone()
+    of_caption[0, 18:] = -100
     draw: Callable[..., Tensor] = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     every = {
         "text": {"input_ids": ids, "attention_mask": mask},
         "ids": {"input_ids": ids},
-        "caption": {"input_ids": caption, "labels": caption},
+        "caption": {"input_ids": caption, "labels": of_caption},
         "image": {"pixel_values": draw(SAMPLES, 3, 32, 32)},
         "mel": {"input_features": draw(SAMPLES, 8, 32)},
         "wave": {"input_values": draw(SAMPLES, 160)},
-        "tokens": {"labels": ids},
-        "tags": {"labels": ids % 2},
+        "tokens": {"labels": labels},
+        "tags": {"labels": labels.where(labels < 0, labels % 2)},
         "classes": {"labels": torch.arange(SAMPLES) % 2},
     }
     return {name: value for part in every for name, value in every[part].items() if part in KINDS[kind].batch}
@@ -216,11 +220,13 @@ def loss_of(output: Any, targets: Any = None) -> Tensor:
 def difference(kind: str, runs: Any = None) -> float:
     """The largest difference of loss and gradients between pipelines and the model's own accumulation."""
     batch, labelled = batch_of(kind), "labels" in batch_of(kind)
+    # A loss over tokens is the mean over the labels of all micro-batches.
+    parts = 1 if labelled and batch["labels"].dim() > 1 else NUM_MICROBATCHES
     with float64_throughout():
         model, total = model_of(kind), 0.0
-        for index in range(NUM_MICROBATCHES):
-            piece = {name: value.tensor_split(NUM_MICROBATCHES)[index] for name, value in batch.items()}
-            loss = loss_of(model(**piece)) / NUM_MICROBATCHES
+        for index in range(parts):
+            piece = {name: value.tensor_split(parts)[index] for name, value in batch.items()}
+            loss = loss_of(model(**piece)) / parts
             loss.backward()
             total += loss.item()
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

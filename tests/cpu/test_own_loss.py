@@ -13,6 +13,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import materialize
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
+from pipeloom.training.own_loss import NoticedNumber
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 
@@ -51,7 +52,8 @@ def check(
 ):
     """Loss and gradients of a step beside those of the model on the whole batch."""
     loss, gradients = whole(model, batch) if expected is None else expected
-    schedule = pl.schedules.build(options.pop("schedule", "1f1b"), num_ranks=2, num_microbatches=options.pop("m", 5))
+    ranks, num_microbatches = options.pop("ranks", 2), options.pop("m", 5)
+    schedule = pl.schedules.build(options.pop("schedule", "1f1b"), num_ranks=ranks, num_microbatches=num_microbatches)
     with pl.Pipeline(model, schedule, **options) as pipe:
         found = pipe.step(batch)
         assert found.item() == pytest.approx(loss, rel=1e-5)  # transformers computes losses in float32
@@ -162,6 +164,35 @@ def test_a_loss_may_take_its_number_of_labels_as_a_keyword_argument():
     model = make("LlamaForCausalLM")
     model.loss_function = loss_function
     check(model, token_batch())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_encoder_decoders_weigh_by_labels(schedule):
+    """Also where stages between the first and the last pass `num_items_in_batch` on, which the model does not use."""
+    sizes = {
+        "vocab_size": 31,
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 3,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
+    torch.manual_seed(2)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).double()
+    check(model.train(), token_batch(), schedule=schedule, ranks=3)
+
+
+def test_a_number_is_used_by_arithmetic_and_not_by_copies():
+    number = NoticedNumber.of(torch.tensor(5.0))
+    assert (number.dtype, number.device.type, number.shape) == (torch.float32, "cpu", ())
+    copied = number.to(torch.float64).detach()
+    assert not number.was_read
+    assert type(number.to("meta")) is Tensor
+    assert not number.was_read
+    assert type(torch.tensor(10.0) / copied) is Tensor
+    assert number.was_read
+    assert copied.was_read
 
 
 def test_what_has_no_loss_is_told():
