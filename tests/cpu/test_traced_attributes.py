@@ -156,3 +156,18 @@ def test_buffers_that_change_with_every_micro_batch(kind: type[_Two]) -> None:
             assert torch.allclose(found[name].grad, parameter.grad, rtol=0, atol=1e-12), name
         assert torch.equal(pipe.state_dict()["count"], plain.count)
         assert torch.equal(pipe.state_dict()["table"], plain.table)
+
+
+def test_recurrent_layers_set_views_of_their_parameters() -> None:
+    class Recurrent(_Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = nn.GRU(4, 4, batch_first=True)
+
+        def between(self, h: Tensor) -> Tensor:
+            return self.recurrent(h)[0]
+
+    x = torch.randn(2, 3, 4)
+    model = Recurrent()
+    first, second = split(model, 2, example=x, cut=["b"]).modules
+    assert torch.allclose(second(first(x)), model(x))

@@ -98,6 +98,8 @@ class ChangedAttributes:
             now = dict(vars(part))
             contents = contents_of(now)
             for name in sorted(now.keys() | bound[key].keys()):
+                if isinstance(part, nn.RNNBase) and name.startswith("_flat_weight"):  # torch's views of its parameters
+                    continue
                 if name in OF_TORCH or same(contents.get(name, OF_TORCH), before[key].get(name, OF_TORCH)):
                     continue
                 path = f"{owner}.{name}" if owner else name
