@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeloom.chaos import attempt, leftovers
 from pipeloom.chaos.campaign import Result, _speaker
 from pipeloom.chaos.comparison import EQUAL, Outcome, compare
 from pipeloom.chaos.draw import draw_faults
@@ -74,6 +75,32 @@ def test_a_kind_without_a_place_is_refused(tmp_path: Path) -> None:
     path.write_text('{"rank": 0, "at": 1.0, "phase": "step 1", "actions": 0, "files": 0, "steps": 0}\n')
     with pytest.raises(InputError, match=r"--kinds flip: the run has no place for it .*save_steps"):
         draw_faults(1, 0, ["flip"], Record(path), SIZES, torchrun=False)
+
+
+def test_an_interrupted_campaign_ends_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        assert leftovers.descendants() - before
+        raise KeyboardInterrupt
+
+    before = leftovers.descendants()
+    monkeypatch.setattr(attempt, "_wait", interrupted)
+    with leftovers.adopting(), pytest.raises(KeyboardInterrupt):
+        attempt.run_attempt(["sh", "-c", "sleep 50 & sleep 50"], Order("", None), tmp_path / "run", 60.0)
+    assert not leftovers.descendants() - before
+
+
+def test_processes_that_stay_are_named_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_REST_SECONDS", 0.1)
+    before = leftovers.descendants()
+    command = ["sh", "-c", "touch $TMPDIR/forgotten; sleep 50 & echo started"]
+    with leftovers.adopting():
+        found = attempt.run_attempt(command, Order(str(tmp_path / "record"), None), tmp_path / "run", 60.0)
+    assert found.code == 0
+    assert [line.text for line in found.lines] == ["started"]
+    process, file = found.left
+    assert process.startswith("process ")
+    assert file == "temporary file forgotten"
+    assert not leftovers.descendants() - before
 
 
 def test_an_order_comes_back() -> None:

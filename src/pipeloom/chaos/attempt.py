@@ -65,12 +65,15 @@ def run_attempt(command: Sequence[str], order: Order, place: Path, limit_seconds
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, process_group=0
             )
-            lines, deadline = _Lines((out, errors)), time.monotonic() + limit_seconds
-            code = _wait(process.poll, lines, deadline)
-            left = _rest(before, lines, process.pid if code is None else 0)
-            ended_at = time.monotonic()
-            process.wait()
-            leftovers.reap(known)
+            try:
+                lines, deadline = _Lines((out, errors)), time.monotonic() + limit_seconds
+                code = _wait(process.poll, lines, deadline)
+                left = _rest(before, lines, process.pid if code is None else 0)
+            finally:  # also where the campaign is interrupted
+                leftovers.end(leftovers.descendants() - before)
+                ended_at = time.monotonic()
+                process.wait()
+                leftovers.reap(known)
             lines.look()
         left += [f"/dev/shm/{name}" for name in sorted(leftovers.segments() - segments)]
         names = sorted(leftovers.files(Path(temporary)))

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,10 +60,12 @@ def reap(known: Container[int]) -> None:
 
 
 def end(processes: set[int]) -> None:
-    """End processes with SIGKILL."""
+    """End processes with SIGKILL, and wait until they have ended."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+    while not all(map(_has_ended, processes)):
+        time.sleep(0.001)
 
 
 def segments() -> set[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
     config = _config(given["config"])
     options = (f"--config={Path(given['config']).absolute()}", *_own_options(config, given["watchdog_seconds"]))
     with ExitStack() as stack:
+        # SIGTERM ends a campaign as Ctrl-C does, with its runs.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         if given["out"] is None:
             out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeloom-chaos-runs-")))
         else:
