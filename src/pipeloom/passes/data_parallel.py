@@ -16,7 +16,7 @@ micro-batch is the sum over ranks of the pipeline that hold the same parameters.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipeloom.ir import Action, DataAxis, Granularity, Op, Program
@@ -42,22 +42,38 @@ def insert_data_parallel(program: Program, data: DataAxis, *, ahead: int = 1) ->
         front: _Around = defaultdict(list)
         behind: _Around = defaultdict(list)
         blocks = blocks_of(order, program)
+        places = _places(blocks)
         if data.unshards:
-            _gather(program.placement.stages_of[rank], blocks, data, ahead, front, behind)
+            _gather(program.placement.stages_of[rank], blocks, places, data, ahead, front, behind)
         if not program.schedule.forward_only:
             for stage in program.placement.stages_of[rank]:
-                _reduce(stage, blocks, data, behind)
+                _reduce(stage, blocks, places[stage], data, behind)
         orders.append(woven(order, front, behind))
     return replace(program, orders=tuple(orders), data=data)
 
 
+def _places(blocks: Sequence[ComputeBlock]) -> dict[int, list[int]]:
+    """The blocks with each stage, by index."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for index, block in enumerate(blocks):
+        for stage in {action.stage for action in block.computations}:
+            found[stage].append(index)
+    return found
+
+
 def _gather(
-    stages: Sequence[int], blocks: Sequence[ComputeBlock], data: DataAxis, ahead: int, front: _Around, behind: _Around
+    stages: Sequence[int],
+    blocks: Sequence[ComputeBlock],
+    places: Mapping[int, Sequence[int]],
+    data: DataAxis,
+    ahead: int,
+    front: _Around,
+    behind: _Around,
 ) -> None:
     """UNSHARD and RESHARD of all stages of a rank."""
     granularity = data.granularity if data.strategy.shards_parameters else Granularity.STEP
     ahead = {Granularity.STEP: len(blocks), Granularity.CHUNK: ahead, Granularity.MICROBATCH: 0}[granularity]
-    runs = [(*run, stage) for stage in stages for run in _reading_runs(stage, blocks, granularity)]
+    runs = [(*run, stage) for stage in stages for run in _reading_runs(stage, blocks, places[stage], granularity)]
     # By first block; of an overlapped pair, the F is first.
     runs.sort(key=lambda run: (run[0], [a.stage for a in blocks[run[0]].computations].index(run[2])))
     gathered: dict[int, int] = {}  # the last block of a stage's run before
@@ -70,13 +86,15 @@ def _gather(
         gathered[stage] = last
 
 
-def _reading_runs(stage: int, blocks: Sequence[ComputeBlock], granularity: Granularity) -> list[tuple[int, int]]:
+def _reading_runs(
+    stage: int, blocks: Sequence[ComputeBlock], places: Sequence[int], granularity: Granularity
+) -> list[tuple[int, int]]:
     """The runs of a stage, from the first to the last computation that reads its parameters."""
     found = []
-    for first, last in _runs(stage, blocks, granularity):
+    for run in _runs(places, granularity):
         reading = [
             index
-            for index in range(first, last + 1)
+            for index in run
             if any(action.stage == stage and action.op is not Op.W for action in blocks[index].computations)
         ]
         if reading:
@@ -84,14 +102,14 @@ def _reading_runs(stage: int, blocks: Sequence[ComputeBlock], granularity: Granu
     return found
 
 
-def _reduce(stage: int, blocks: Sequence[ComputeBlock], data: DataAxis, behind: _Around) -> None:
+def _reduce(stage: int, blocks: Sequence[ComputeBlock], places: Sequence[int], data: DataAxis, behind: _Around) -> None:
     """REDUCE_GRAD of one stage, behind the last backward of every run that has one."""
     granularity = data.granularity if data.strategy.shards_gradients else Granularity.STEP
-    for first, last in _runs(stage, blocks, granularity):
+    for run in _runs(places, granularity):
         backwards = [
-            (block, action)
-            for block in blocks[first : last + 1]
-            for action in block.computations
+            (blocks[index], action)
+            for index in run
+            for action in blocks[index].computations
             if action.stage == stage and action.op in _BACKWARDS
         ]
         if backwards:
@@ -99,13 +117,13 @@ def _reduce(stage: int, blocks: Sequence[ComputeBlock], data: DataAxis, behind: 
             behind[block.last].append(action.with_op(Op.REDUCE_GRAD))
 
 
-def _runs(stage: int, blocks: Sequence[ComputeBlock], granularity: Granularity) -> list[tuple[int, int]]:
-    """First and last of every run of blocks with the stage."""
-    runs: list[tuple[int, int]] = []
-    for index in (i for i, block in enumerate(blocks) if any(a.stage == stage for a in block.computations)):
-        follows = bool(runs) and index == runs[-1][1] + 1
+def _runs(places: Sequence[int], granularity: Granularity) -> list[list[int]]:
+    """The blocks with a stage, of every run."""
+    runs: list[list[int]] = []
+    for index in places:
+        follows = bool(runs) and index == runs[-1][-1] + 1
         if runs and (granularity is Granularity.STEP or (granularity is Granularity.CHUNK and follows)):
-            runs[-1] = (runs[-1][0], index)
+            runs[-1].append(index)
         else:
-            runs.append((index, index))
+            runs.append([index])
     return runs

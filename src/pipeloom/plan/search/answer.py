@@ -12,7 +12,7 @@ from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.best_first import Answer
-from pipeloom.plan.search.simulated import Simulated, Step
+from pipeloom.plan.search.simulated import Simulated
 from pipeloom.plan.stage_times import Seconds, StageTimes
 
 _AXES = {"tensor": "tp", "context": "cp", "expert": "ep"}
@@ -71,8 +71,7 @@ def seconds_of(costs: CostModel, found: Simulated) -> dict[str, float]:
     scale = found.busy_seconds / max(work, 1e-30)
     inside = {axis: scale * _collective_seconds(costs, plain, axis) for axis in _AXES}
     recompute = scale * (work - without)
-    step = Step(costs, of, found.schedule_limit)
-    data = max(0.0, found.makespan - step.without_replicas()) if of.replicas > 1 else 0.0
+    data = max(0.0, found.makespan - found.step.without_replicas()) if of.replicas > 1 else 0.0
     return {
         "compute": found.busy_seconds - recompute - sum(inside.values()),
         "recompute": recompute,

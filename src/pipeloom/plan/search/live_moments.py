@@ -41,32 +41,40 @@ def live_moments(schedule: Schedule) -> list[list[Moment]]:
 
 def _of_rank(order: Sequence[tuple[int, Op, int | None, int | None]], schedule: Schedule) -> list[Moment]:
     ends = {stage: at for at, (stage, op, *_) in enumerate(order) if op is Op.B or op is Op.W}
-    live: Counter[int] = Counter()
-    summing: set[int] = set()
+    stages = list(dict.fromkeys(stage for stage, *_ in order))
+    places = {stage: place for place, stage in enumerate(stages)}
+    live, summing = [0] * len(stages), 0  # activations by place, and places as bits
     count = most = 0
-    found: list[Moment] = []
-    others: dict[object, Moment] = {}  # by what is there
+    last: tuple[int, tuple[int, ...], int, Op] = 0, (), 0, Op.F
+    first = last
+    others: dict[tuple[int, tuple[int, ...]], tuple[int, Op]] = {}  # by what is there
     grown = True
     for at, (stage, op, microbatch, piece) in enumerate(order):
+        place = places[stage]
         if op is Op.F:
-            live[stage] += 1
+            live[place] += 1
             count += 1
             grown = True
             continue
         if grown:
-            moment = Moment(live.copy(), frozenset(summing), stage, op)
-            others[moment.summing, tuple(sorted(live.items()))] = moment
+            others[summing, tuple(live)] = stage, op
             grown = False
         if count >= most:
-            found = found[:1] if count == most else []
-            found.append(Moment(live.copy(), frozenset(summing), stage, op))
+            last = summing, tuple(live), stage, op
+            first = last if count > most or not most else first
             most = count
         if op is not Op.I:
-            (summing.discard if ends[stage] == at else summing.add)(stage)
+            summing = summing & ~(1 << place) if ends[stage] == at else summing | 1 << place
         if op is Op.W or (op is Op.B and (stage, microbatch, piece) not in schedule.split_backwards):
-            live[stage] -= 1
+            live[place] -= 1
             count -= 1
-    return [found[0], found[-1], *_unlike([found[0], found[-1]], others.values())]
+
+    def moment(summing: int, live: Sequence[int], stage: int, op: Op) -> Moment:
+        added = frozenset(each for place, each in enumerate(stages) if summing >> place & 1)
+        return Moment(dict(zip(stages, live, strict=False)), added, stage, op)
+
+    both = [moment(*first), moment(*last)]
+    return [*both, *_unlike(both, [moment(*there, *now) for there, now in others.items()])]
 
 
 def _unlike(known: Sequence[Moment], moments: Iterable[Moment]) -> list[Moment]:

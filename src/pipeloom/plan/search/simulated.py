@@ -8,7 +8,7 @@ time, and a cool-down. So a step of m micro-batches takes
 and memory, which grows with m in schedules such as gpipe, follows in the same way.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
 
@@ -37,6 +37,7 @@ class Simulated:
         makespan: of a step, without the update.
         busy_seconds: of computations, mean of the ranks.
         timeline: of the longest step that was simulated.
+        step: which was simulated.
     """
 
     of: Configuration
@@ -47,6 +48,7 @@ class Simulated:
     makespan: float
     busy_seconds: float
     timeline: Timeline
+    step: "Step" = field(repr=False, compare=False)
 
     @property
     def peak(self) -> float:
@@ -137,6 +139,7 @@ class Step:
             makespan=seconds,
             busy_seconds=timeline.ideal_seconds * self._of.microbatches / self._short.microbatches,
             timeline=timeline,
+            step=self,
         )
 
     def _timeline(self, of: Configuration, program: Program, *, replicas: bool = True) -> Timeline:
