@@ -86,6 +86,7 @@ def test_templates_that_cannot_be_scored_are_told(tmp_path: Path, template: str 
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
+        ('{"text": "\udcff"}', "line 2 is not UTF-8 text"),
         ("[1]", "line 2 is not a JSON object"),
         ('{"prompt": "a"}', "line 2 has prompt: must have either text"),
         ('{"text": "a", "messages": []}', "line 2 has text, messages"),
@@ -96,7 +97,7 @@ def test_templates_that_cannot_be_scored_are_told(tmp_path: Path, template: str 
 )
 def test_a_wrong_line_is_named(llama: Path, tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_text(f'{{"text": "a"}}\n{line}\n')
+    file.write_text(f'{{"text": "a"}}\n{line}\n', errors="surrogateescape")
     with pytest.raises(DataError, match=message) as raised:
         prepare_documents([file], tmp_path, PretrainedTokenizer(llama), tmp_path / "cache", 0.0)
     assert "\n" not in str(raised.value)

@@ -199,6 +199,20 @@ def refusals(home):
         path.rename(home / name)
         return read(home)
 
+    def emptied(path):
+        path.write_bytes(b"")
+        return read(home)
+
+    def unnamed(path):
+        written = path.read_text()
+        path.write_text(
+            json.dumps({key: value for key, value in json.loads(written).items() if key != "architectures"})
+        )
+        try:
+            return read(home)
+        finally:
+            path.write_text(written)
+
     first = sorted(home.glob("*.safetensors"))[0]
     index = home / "model.safetensors.index.json"
     yield lambda: read(home / "nowhere"), InputError, r"nowhere is not a directory.*download=True"
@@ -207,7 +221,10 @@ def refusals(home):
     yield lambda: read(home, transformers.AutoModelForImageClassification), InputError, r"has no model for LlamaConfig"
     yield lambda: read(home, dtype="int8"), InputError, r"dtype='int8': must be a floating-point type"
     yield lambda: read(home, hidden_size=64), CheckpointError, r"has shape \[64, 32\] in .* and \[64, 64\] in Llama"
+    yield lambda: read(home, transformers.BertForMaskedLM), InputError, r"has no values for BertForMaskedLM, but"
+    yield lambda: unnamed(home / "config.json"), InputError, r"names no model \(architectures\)"
     yield lambda: cut(first), CheckpointError, r"its end is missing"
+    yield lambda: emptied(first), CheckpointError, r"is empty: it is damaged"
     yield lambda: hidden(first, "pytorch_model.bin"), CheckpointError, r"cannot be read"
     yield lambda: hidden(index, "nothing.json"), InputError, r"only unpickling reads.*save_pretrained"
     yield lambda: hidden(home / "config.json", "manifest.json"), InputError, r"pipeloom checkpoint convert"

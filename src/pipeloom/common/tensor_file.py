@@ -196,12 +196,12 @@ def stored_tensors(path: Path, file: Bytes | None = None) -> dict[str, StoredTen
         OSError: the file cannot be read.
     """
     file = PlainFile(path) if file is None else file
-    length = int.from_bytes(file.read(0, 8), "little")
+    length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
     if length > file.size - 8:
-        raise CheckpointError(
-            f"{path}: its safetensors header is longer than the file; the file is damaged or has another format. "
-            "Use another checkpoint."
+        found = (
+            "is empty" if file.size == 0 else f"has {file.size:,} bytes, and by its first number a header of {length:,}"
         )
+        raise CheckpointError(f"{path} {found}: it is damaged, or has another format. Use another checkpoint.")
     found: dict[str, StoredTensor] | None = None
     with suppress(ValueError, KeyError, TypeError):
         header = parse_json(bytes(file.read(8, 8 + length)))

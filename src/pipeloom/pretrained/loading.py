@@ -162,7 +162,12 @@ def _config(home: Path, model_class: Any, changes: Mapping[str, Any]) -> tuple[A
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{home} has quantized weights, which cannot be trained. Use weights that are not quantized.")
     if model_class is None:
-        names = getattr(config, "architectures", None) or [None]
+        names = getattr(config, "architectures", None)
+        if not names:
+            raise InputError(
+                f"{home / CONFIG_NAME} names no model (architectures). Pass model_class, such as "
+                "transformers.AutoModelForCausalLM."
+            )
         model_class = getattr(transformers, str(names[0]), None)
         if model_class is None:
             raise InputError(
@@ -251,7 +256,16 @@ def _name_tensors(model: nn.Module, conversions: Conversions) -> None:
 
 
 def _tell(model: Any, home: Path, conversions: Conversions) -> None:
-    """Warn of tensors that are missing or not used, except those that transformers expects to be."""
+    """Warn of tensors that are missing or not used, except those that transformers expects to be.
+
+    Raises:
+        InputError: all are missing: the directory has another model.
+    """
+    if conversions.unexpected and not conversions.of:
+        raise InputError(
+            f"{home} has no values for {type(model).__name__}, but {_some(set(conversions.unexpected))}. Pass the "
+            "model_class of these weights."
+        )
     found = SimpleNamespace(missing_keys=set(conversions.missing), unexpected_keys=set(conversions.unexpected))
     model._adjust_missing_and_unexpected_keys(found)
     if found.missing_keys:

@@ -52,6 +52,8 @@ def read_lines(file: Path) -> Iterator[Line]:
 def _line(place: str, content: bytes) -> Line:
     try:
         record = parse_json(content)
+    except UnicodeDecodeError:
+        raise DataError(f"{place} is not UTF-8 text. Change it.") from None
     except ValueError:
         raise DataError(f"{place} is not JSON: must be one object per line. Change it.") from None
     if not isinstance(record, dict):
