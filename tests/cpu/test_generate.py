@@ -122,6 +122,8 @@ def _in_processes(rank: int, name: str, transport: str, num_ranks: int) -> list[
     with pl.Pipeline(copy.deepcopy(_model("llama")), schedule, transport=transport) as pipe:
         with pytest.raises(InputError, match="input_ids is"):
             pipe.generate(torch.ones(3), max_new_tokens=2)
+        with pytest.raises(InputError, match=r"different arguments.*max_new_tokens=[234]"):
+            pipe.generate(prompts, max_new_tokens=2 + rank)
         found = [pipe.generate(prompts, seed=5, **settings).tolist() for settings in (GREEDY, SAMPLED)]
         assert found[0] == pipe.generate(prompts, seed=5, **GREEDY).tolist()
         ids = _prompts()["input_ids"]

@@ -166,6 +166,15 @@ def test_a_loss_may_take_its_number_of_labels_as_a_keyword_argument():
     check(model, token_batch())
 
 
+def test_a_forward_that_passes_all_arguments_on_is_checked_without_a_cache():
+    class Passing(transformers.LlamaForCausalLM):
+        def forward(self, *args, **settings):
+            return super().forward(*args, **settings)
+
+    torch.manual_seed(2)
+    check(Passing(transformers.LlamaConfig(**LLAMA)).double().train(), token_batch(), check=token_batch())
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_encoder_decoders_weigh_by_labels(schedule):
     """Also where stages between the first and the last pass `num_items_in_batch` on, which the model does not use."""

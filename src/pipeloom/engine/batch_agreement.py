@@ -7,6 +7,7 @@ MembersExchange   all processes, one all-gather
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
+from zlib import crc32
 
 from pipeloom.engine.refusals import refused_by
 from pipeloom.errors import InputError
@@ -49,7 +50,8 @@ class Exchange(ABC):
         """The counts of all ranks, and the first text that is not empty; every rank calls it.
 
         Args:
-            counts: of this rank: samples, labels, labels that count. -1 samples: it refuses its batch.
+            counts: of this rank: samples, labels, labels that count, a number of its settings. -1 samples: it refuses
+                its batch.
             text: why.
             call: number of the call.
 
@@ -142,7 +144,9 @@ class BatchAgreement:
         counted = {*(replica_ranks or [exchange.rank])}
         self._counted = [line for line in replicas if counted & {*line}]
 
-    def agree(self, num_samples: int, labels: tuple[int, int], refusal: Exception | None, call: int) -> Agreed:
+    def agree(
+        self, num_samples: int, labels: tuple[int, int], refusal: Exception | None, call: int, settings: str = ""
+    ) -> Agreed:
         """Exchange the size of a batch; every rank calls it.
 
         Args:
@@ -150,17 +154,25 @@ class BatchAgreement:
             labels: its labels, and those that count.
             refusal: why it cannot use its batch.
             call: number of the call.
+            settings: its arguments, which all ranks have to pass alike.
 
         Raises:
-            InputError: a rank cannot use its batch, or those of one replica have different sizes; on all ranks.
+            InputError: a rank cannot use its batch, those of one replica have different sizes, or ranks have different
+                settings; on all ranks.
             RunError: ranks make different calls. PeerLost: a rank ended or timed out.
         """
         text = "" if refusal is None else refused_by(self._exchange.rank, refusal)
-        own = (num_samples if refusal is None else _REFUSED, *labels)
+        own = (num_samples if refusal is None else _REFUSED, *labels, crc32(settings.encode()))
         found, text = self._exchange.exchange(own, text, call)
         counts = [samples for samples, *_ in found]
         if _REFUSED in counts:
             raise refusal or InputError(text)
+        other = next((rank for rank, row in enumerate(found) if row[-1] != found[0][-1]), None)
+        if other is not None:
+            raise InputError(
+                f"ranks 0 and {other} made this call with different arguments: pass the same on every process. This "
+                f"process has {settings}."
+            )
         for line in self._replicas:
             holders = {counts[rank]: rank for rank in reversed(line) if counts[rank]}
             if len(holders) > 1:

@@ -88,6 +88,7 @@ class BatchReader:
         *,
         training: bool,
         with_loss: bool,
+        settings: str = "",
     ) -> Batch:
         """The micro-batches of this process, in a number that all ranks agree on.
 
@@ -97,6 +98,7 @@ class BatchReader:
             call: number of the call.
             training: whether the batch is trained; else it may have fewer samples than micro-batches.
             with_loss: whether the targets are read.
+            settings: see `BatchAgreement.agree`.
 
         Raises:
             InputError: a batch cannot be used. Without `agreement`, any error of `read`.
@@ -115,7 +117,7 @@ class BatchReader:
                 refusal = error
             if agreement is None:
                 break
-            agreed = agreement.agree(found.batch.num_samples, found.labels, refusal, call)
+            agreed = agreement.agree(found.batch.num_samples, found.labels, refusal, call, settings)
             enough = training or min(count, agreed.most) <= agreed.fewest
             count = min(count, agreed.fewest)
             if enough:

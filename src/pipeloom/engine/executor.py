@@ -185,6 +185,7 @@ class Executor:
         warm_up: WarmUp | None = None,
         run_rank: RankRun | None = None,
         channels: Iterable[Channel] = (),
+        settings: str = "",
     ) -> Batch:
         """Run a program on a batch; returns its micro-batches with their losses or, not `with_loss`, outputs.
 
@@ -196,13 +197,14 @@ class Executor:
                 all ranks.
             run_rank: what each rank runs in place of its program, once; None: the program.
             channels: what it needs beside those of the program, opened once all ranks are known to be in this call.
+            settings: its arguments, which all ranks have to pass alike.
 
         Raises:
             InputError: a rank cannot use its batch. All ranks raise, and can make the next call.
         """
         self.check_free()
         kind = Call.STEP if training else Call.FORWARD if run_rank is None else Call.GENERATE
-        batch = self._read(read, kind, with_loss=with_loss)
+        batch = self._read(read, kind, with_loss=with_loss, settings=settings)
         self.open_channels(channels)
         batch.collects = with_loss
         program = self.programs.train if training else self.programs.forward_of(batch.num_microbatches)
@@ -271,14 +273,18 @@ class Executor:
             self._bound[key] = {rank: worker.bind(program) for rank, worker in self.workers.items()}
         return self._bound[key]
 
-    def _read(self, read: Callable[[], tuple[Value, Value]], kind: Call, *, with_loss: bool) -> Batch:
+    def _read(
+        self, read: Callable[[], tuple[Value, Value]], kind: Call, *, with_loss: bool, settings: str = ""
+    ) -> Batch:
         """The micro-batches of this replica. Where a batch is invalid, all ranks of all replicas raise."""
         training = kind is Call.STEP
         call, alone = call_number(self.num_calls + 1, kind), training and self._refuses_in_messages
         agreement = None if alone else self._agreement
         try:
             with self._ended_by_lost_peers():
-                batch = self._reader.read(read, agreement, call, training=training, with_loss=with_loss)
+                batch = self._reader.read(
+                    read, agreement, call, training=training, with_loss=with_loss, settings=settings
+                )
             if self._graphs is not None and training:
                 self._graphs.check(batch)
         except Exception as error:

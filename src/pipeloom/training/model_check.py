@@ -121,12 +121,20 @@ def _taken(sample: Value, what: str) -> Iterator[None]:
 
 def _run(model: nn.Module, inputs: Value, bind: Callable[[Value], Arguments] | None) -> Value:
     # Stages keep no keys and values for a next token, and the output holds none.
-    settings = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    settings = {"use_cache": False} if _keeps_a_cache(model) else {}
     if bind is not None:
         args, kwargs = bind(inputs)
         return model(*args, **kwargs)
     takes_names = isinstance(inputs, dict) and not isinstance(model, nn.Sequential)
     return model(**{**settings, **inputs}) if takes_names else model(inputs, **settings)
+
+
+def _keeps_a_cache(model: nn.Module) -> bool:
+    """Whether the forward takes ``use_cache``, or passes it on to the base model."""
+    parameters = inspect.signature(model.forward).parameters
+    base = getattr(model, "base_model", model)
+    passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return "use_cache" in parameters or (passes_on and "use_cache" in inspect.signature(base.forward).parameters)
 
 
 @contextmanager

@@ -64,6 +64,12 @@ class Options(NamedTuple):
         return sliced or executor.parts is not None or not getattr(executor.check_batch, "takes_all", True)
 
     @property
+    def written(self) -> str:
+        """The arguments that are numbers, words or lists of them; all processes have to pass the same."""
+        plain = int, float, str, list, tuple
+        return ", ".join(f"{name}={value!r}" for name, value in self.settings.items() if isinstance(value, plain))
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Arguments of the ``generate`` of a model of transformers."""
         own = {name: value for name, value in self._asdict().items() if name not in _OTHERS and value is not None}
@@ -142,6 +148,7 @@ def generate(
             share_results=False,
             run_rank=run_rank,
             channels=token_channels(executor),
+            settings=options.written,
         )
     return _joined([each.ids for each in parts[0].sequences], [each.pad for each in parts[0].sequences])
 
