@@ -171,8 +171,9 @@ def test_a_check_keeps_no_cache():
 class _TakesTargets(nn.Module):
     """The form of nanoGPT, with classes that the first layers read."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: int) -> None:
         super().__init__()
+        self.ignored = ignored
         self.tokens, self.classes = nn.Embedding(7, 8), nn.Embedding(3, 8)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.head = nn.Linear(8, 7, bias=False)
@@ -187,15 +188,16 @@ class _TakesTargets(nn.Module):
         if targets is None:
             return self.head(x[:, [-1]]), None
         logits = self.head(x)
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=self.ignored)
 
 
-def test_a_forward_with_targets_and_layers() -> None:
+@pytest.mark.parametrize("ignored", [-100, -1])
+def test_a_forward_with_targets_and_layers(ignored: int) -> None:
     """Labels are unevenly spread; all stages see them, since the forward may read them anywhere."""
     torch.manual_seed(0)
-    model = _TakesTargets().double()
+    model = _TakesTargets(ignored).double()
     ids, targets, classes = torch.randint(0, 7, (6, 5)), torch.randint(0, 7, (6, 5)), torch.tensor([0, 1, 2, 2, 1, 0])
-    targets[0, 1:], targets[3] = -100, -100
+    targets[0, 1:], targets[3] = ignored, ignored
     batch = {"ids": ids, "class_labels": classes}
     loss = model(**batch, targets=targets)[1]
     names = [name for name, _ in model.named_parameters()]

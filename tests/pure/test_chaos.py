@@ -123,22 +123,24 @@ def test_one_bit_of_the_files_is_flipped(tmp_path: Path, position: float) -> Non
     assert [(at, value) for at, value in enumerate(changed[names[number]]) if value] == [(byte, 8)]
 
 
-def test_what_differs_from_the_unhurt_run_is_told(tmp_path: Path) -> None:
-    for name, losses in (("unhurt", [3.0, 2.0]), ("same", [3.0, 2.0]), ("other", [3.0, 2.5]), ("short", [3.0])):
+def test_what_differs_from_the_reference_run_is_told(tmp_path: Path) -> None:
+    for name, losses in (("reference", [3.0, 2.0]), ("same", [3.0, 2.0]), ("other", [3.0, 2.5]), ("short", [3.0])):
         (tmp_path / name).mkdir()
         rows = [{"step": step, "loss": loss, "step_seconds": id(loss)} for step, loss in enumerate(losses, 1)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    found = {name: compare(tmp_path / name, tmp_path / "unhurt").losses for name in ("same", "other", "short", "none")}
+    found = {
+        name: compare(tmp_path / name, tmp_path / "reference").losses for name in ("same", "other", "short", "none")
+    }
     assert found["same"] == EQUAL
     assert found["other"] == "differ from step 2"
     assert found["short"] == "1 rows instead of 2"
     assert found["none"] == "0 rows instead of 2"
-    text = (tmp_path / "unhurt" / "metrics.jsonl").read_text()
-    (tmp_path / "unhurt" / "metrics.jsonl").write_text(text + '{"step": 2, "eval_loss": 1.5}\n')
-    assert compare(tmp_path / "same", tmp_path / "unhurt").losses == "2 rows instead of 3"
-    assert compare(tmp_path / "same", tmp_path / "unhurt", may_miss_evaluation=True).losses == EQUAL
+    text = (tmp_path / "reference" / "metrics.jsonl").read_text()
+    (tmp_path / "reference" / "metrics.jsonl").write_text(text + '{"step": 2, "eval_loss": 1.5}\n')
+    assert compare(tmp_path / "same", tmp_path / "reference").losses == "2 rows instead of 3"
+    assert compare(tmp_path / "same", tmp_path / "reference", may_miss_evaluation=True).losses == EQUAL
     (tmp_path / "same" / "metrics.jsonl").write_text(text + '{"step": 2, "eval_loss": 1.25}\n')
-    assert compare(tmp_path / "same", tmp_path / "unhurt", may_miss_evaluation=True).losses == "differ from step 2"
+    assert compare(tmp_path / "same", tmp_path / "reference", may_miss_evaluation=True).losses == "differ from step 2"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_the_table_has_what_differs_and_what_is_left() -> None:
     [
         (("--kinds=kil",), "'kil' is unknown: the kinds are kill, .*did you mean kill"),
         (("--kills=0",), "--kills=0: must be at least 1"),
-        (("--kills=1",), "local=true: a campaign hurts ranks that are processes"),
+        (("--kills=1",), "local=true: a campaign injects faults into processes"),
         ((), "save_steps=100: a campaign needs at least 3 checkpoints in 200 steps"),
     ],
 )

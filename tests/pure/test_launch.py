@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from zlib import crc32
 
 import kubernetes_validate
 import pytest
@@ -76,14 +80,22 @@ def test_a_run_keeps_its_words(scheduler, nodes):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_run_of_train_is_parsed_as_it_was_written(scheduler, capsys):
-    run = ["train", "--parallel.pipeline", "8", "--model.layers", "8", "--output_dir", "/shared/it's $x"]
+    run = ["train", "--parallel.pipeline", "8", "--model.layers", "8", "--output_dir", "/data/it's $x"]
     head = ["launch", scheduler, "--nodes", "2", "--gpus-per-node", "4", "--accelerator=H100", "--notice_seconds", "60"]
+    head += ["--volume", "runs"]
     assert cli.main([*head, "--", *run]) == 0
     added = ["--resume_from_checkpoint", "auto", "--preempt_seconds", "30"]
     whole = words_of(scheduler, capsys.readouterr().out)
     assert (
         whole[-len(run) - 3 :] == [*run[1:], *added] if scheduler == "ray" else whole[-len(run) - 4 :] == [*run, *added]
     )
+
+
+def test_options_of_a_configuration_file_are_kept(tmp_path, capsys):
+    file = tmp_path / "job.yaml"
+    file.write_text("resume_from_checkpoint: /runs/checkpoint-500\npreempt_seconds: 77\n")
+    assert cli.main(["launch", "slurm", "--gpus_per_node", "2", "--", "train", "--config", str(file)]) == 0
+    assert words_of("slurm", capsys.readouterr().out)[-3:] == ["train", "--config", str(file)]
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -119,6 +131,54 @@ def test_the_batch_script_asks_for_what_the_job_needs():
     assert "requeue" in asked
 
 
+@pytest.mark.parametrize(
+    ("signalled", "to", "code", "state", "requeued"),
+    [
+        (None, "", 0, "RUNNING", False),
+        (None, "", 1, "RUNNING", False),
+        (signal.SIGUSR1, "script", 1, "RUNNING", True),  # before the time limit
+        (signal.SIGUSR1, "script", 0, "RUNNING", False),  # in the last step
+        (signal.SIGTERM, "node", 1, "RUNNING", True),  # pre-empted
+        (signal.SIGTERM, "node", 1, "CANCELLED", False),
+    ],
+)
+def test_a_batch_script_queues_its_job_again_after_a_signal(tmp_path, signalled, to, code, state, requeued):
+    """srun, torchrun and scontrol are stand-ins: torchrun ends with 0 or 1, whatever it gets."""
+    stand_ins = {
+        "srun": 'while [ "$1" != bash ]; do shift; done; echo $$ > node; exec "$@"',
+        "torchrun": f"trap '' USR1 TERM; touch runs; while [ ! -e go ]; do sleep 0.05; done; exit {code}",
+        "scontrol": f'[ "$1" = requeue ] && touch requeued; echo JobState={state}',
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script = tmp_path / "job.sbatch"
+    script.write_text(job_file("slurm", of_cluster("script.py")))
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
+    process = subprocess.Popen(["bash", str(script)], cwd=tmp_path, env=variables)
+    try:
+        waited_for((tmp_path / "runs").exists)
+        if signalled is not None:
+            process_id = process.pid if to == "script" else int((tmp_path / "node").read_text())
+            os.kill(process_id, signalled)
+            time.sleep(0.2)  # bash runs its trap
+        (tmp_path / "go").touch()
+        assert process.wait(20) == (75 if signalled is not None and code else code)
+    finally:
+        (tmp_path / "go").touch()
+        process.kill()
+        process.wait()
+    assert (tmp_path / "requeued").exists() == requeued
+
+
+def waited_for(condition):
+    """Wait until a condition holds, at most 20 s."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_rays_program_is_python_with_all_workers():
     job = Job(words=("-m", "pipeloom", "train", "--a", 'b"c'), nodes=2, gpus_per_node=2, processes_per_node=4)
     tree = ast.parse(job_file("ray", job))
@@ -148,6 +208,8 @@ def test_rays_program_is_python_with_all_workers():
             ["slurm", "--nodes", "2", "--gpus_per_node", "1", "--", "train"],
             "output_dir=runs/train: must be an absolute",
         ),
+        (["kubernetes", "--gpus_per_node", "2", "--", "train"], "files of a pod are lost when it ends. Add --volume"),
+        (["kubernetes", "--gpus_per_node", "2", "--volume", "v", "--", "train"], "an --output_dir in /data"),
         (["slurm", "--gpus_per_node", "2", "--", "train", "--scheduel", "1f1b"], "did you mean --schedule?"),
     ],
 )
@@ -173,7 +235,7 @@ STEP = {
 def test_tasks_of_a_slurm_step_are_ranks():
     member = membership(STEP)
     assert (member.rank, member.world_size, member.local_rank, member.local_size) == (4, 5, 0, 1)
-    assert member.meeting == "tcp://gpu009:20043"
+    assert member.meeting == f"tcp://gpu009:{20000 + crc32(b'41.2') % 20000}"
     assert membership({**STEP, "SLURM_PROCID": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}).local_size == 2
 
 
@@ -203,7 +265,14 @@ def test_processes_of_mpirun_are_ranks():
 
 @pytest.mark.parametrize(
     ("hosts", "first"),
-    [("node1", "node1"), ("a,b", "a"), ("gpu[007-012,15],x", "gpu007"), ("r[1,3]-ib", "r1-ib"), ("n[05]", "n05")],
+    [
+        ("node1", "node1"),
+        ("a,b", "a"),
+        ("gpu[007-012,15],x", "gpu007"),
+        ("r[1,3]-ib", "r1-ib"),
+        ("rack[1-2]node[3-4],x", "rack1node3"),
+        ("n[05]", "n05"),
+    ],
 )
 def test_the_first_host_of_slurms_list(hosts, first):
     assert first_host(hosts) == first

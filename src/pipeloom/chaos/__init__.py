@@ -1,4 +1,4 @@
-"""Fault campaigns of ``pipeloom chaos``: training runs that are hurt on purpose, and compared with an unhurt one.
+"""Fault campaigns of ``pipeloom chaos``: training runs that are hurt on purpose, and compared with a reference one.
 
 campaign ──starts──> pipeloom train ──> ranks, each with an `Injector` behind its black box
    │                                       │ appends actions, phases, file operations and the strike

@@ -1,4 +1,4 @@
-"""`Campaign`: one unhurt training run, and one per fault, which is resumed as a user would, and compared. No torch."""
+"""`Campaign`: a reference run, and a run per fault, which is resumed as a user would, and compared. No torch."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ from pipeloom.train.checkpoint.manifest import verify
 
 _MOST_ATTEMPTS = 4
 _RESTARTS = 3  # of torchrun
-_TIMES_LONGER = 10.0  # than the unhurt run, and some seconds: then an attempt is ended
+_TIMES_LONGER = 10.0  # than the reference run, and some seconds: then an attempt is ended
 _LEAST_SECONDS = 120.0
 _SPOKEN_BY = re.compile(r"pipeloom: (?:error: )?(?:\w+Error: )?rank (\d+)(?: in step|: )")
 _LOADED = re.compile(r"(?<=^loading ).*/")  # the directory of a checkpoint
@@ -67,7 +67,7 @@ class Result:
         recovered: how the run went on.
         again_seconds: until the first step after it was complete; None: the run was not started again.
         attempts: how often the run was started.
-        outcome: comparison with the unhurt run; None: the run was never completed.
+        outcome: comparison with the reference run; None: the run was never completed.
         left: what the attempts left behind.
     """
 
@@ -86,12 +86,12 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether the run came out as the unhurt one, and left nothing behind."""
+        """Whether the run came out as the reference run, and left nothing behind."""
         return self.outcome is not None and self.outcome.equal and not self.left
 
 
 class Campaign:
-    """One unhurt run, and one per fault.
+    """One reference run, and one per fault.
 
     Args:
         job: the training job.
@@ -100,23 +100,23 @@ class Campaign:
 
     def __init__(self, job: Job, out: Path) -> None:
         self._job, self._out = job, out
-        self.unhurt_seconds = 0.0
+        self.reference_seconds = 0.0
 
     def run(self, count: int, seed: int, kinds: Sequence[str]) -> Iterator[Result]:
         """The result of each fault as it becomes known.
 
         Raises:
             InputError: the run has no place for a kind.
-            RunError: the unhurt run failed.
+            RunError: the reference run failed.
         """
         with leftovers.adopting():
-            unhurt, began = self._out / "unhurt", time.monotonic()
-            first = self._attempt("unhurt", unhurt, 1, None, _LEAST_SECONDS * 10)
-            self.unhurt_seconds = time.monotonic() - began
+            reference, began = self._out / "reference", time.monotonic()
+            first = self._attempt("reference", reference, 1, None, _LEAST_SECONDS * 10)
+            self.reference_seconds = time.monotonic() - began
             if first.code != 0:
                 words = [line.text for line in first.lines if "error" in line.text][-1:]
-                raise RunError(f"the unhurt run failed with exit code {first.code}: {' '.join(words)}")
-            checkpoint = list_checkpoints(unhurt)[-1].path
+                raise RunError(f"the reference run failed with exit code {first.code}: {' '.join(words)}")
+            checkpoint = list_checkpoints(reference)[-1].path
             sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
             verify(checkpoint)
             torchrun = self._job.launcher == "torchrun"
@@ -132,18 +132,19 @@ class Campaign:
 
     def _hurt(self, number: int, fault: Fault) -> Result:
         name = f"fault-{number}"
-        output_dir, limit = self._out / name, _LEAST_SECONDS + _TIMES_LONGER * self.unhurt_seconds
+        output_dir, limit = self._out / name, _LEAST_SECONDS + _TIMES_LONGER * self.reference_seconds
         planned = [replace(fault, kind="kill"), replace(fault, at=0)] if fault.kind == "late-flip" else [fault]
         attempts: list[Attempt] = []
         while not attempts or (attempts[-1].code != 0 and len(attempts) < _MOST_ATTEMPTS):
             index = len(attempts)
             told = planned[index] if index < len(planned) else None
             attempts.append(self._attempt(name, output_dir, index + 1, told, limit))
-            if index == 0 and fault.kind == "flip" and len(list_checkpoints(output_dir)) > 1:
+            complete = sum(entry.complete for entry in list_checkpoints(output_dir))
+            if index == 0 and fault.kind == "flip" and complete > 1:  # one stays good
                 self._flip(output_dir, fault)
         outcome = None
         if attempts[-1].code == 0:
-            outcome = compare(output_dir, self._out / "unhurt", may_miss_evaluation=fault.kind == "preempt")
+            outcome = compare(output_dir, self._out / "reference", may_miss_evaluation=fault.kind == "preempt")
         left = [each for attempt in attempts for each in attempt.left]
         left += [f"{output_dir.name}/{each}" for each in sorted(leftovers.unfinished(output_dir))]
         result = _result(number, fault, attempts, len(planned) - 1, outcome, left)

@@ -37,15 +37,15 @@ class Outcome(NamedTuple):
 EQUAL = "equal"
 
 
-def compare(output_dir: Path, unhurt: Path, *, may_miss_evaluation: bool = False) -> Outcome:
+def compare(output_dir: Path, reference: Path, *, may_miss_evaluation: bool = False) -> Outcome:
     """Compare two output directories.
 
     Args:
-        output_dir, unhurt: of the runs.
+        output_dir, reference: of the runs.
         may_miss_evaluation: whether evaluations may be left out, as one that is due at a pre-emption is.
     """
-    found, expected = _hashes(output_dir), _hashes(unhurt)
-    losses = _losses(_story(output_dir), _story(unhurt), may_miss_evaluation=may_miss_evaluation)
+    found, expected = _hashes(output_dir), _hashes(reference)
+    losses = _losses(_story(output_dir), _story(reference), may_miss_evaluation=may_miss_evaluation)
     return Outcome(losses, *(_kind(found, expected, prefix) for prefix in _KINDS.values()))
 
 

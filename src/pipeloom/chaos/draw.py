@@ -1,4 +1,4 @@
-"""`draw_faults`: faults at random places of a run, from what an unhurt run has recorded. No torch."""
+"""`draw_faults`: faults at random places of a run, from what a reference run has recorded. No torch."""
 
 import random
 import signal
@@ -23,7 +23,7 @@ def draw_faults(
 
     Args:
         kinds: keys of `KINDS`.
-        record: of the unhurt run.
+        record: of the reference run.
         sizes: bytes of each file of a checkpoint of this run.
         torchrun: whether torchrun starts the ranks.
 

@@ -19,7 +19,7 @@ COMMANDS = {
     "tune": "find the number of micro-batches of a one-process pipeline by experiment",
     "schedules": "list schedules with paper, constraints, and formulas for bubble and peak activations",
     "report": "regenerate report.html of a run",
-    "chaos": "hurt a training job at random places, and compare it with an unhurt run",
+    "chaos": "inject faults into a training job, and compare it with a reference run",
     "checkpoint": "list, verify or convert checkpoints",
     "doctor": "check this machine: packages, devices, ports, shared memory",
 }

@@ -1,4 +1,4 @@
-"""`pipeloom chaos`: hurts a training job at random places, resumes it, and compares it with an unhurt run."""
+"""`pipeloom chaos`: injects faults into a training job, resumes it, and compares it with a reference run."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _KINDS = ",".join(KINDS)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the campaign and show it; returns 0 if every hurt run came out as the unhurt one and left nothing."""
+    """Run the campaign and show it; returns 0 if faults struck, and every run came out as the reference run."""
     given = _parser().parse_args(list(argv)).as_dict()
     kinds = _kinds(given["kinds"])
     if given["kills"] < 1:
@@ -51,17 +51,18 @@ def main(argv: Sequence[str]) -> int:
                     flush=True,
                 )
         _show(given, campaign, results)
-    return 0 if all(result.good for result in results) else 1
+    struck = any(result.where is not None for result in results)
+    return 0 if struck and all(result.good for result in results) else 1
 
 
 def _show(given: dict[str, Any], campaign: Campaign, results: list[Result]) -> None:
     options = " ".join(f"--{name} {given[name]}" for name in ("kills", "seed", "kinds", "launcher"))
-    good, seconds = sum(result.good for result in results), campaign.unhurt_seconds
+    good, seconds = sum(result.good for result in results), campaign.reference_seconds
     facts = [
         f"`pipeloom chaos {given['config']} {options}`, pipeloom {__version__}, {os.cpu_count()} cores",
-        f"{good} of {len(results)} runs came out bitwise as the unhurt run ({seconds:.1f} s) and left nothing",
+        f"{good} of {len(results)} runs came out bitwise as the reference run ({seconds:.1f} s) and left nothing",
     ]
-    told = {"seed": given["seed"], "launcher": given["launcher"], "unhurt_seconds": campaign.unhurt_seconds}
+    told = {"seed": given["seed"], "launcher": given["launcher"], "reference_seconds": campaign.reference_seconds}
     text = json.dumps({**told, "good": good, "faults": [to_json(result) for result in results]}, indent=1)
     if given["out"] is not None:
         page = markdown("Fault campaign", facts, results)
@@ -77,9 +78,10 @@ def _show(given: dict[str, Any], campaign: Campaign, results: list[Result]) -> N
 def _parser() -> Parser:
     parser = Parser(
         prog="pipeloom chaos",
-        description="Run the training job of a configuration unhurt once, then once per injected fault, at a random "
-        "action, rank and phase.\nEach run is resumed as a user would (--resume_from_checkpoint auto), and compared: "
-        "losses, weights and optimizer state must be bitwise those of the unhurt run, and nothing may be left behind.",
+        description="Run the training job of a configuration once as a reference, then once per injected fault, at a "
+        "random action, rank and phase.\nEach run is resumed as a user would (--resume_from_checkpoint auto), and "
+        "compared: losses, weights and optimizer state must be bitwise those of the reference run, and nothing may be "
+        "left behind.",
         examples="""
             pipeloom chaos job.yaml --kills 20 --seed 1 --out runs/chaos
             pipeloom chaos job.yaml --kills 8 --kinds kill,save-kill,flip --json
@@ -89,11 +91,15 @@ def _parser() -> Parser:
     option = parser.add_argument
     option("config", type=str, metavar="CONFIG", help="YAML file with options of pipeloom train")
     option("--kills", type=int, default=10, help="number of faults, each in a run of its own")
-    option("--seed", type=int, default=0, help="seed of the places of the faults")
+    option("--seed", type=int, default=0, help="seed of the fault locations")
     option("--kinds", type=str, default=_KINDS, metavar="NAME,..", help="kinds of faults, equally often (default: all)")
     launcher = "what starts the ranks: own, or torchrun with restarts"
     option("--launcher", type=Literal["own", "torchrun"], default="own", help=launcher)
-    option("--watchdog_seconds", type=float | None, help="of the runs (default: the configuration's, or 5)")
+    option(
+        "--watchdog_seconds",
+        type=float | None,
+        help="watchdog limit of each run in seconds (default: the configuration's, or 5)",
+    )
     option("--out", type=str, metavar="DIR", help="directory for chaos.md, chaos.json, logs and failed runs")
     option("--json", action="store_true", help="output as one JSON object")
     return parser
@@ -116,7 +122,7 @@ def _config(path: str) -> TrainConfig:
 
     config = parse([f"--config={path}"])
     if config.local:
-        raise InputError("local=true: a campaign hurts ranks that are processes. Remove local.")
+        raise InputError("local=true: a campaign injects faults into processes. Remove local.")
     if config.parallel.auto or config.replan:
         raise InputError("parallel.auto: each run of a campaign must have the same plan. Name the degrees.")
     if config.parallel.data < 0:

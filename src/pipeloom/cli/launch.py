@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ pipeloom launch slurm plan.json --nodes 4 --gpus_per_node 8 --out job.sbatch -- 
 pipeloom launch kubernetes --nodes 2 --gpus_per_node 8 --image me/pipeloom --volume runs -- train --output_dir /data/run
 pipeloom launch torchrun --nodes 2 --processes_per_node 4 -- my_script.py --epochs 3
 """
-_RESUME = "--resume_from_checkpoint"
+_PODS, _VOLUME = ("kubernetes", "kubeflow"), Path("/data")
 _NOTICE_MARGIN = 30  # seconds between the end of a save and the end of the job
 
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         raise InputError(f"scheduler {options.scheduler!r}: must be one of {', '.join(SCHEDULERS)}.")
     job = Job(words=_words(options, run), **{name: getattr(options, name) for name in _OPTIONS})
     if run[0] == "train":
-        _check(job, options.scheduler)
+        job = _checked(job, options.scheduler)
     text = job_file(options.scheduler, job)
     if options.out is None:
         sys.stdout.write(text)
@@ -53,8 +54,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "default": 120,
         "help": "seconds from the scheduler's signal to the end of the job, for a checkpoint",
     },
-    "restarts": {"type": int, "default": 3, "help": "how often ranks that failed are started again"},
-    "port": {"type": int, "default": 29500, "help": "where the nodes meet (slurm: chosen by the number of the job)"},
+    "restarts": {"type": int, "default": 3, "help": "maximum number of restarts after a failure"},
+    "port": {"type": int, "default": 29500, "help": "rendezvous port (slurm: chosen by the number of the job)"},
     "image": {
         "type": str,
         "default": "pipeloom:latest",
@@ -69,9 +70,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def _parser() -> Parser:
     parser = Parser(
         "pipeloom launch",
-        "Print the file that starts `pipeloom train`, or a script with `pl.Pipeline`, on the nodes of a cluster. What "
-        "stands after -- is the run: `train` and its options, or a Python file and its arguments. Runs of `train` go "
-        "on from their newest checkpoint when they are started again.",
+        "Print the file that starts `pipeloom train`, or a script with `pl.Pipeline`, on the nodes of a cluster. "
+        "Arguments after -- are the command that each process runs: `train` and its options, or a Python file and its "
+        "arguments. Runs of `train` resume from their newest checkpoint when they are started again.",
         examples=_EXAMPLES,
     )
     parser.add_argument("scheduler", type=str, metavar="SCHEDULER", help=", ".join(SCHEDULERS))
@@ -101,27 +102,40 @@ def _words(options: Any, run: list[str]) -> tuple[str, ...]:
     words = ["-m", "pipeloom", *run]
     if options.plan is not None:
         words += ["--plan", options.plan]
-    given = {word.partition("=")[0] for word in run}
-    if _RESUME not in given:
-        words += [_RESUME, "auto"]
-    if "--preempt_seconds" not in given:
-        words += ["--preempt_seconds", str(max(options.notice_seconds - _NOTICE_MARGIN, options.notice_seconds // 2))]
     return tuple(words)
 
 
-def _check(job: Job, scheduler: str) -> None:
-    """Check the options of `pipeloom train`, and their number of processes. Raises InputError."""
+def _checked(job: Job, scheduler: str) -> Job:
+    """The job with the options of a run that resumes; checks those of `pipeloom train`. Raises InputError."""
     from pipeloom.cli.train import parse
     from pipeloom.train.config.automatic import for_processes, without_plan
     from pipeloom.train.config.rules import check_sizes, validate_settings
     from pipeloom.train.config.schedule import resolve_data_degree
+    from pipeloom.train.config.train_config import TrainConfig
     from pipeloom.train.config.validate import check_processes
 
     config = for_processes(resolve_data_degree(parse(job.words[3:]), job.world_size), job.world_size)
     check_sizes(config)
     validate_settings(without_plan(config))
     check_processes(config, job.world_size)
+    if scheduler in _PODS:
+        if job.volume is None or not Path(config.output_dir).is_relative_to(_VOLUME):
+            raise InputError(
+                f"output_dir={config.output_dir}: files of a pod are lost when it ends. Add --volume CLAIM, and "
+                f"after -- an --output_dir in {_VOLUME}."
+            )
+        if config.plan is not None:
+            raise InputError(
+                f"plan {config.plan}: pods do not have this file. Give its options after --; `pipeloom train --plan "
+                f"{config.plan} --print_config skip_default` lists them."
+            )
     if (scheduler == "ray" or job.nodes > 1) and not Path(config.output_dir).is_absolute():
         raise InputError(
             f"output_dir={config.output_dir}: must be an absolute path that all nodes share. Add --output_dir after --."
         )
+    words = list(job.words)
+    if config.resume_from_checkpoint is None:
+        words += ["--resume_from_checkpoint", "auto"]
+    if config.preempt_seconds == TrainConfig().preempt_seconds:
+        words += ["--preempt_seconds", str(max(job.notice_seconds - _NOTICE_MARGIN, job.notice_seconds // 2))]
+    return replace(job, words=tuple(words))

@@ -34,8 +34,8 @@ class Job:
         name: of the job: small letters, digits and hyphens.
         hours: time limit (SLURM).
         notice_seconds: from the scheduler's signal to the end of the job: time for a checkpoint.
-        restarts: how often ranks that failed are started again.
-        port: where torchrun's agents meet.
+        restarts: maximum number of restarts after a failure.
+        port: rendezvous port of torchrun's agents.
         image: container image with pipeloom (Kubernetes, Kubeflow).
         volume: claim of the volume that is mounted at /data (Kubernetes, Kubeflow).
         accelerator: kind of GPU, such as "H100" (SkyPilot).

@@ -5,11 +5,13 @@ A batch script has SLURM's variables too, but is no task of a step: only a step 
 
 import re
 from collections.abc import Mapping
+from zlib import crc32
 
 from pipeloom.errors import InputError
 
 _BASE_PORT, _PORTS = 20000, 20000  # below the ports that Linux gives to clients
-_FIRST = re.compile(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?")  # gpu[007-012,15]-ib,login1
+_FIRST = re.compile(r"(?:[^\[,]|\[[^\]]*\])+")  # of gpu[007-012,15]-ib,login1
+_RANGE = re.compile(r"\[([^\],-]+)[^\]]*\]")
 
 
 def with_rank(environment: Mapping[str, str]) -> Mapping[str, str]:
@@ -47,16 +49,14 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": _tasks_here(environment),
         "MASTER_ADDR": first_host(environment.get("SLURM_STEP_NODELIST", "localhost")),
-        "MASTER_PORT": str(_BASE_PORT + (sum(int(n) for n in (job, step) if n.isdecimal())) % _PORTS),
+        "MASTER_PORT": str(_BASE_PORT + crc32(f"{job}.{step}".encode()) % _PORTS),
     }
 
 
 def first_host(hosts: str) -> str:
     """The first host of SLURM's list: ``gpu[007-012,15],login1`` -> ``gpu007``."""
     found = _FIRST.match(hosts)
-    if found is None:
-        return hosts
-    return "".join(part or "" for part in found.groups())
+    return _RANGE.sub(r"\1", found[0]) if found else hosts
 
 
 def _tasks_here(environment: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ from pipeloom.processes.preemption import PREEMPTED, Request
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
-ENDS_WITH_PARENT = "_PIPELOOM_ENDS_WITH_PARENT"  # variable: the kernel ends this process when its parent ends
+PARENT = "_PIPELOOM_PARENT"  # variable: process id of the parent, with which this process ends
 PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
 HUNG = 4  # exit code of ranks that name the one which hangs, in their last words
 _POLL_SECONDS = 0.02
@@ -71,8 +71,10 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     meeting, black_box, launched = "env://", BlackBox(), False
     if "RANK" not in own:
         meeting = meeting_of(environment)
-    if _TORCHRUN in environment or ENDS_WITH_PARENT in environment:  # torchrun's agent, or Ray's worker
+    if _TORCHRUN in environment or PARENT in environment:  # a rank ends with torchrun's agent, or Ray's worker
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if environment.get(PARENT, str(os.getppid())) != str(os.getppid()):  # it ended before the kernel knew
+            os._exit(1)
     if _LAUNCHED in environment:
         launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank ends with its launcher, however it ends

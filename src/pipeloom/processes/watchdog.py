@@ -204,8 +204,9 @@ class Watchdog:
         frames = sys._current_frames()
         main = frames.pop(self._thread_id, None)
         frames.pop(threading.get_ident(), None)
-        for thread in threading.enumerate():  # a save in the background waits for other saves, not for the steps
-            if thread.name == BACKGROUND_THREAD:
+        joined = self.black_box.phase.startswith("checkpoint")  # the steps wait for the save before
+        for thread in threading.enumerate():  # else a save in the background waits for other saves, not for the steps
+            if thread.name == BACKGROUND_THREAD and not joined:
                 frames.pop(thread.ident or 0, None)
         waits = waited_for(main)
         if waits is None:  # autograd calls hooks in threads of its own

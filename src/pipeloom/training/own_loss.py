@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from pipeloom.autograd.loss_metrics import Mean, counts_of_labels, zero_of
+from pipeloom.autograd.loss_metrics import Mean, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError, folded
 from pipeloom.training.output_loss import is_scalar, loss_of_output, values_of
@@ -147,7 +147,8 @@ class OwnLoss:
         """Labels of each micro-batch that count: as they are, and without the first of each sample."""
         labels = [each[self._labels] for each in targets]
         shifted = [each[..., 1:] if each.dim() > 1 else each for each in labels]
-        return list(zip(counts_of_labels(labels, _IGNORED), counts_of_labels(shifted, _IGNORED), strict=True))
+        counted = torch.stack([torch.stack([_counted(each).sum() for each in kind]) for kind in (labels, shifted)])
+        return list(zip(*counted.tolist(), strict=True))
 
     def _shifts(self, output: Any, loss: Tensor, targets: "_Labels") -> bool:
         """Whether a loss that does not use `num_items_in_batch` is the mean over shifted labels."""
@@ -192,6 +193,11 @@ class OwnLoss:
         return {"loss": loss * (count / number), **metrics}
 
 
+def _counted(labels: Tensor) -> Tensor:
+    """Which labels count: classes count from 0, and a negative one is what the loss ignores, -100 or another."""
+    return torch.ones_like(labels, dtype=torch.bool) if labels.is_floating_point() else labels >= 0
+
+
 @torch.no_grad()
 def _token_means(logits: Any, labels: Any) -> tuple[float, float] | None:
     """Mean cross-entropies of logits [B, S, V] and labels [B, S], as they are and shifted; None: not such tensors."""
@@ -199,7 +205,7 @@ def _token_means(logits: Any, labels: Any) -> tuple[float, float] | None:
         return None
     if logits.dim() != labels.dim() + 1 or logits.shape[:-1] != labels.shape or labels.dim() != 2:
         return None
-    logits, labels = logits.detach().float(), labels.to(logits.device)
+    logits, labels = logits.detach().float(), labels.where(_counted(labels), _IGNORED).to(logits.device)
     as_they_are = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
     shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
     means = float(as_they_are), float(shifted)

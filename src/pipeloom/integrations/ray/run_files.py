@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.common.json_reader import parse_json
-from pipeloom.train.checkpoint.directory import checkpoints
+from pipeloom.train.checkpoint.directory import is_ours
 
 Report = tuple[dict[str, Any], str | None]  # metrics, and the checkpoint that was saved after them
 
@@ -52,9 +52,12 @@ class RunFiles:
 
     def _checkpoints(self) -> dict[Path, int]:
         """All checkpoints and their steps."""
-        if not self._directory.is_dir():
-            return {}
-        return {path: int(path.name.rpartition("-")[2]) for path in checkpoints(self._directory)}
+        found = {}
+        for path in self._directory.glob("checkpoint-*"):  # nothing is cleaned: the run may be writing one
+            step = path.name.rpartition("-")[2]
+            if step.isdecimal() and is_ours(path):
+                found[path] = int(step)
+        return found
 
     def _rows(self) -> list[bytes]:
         """The whole lines that were written since the last call."""

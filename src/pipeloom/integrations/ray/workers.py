@@ -24,7 +24,7 @@ import torch.distributed as dist
 from pipeloom.errors import InputError
 from pipeloom.integrations.ray.run_files import RunFiles
 from pipeloom.processes.collectives import all_gather_bytes
-from pipeloom.processes.launcher import ENDS_WITH_PARENT
+from pipeloom.processes.launcher import PARENT
 from pipeloom.train.checkpoint.manifest import read_manifest
 
 _POLL_SECONDS = 1.0
@@ -54,8 +54,8 @@ def train_loop(config: Mapping[str, Any]) -> None:
             code = process.poll()  # before the files are read: what the rank wrote before its end is not missed
             every = _gathered([code, [] if files is None else files.news()])
             for metrics, checkpoint in every[0][1]:  # workers report the same number of times
-                path = checkpoint if rank == 0 else None
-                saved = None if path is None else ray.train.Checkpoint.from_directory(path)
+                kept = rank == 0 and checkpoint is not None and Path(checkpoint).is_dir()  # newer ones may replace it
+                saved = ray.train.Checkpoint.from_directory(checkpoint) if kept else None
                 ray.train.report(metrics, checkpoint=saved)
             codes = [code for code, _ in every]
             if failed := [f"rank {at}: {code}" for at, code in enumerate(codes) if code]:
@@ -102,7 +102,7 @@ def _variables() -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        ENDS_WITH_PARENT: "1",
+        PARENT: str(os.getpid()),
     }
 
 

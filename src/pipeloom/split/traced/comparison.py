@@ -144,7 +144,8 @@ class OwnForward:
                 reason = one_line(error).partition(" (unhinted")[0][:200].rstrip(".")
                 raise SplitError(
                     f"the forward of {type(self._model).__name__} handles an error at {line}, which only the trace "
-                    f"raises ({reason}): it would keep what the forward does then. Remove the handler, or {_WAYS}."
+                    f"raises ({reason}): the traced graph would contain only the handler's branch. Remove the handler, "
+                    f"or {_WAYS}."
                 )
 
     def _compare(
@@ -208,6 +209,10 @@ def _other_values(leaf: Any) -> Any:
 
 
 def _equal(found: Any, expected: Any) -> bool:
-    if isinstance(found, Tensor) and isinstance(expected, Tensor) and expected.is_floating_point():
-        return close(found, expected)
-    return isinstance(found, Tensor) == isinstance(expected, Tensor)
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return isinstance(found, Tensor) == isinstance(expected, Tensor)
+    if found.shape != expected.shape:
+        return False
+    if expected.is_complex():
+        found, expected = torch.view_as_real(found.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+    return close(found, expected) if expected.is_floating_point() else torch.equal(found, expected)
