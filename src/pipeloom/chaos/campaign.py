@@ -135,12 +135,13 @@ class Campaign:
         output_dir, limit = self._out / name, _LEAST_SECONDS + _TIMES_LONGER * self.reference_seconds
         planned = [replace(fault, kind="kill"), replace(fault, at=0)] if fault.kind == "late-flip" else [fault]
         attempts: list[Attempt] = []
+        complete = 0  # checkpoints: a flip leaves one of them good
         while not attempts or (attempts[-1].code != 0 and len(attempts) < _MOST_ATTEMPTS):
             index = len(attempts)
-            told = planned[index] if index < len(planned) else None
+            told = planned[index] if index < len(planned) and (index == 0 or complete > 1) else None
             attempts.append(self._attempt(name, output_dir, index + 1, told, limit))
             complete = sum(entry.complete for entry in list_checkpoints(output_dir))
-            if index == 0 and fault.kind == "flip" and complete > 1:  # one stays good
+            if index == 0 and fault.kind == "flip" and complete > 1:
                 self._flip(output_dir, fault)
         outcome = None
         if attempts[-1].code == 0:
