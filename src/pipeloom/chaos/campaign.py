@@ -54,13 +54,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one fault; seconds count from the strike.
+    """The result of one fault; seconds count from the strike.
 
     Attributes:
         number: of the fault, from 1.
         fault: what was injected.
         where: phase and action or file operation that it struck; None: its place was not reached.
-        noticed_by: who told of it first; empty: nobody.
+        noticed_by: the process that reported it first; empty: none.
         noticed_seconds: until then.
         notice: the line.
         ended_seconds: until all processes of the hurt attempt had ended.

@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, Self
 
+from pipeloom.common.json_reader import parse_json
+
 VARIABLE = "_PIPELOOM_CHAOS"  # variable: an `Order`, as JSON; ranks that find it inject its fault
 
 Trigger = Literal["action", "file", "loading"]
@@ -76,7 +78,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the ranks of one attempt are told.
+    """What the ranks of one attempt receive.
 
     Attributes:
         record: the file to which they append; what has struck has a file of the same name and ``.struck``.
@@ -93,5 +95,5 @@ class Order:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`."""
-        row = json.loads(text)
+        row = parse_json(text)
         return cls(row["record"], None if row["fault"] is None else Fault(**row["fault"]))

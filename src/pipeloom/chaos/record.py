@@ -1,11 +1,12 @@
 """`Record`: what the ranks of one attempt have recorded: actions per phase, file operations, steps and the strike."""
 
 import itertools
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pipeloom.common.json_reader import parse_json
 
 
 class Strike(NamedTuple):
@@ -25,7 +26,7 @@ class Record:
         with suppress(FileNotFoundError):
             for line in path.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError):  # the last line of a rank that was killed
-                    self._rows.append(json.loads(line))
+                    self._rows.append(parse_json(line))
 
     @property
     def ranks(self) -> list[int]:

@@ -65,7 +65,7 @@ class Saves:
         return lines
 
     def poll(self) -> list[str]:
-        """What the background save has come to, once."""
+        """The result of the background save, once."""
         if self._pending is None or self._pending.thread.is_alive():
             return []
         return self._take(self._pending)
