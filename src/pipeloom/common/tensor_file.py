@@ -198,7 +198,7 @@ def stored_tensors(path: Path, file: Bytes | None = None) -> dict[str, StoredTen
     file = PlainFile(path) if file is None else file
     length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
     if length > file.size - 8:
-        found = (
+        seen = (
             "is empty" if file.size == 0 else f"has {file.size:,} bytes, and by its first number a header of {length:,}"
         )
         raise CheckpointError(f"{path} {found}: it is damaged, or has another format. Use another checkpoint.")
