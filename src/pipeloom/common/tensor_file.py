@@ -201,7 +201,7 @@ def stored_tensors(path: Path, file: Bytes | None = None) -> dict[str, StoredTen
         seen = (
             "is empty" if file.size == 0 else f"has {file.size:,} bytes, and by its first number a header of {length:,}"
         )
-        raise CheckpointError(f"{path} {found}: it is damaged, or has another format. Use another checkpoint.")
+        raise CheckpointError(f"{path} {seen}: it is damaged, or has another format. Use another checkpoint.")
     found: dict[str, StoredTensor] | None = None
     with suppress(ValueError, KeyError, TypeError):
         header = parse_json(bytes(file.read(8, 8 + length)))
