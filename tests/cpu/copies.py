@@ -65,7 +65,7 @@ def grid() -> list[Case]:
 
 
 def thinned() -> list[Case]:
-    """Every family with every strategy once, the other factors by turns; and the granularities, in pairs."""
+    """Every family with every strategy once, with other factors in turn; and pairs of granularities."""
     cases = []
     for (row, family), (column, strategy) in product(enumerate(FAMILIES), enumerate(STRATEGIES)):
         turn = 5 * row + column  # an odd step, so that a strategy's factors change from family to family

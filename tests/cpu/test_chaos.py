@@ -1,4 +1,4 @@
-"""Campaigns of `pipeloom chaos`: hurt runs come out bitwise as the reference run, and what does not is told."""
+"""Campaigns of `pipeloom chaos`: runs with faults end bitwise as the reference run, and differences are reported."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_the_thinned_grid_has_every_family_with_every_state_of_the_other_factors
 
 
 def _of_processes(num_ranks: int) -> list[Case]:
-    """The least micro-batches and more by turns; every family on two ranks, and on three or four."""
+    """Every family on two ranks, and on three or four, alternately with the fewest micro-batches and with more."""
     of_four = {(family, num_chunks): turn for turn, (family, num_chunks, _) in enumerate(sizes(4))}
     found = []
     for i, case in enumerate(thinned(num_ranks)):

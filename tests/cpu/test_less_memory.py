@@ -71,7 +71,7 @@ def _compare(rank: int, directory: str, whole_grid: bool) -> None:
 
 @pytest.mark.parametrize("whole_grid", [False, pytest.param(True, marks=pytest.mark.whole_grid)])
 def test_with_copies_losses_are_bitwise_those_without(tmp_path: Path, whole_grid: bool) -> None:
-    """Offload with recomputation, and either alone: by turns, in whole grids all of them."""
+    """Offload with recomputation, or either alone; whole grids have all three for each case."""
     run_ranks(_compare, 4, str(tmp_path), whole_grid)
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Fault campaigns: faults are drawn where a run has places for them, and what differs is told."""
+"""Fault campaigns: faults are drawn at places that the run reaches, and differences are reported."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def columns_equal_the_relation(schedule: Schedule) -> None:
     ],
 )
 def test_times_and_memory_by_columns_are_those_by_events(schedule, single, monkeypatch):
-    """By turns in rounds and one action at a time."""
+    """Alternately in rounds and one action at a time."""
     if single:
         monkeypatch.setattr(rounds, "_TRIAL", 2)
         monkeypatch.setattr(rounds, "_NARROW", 1 << 30)

@@ -116,7 +116,7 @@ class Injector(ActionObserver):
         except FileExistsError:  # torchrun has started this rank again
             return
         assert fault is not None
-        self._write({"struck": where, "phase": self._box.phase, "pid": os.getpid()})
+        self._write({"struck": where, "phase": self._box.phase})
         match fault.kind:
             case "kill" | "flip":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,7 @@ from pipeloom.common.json_reader import parse_json
 
 
 class Strike(NamedTuple):
-    """When (time.monotonic, seconds) and where a fault struck, and how many steps its rank had begun."""
+    """When (time.monotonic, seconds) and where a fault struck."""
 
     at: float
     rank: int
