@@ -145,22 +145,27 @@ class Watchdog:
             if self.black_box.clock != clock:
                 clock, self._stuck = self.black_box.clock, 0.0
             limit = self.black_box.limit_seconds = self._limit
-            if self._always and limit < math.inf:  # a C call that holds the interpreter lock also holds this thread
-                faulthandler.dump_traceback_later(limit + _LAST_SECONDS, file=2)
+            self._dump_later(limit)
             alarmed = self._board.is_alarmed(self._round)
             if alarmed or (self._stuck >= limit and (self._always or self._in_call())):
                 self._confer()
         if self._always:
             faulthandler.cancel_dump_traceback_later()
 
+    def _dump_later(self, limit: float) -> None:
+        """Dump all stacks unless called again: a C call that holds the interpreter lock also holds this thread."""
+        if self._always:
+            faulthandler.cancel_dump_traceback_later()
+            if limit < math.inf:
+                faulthandler.dump_traceback_later(limit + _LAST_SECONDS, file=2)
+
     def _confer(self) -> None:
         """Ask all ranks; end the run, unless the rank that holds up the others is busy."""
-        if self._always:
-            faulthandler.cancel_dump_traceback_later()  # this thread runs
+        patience = _ANSWER_SECONDS + self._look_seconds
+        self._dump_later(max(self._limit, patience))  # such a call may also begin now
         number, self._round = self._round, self._round + 1
         report, board = self._report(), self._board
         board.report(number, report.to_json())
-        patience = _ANSWER_SECONDS + self._look_seconds
         leads = board.claim(number)
         if leads:
             verdict = self._judge(number, report, patience)
@@ -181,6 +186,7 @@ class Watchdog:
         return judge(reports, silent, self._limit, unreachable=not self._board.answers)
 
     def _end(self, report: RankReport, verdict: Verdict, *, leads: bool) -> None:
+        faulthandler.cancel_dump_traceback_later()
         self.black_box.ending = 1.0
         self._say(str(report))
         if report.rank in verdict.culprits or not verdict.culprits:
