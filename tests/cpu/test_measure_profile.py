@@ -37,6 +37,7 @@ def test_a_sequential():
     assert [layer.name for layer in profile.layers] == ["0", "1", "2", "3"]
     assert [layer.activation_bytes for layer in profile.layers] == [16 * 32, 16 * (32 + 8), 16 * 32, 16 * 12]
     assert [layer.parameter_bytes for layer in profile.layers] == [4 * 40, 0, 0, 4 * 24]
+    assert [layer.kept_bytes for layer in profile.layers] == [16 * 16, 0, 0, 16 * 32]  # inputs of the products
     assert all(layer.forward_seconds > 0 for layer in profile.layers)
     assert profile.layers[0].backward_seconds > 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

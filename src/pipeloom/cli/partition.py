@@ -14,8 +14,8 @@ from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
 from pipeloom.plan.architecture import Architecture
-from pipeloom.plan.partition import Form, Profile, check_levels, parse_graph, parse_profile
-from pipeloom.plan.partition.graph_text import is_graph_text
+from pipeloom.plan.partition import Form, Profile, check_levels
+from pipeloom.plan.partition.graph_text import parse_profile_file
 from pipeloom.plan.partition.shared_profile import samples_of, share_profile
 from pipeloom.plan.shared_layers import SharedLayers
 
@@ -153,17 +153,13 @@ def _profile(given: dict[str, Any], num_ranks: int) -> tuple[Profile, dict[str, 
     if given["profile"] is not None:
         sized = given["inside"].processes > 1
         check_file_alone(given, "--profile", ("batch", "write_profile"), "the layer times", sized=sized)
-        return parse_file("--profile", given["profile"], _parse), {}
+        return parse_file("--profile", given["profile"], parse_profile_file), {}
     from pipeloom.plan.partition.profile import measure_gpt
 
     batch = 1 if given["batch"] is None else given["batch"]
     processes = num_ranks * given["inside"].processes
     profile = measure_gpt(measured_model(given), batch=batch, num_ranks=processes)
     return profile, {**given_model(given), "batch.size": batch}
-
-
-def _parse(text: str) -> Profile:
-    return parse_graph(text) if is_graph_text(text) else parse_profile(text)
 
 
 def _layers(given: dict[str, Any], profile: Profile, bandwidth: float) -> SharedLayers:

@@ -7,9 +7,10 @@ from math import inf
 from typing import Any, get_args
 
 from pipeloom.cli.common.parser import Parser
-from pipeloom.cli.common.plan_page import plan_page
-from pipeloom.cli.common.planned_model import Checks, add_model_options, planned_model
 from pipeloom.cli.common.planning import train_command
+from pipeloom.cli.planned.model import Checks, Planned, add_model_options, planned_model
+from pipeloom.cli.planned.page import plan_page
+from pipeloom.cli.planned.profile import planned_profile
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.quantities import Bytes, bytes_text, percent_text
 from pipeloom.errors import InputError
@@ -17,6 +18,7 @@ from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import CLUSTERS, find_cluster
 from pipeloom.plan.costs.software import PIPELOOM, SOFTWARE
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.local.saved import notices
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.search import words
@@ -28,7 +30,7 @@ from pipeloom.plan.search.request import FIXABLE, USUAL, Objective, Request, par
 _USABLE = 0.92  # of a device's memory: the rest is for messages, workspaces and fragments
 _SHOWN = 3  # plans that are compared in words
 _DESCRIPTION = """\
-Choose everything for training a transformer on a cluster: pipeline-, data-, tensor-, sequence-, context- and
+Choose everything for training a model on a cluster: pipeline-, data-, tensor-, sequence-, context- and
 expert-parallel degrees and their order over links, schedule, virtual stages, blocks per stage, micro-batches, slices,
 recomputation per stage, ZeRO stage and granularity. Times and memory are predicted, and every plan keeps the rules of a
 run."""
@@ -37,6 +39,7 @@ pipeloom plan --model.config gpt3-175b --cluster dgx-a100-80 --devices 384 --bat
 pipeloom plan --model.config llama3-405b --cluster dgx-h100 --devices 16384 --batch.size 2048 --top 5 --out plan.json
 pipeloom plan --model.config config.json --cluster dgx-a100-80 --devices 16 --batch.size 128 --fix tensor=8,slices=1
 pipeloom plan --model.layers 8 --model.width 256 --model.heads 8 --cluster local --devices 2 --batch.size 32
+pipeloom plan --profile profile.json --cluster cluster.json --devices 4 --batch.size 64 --out plan.json
 """
 
 
@@ -51,21 +54,23 @@ def main(argv: Sequence[str]) -> int:
     forbidden = frozenset[str]() if options.forbid is None else parse_forbidden(options.forbid)
     if (both := next((key for key in fixed if key in forbidden), None)) is not None:
         raise InputError(f"--forbid={options.forbid}: {both} is in --fix too. Remove it from one of them.")
-    model = planned_model(options.as_dict(), options.batch.size, options.optimizer)
-    costs = CostModel(model=model.model, cluster=cluster, software=SOFTWARE[options.software])
-    checks = Checks(costs, model)
+    if options.profile is not None:
+        planned = planned_profile(options.as_dict(), cluster, fixed)
+    else:
+        planned = _planned(options, cluster, fixed)
+    costs = planned.costs
     request = Request(
         devices=options.devices,
         batch_size=options.batch.size,
         memory_bytes=_memory(options, cluster),
-        fixed=fixed,
-        forbidden=checks.forbidden(forbidden),
+        fixed=planned.fixed,
+        forbidden=forbidden | planned.forbidden,
         optimizer=options.optimizer,
         objective=options.objective,
         top=options.top,
-        ends_alone=checks.ends_alone,
+        ends_alone=planned.ends_alone,
     )
-    asked: dict[str, Any] = {"can_run": checks.can_run, "accept": checks.accept}
+    asked: dict[str, Any] = {"can_run": planned.can_run, "accept": planned.accept}
     answer = find_plans(costs, request, exhaustive=options.exhaustive, **asked)
     rows = [row_of(costs, found) for found in answer.plans]
     plan = plan_of(costs, answer.plans[0].of, answer.plans[0].schedule_limit, **predicted(answer.plans[0]))
@@ -84,13 +89,30 @@ def main(argv: Sequence[str]) -> int:
     if options.html is not None:
         print(f"wrote {options.html}")
     if options.out is not None:
-        run = "" if model.options is None else f"; run it: {train_command({'plan': options.out, **model.options})}"
+        own = planned.options
+        run = "" if own is None else f"; run it: {train_command({'plan': options.out, **own})}"
         print(f"wrote {options.out}{run}")
     return 0
 
 
+def _planned(options: Any, cluster: Cluster, fixed: Mapping[str, Any]) -> Planned:
+    """The transformer that the options name."""
+    model = planned_model(options.as_dict(), options.batch.size, options.optimizer)
+    costs = CostModel(model=model.model, cluster=cluster, software=SOFTWARE[options.software])
+    checks = Checks(costs, model)
+    return Planned(
+        costs=costs,
+        options=model.options,
+        forbidden=checks.forbidden(),
+        ends_alone=checks.ends_alone,
+        fixed=fixed,
+        can_run=checks.can_run,
+        accept=checks.accept,
+    )
+
+
 def _why(
-    costs: CostModel, request: Request, answer: Answer, rows: Sequence[words.Row], asked: Mapping[str, Any]
+    costs: StepCosts, request: Request, answer: Answer, rows: Sequence[words.Row], asked: Mapping[str, Any]
 ) -> tuple[list[str], words.Row | None]:
     """Why the next plans and the usual choice, which is returned too, lost, and what more memory would give."""
     best = rows[0]
@@ -99,7 +121,7 @@ def _why(
         more, seconds = found
         faster = percent_text(1 - seconds / best["step_seconds"])
         lines.append(f"{bytes_text(more)} more per device: {faster} faster")
-    if (usual := usual_plan(costs, request, **asked)) is None:
+    if not isinstance(costs, CostModel) or (usual := usual_plan(costs, request, **asked)) is None:
         return lines, None
     row = row_of(costs, usual)
     return [*lines, words.usual_text(best, row, USUAL_NAME)], row
@@ -122,6 +144,7 @@ def _parser() -> Parser:
     option("--cluster", type=str, required=True, metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, local, or a file")
     option("--devices", type=int, required=True, help="devices of the cluster that are used")
     option("--batch.size", type=int, required=True, help="global batch size in samples")
+    option("--profile", type=str, metavar="FILE", help="measured layers of any model, in place of --model")
     add_model_options(parser)
     group = parser.add_argument_group("search")
     option = group.add_argument

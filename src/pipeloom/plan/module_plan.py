@@ -8,15 +8,14 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.common.quantities import seconds_text
-from pipeloom.errors import InputError, PipeloomError
+from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.plan import Plan
-from pipeloom.plan.profiled_costs import ProfiledCosts, Unit, UnitRow
-from pipeloom.plan.search.answer import plan_of, predicted
+from pipeloom.plan.profiled_costs import WHOLE, ProfiledCosts, Unit, UnitRow, check_whole, together
+from pipeloom.plan.search.answer import plan_of, predicted, why_not
 from pipeloom.plan.search.best_first import find_plans
 from pipeloom.plan.search.request import Objective, Request, parse_fixed, parse_forbidden
-from pipeloom.plan.search.simulated import Simulated
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from pipeloom.split.profile import LossFn
 
 _USABLE = 0.92  # of a device's memory, as for `pipeloom plan`
-_WHOLE = ("tensor", "context", "expert", "slices", "offload", "sequence")  # a profile has no times of their parts
 _FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
@@ -85,18 +83,17 @@ def plan_module(
         batch_size=global_batch_size,
         memory_bytes=_memory(where, count) if memory_bytes is None else memory_bytes,
         fixed=parse_fixed(fix) if fix else {},
-        forbidden=(parse_forbidden(forbid) if forbid else frozenset()) | frozenset(_WHOLE),
+        forbidden=(parse_forbidden(forbid) if forbid else frozenset()) | {*WHOLE, "offload"},
         optimizer=optimizer,
         objective=objective,
         top=1,
         ends_alone=False,
     )
-    if (wrong := next((name for name in _WHOLE if name in request.fixed), None)) is not None:
-        raise InputError(f"fix={fix}: {wrong} needs times of parts of layers, which a profile has not. Remove it.")
+    check_whole(request.fixed, f"fix={fix}")
     units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds)
     costs = ProfiledCosts(units=units, cluster=where)
     request = replace(request, fixed={"precision": precision, **request.fixed})
-    answer = find_plans(costs, request, accept=lambda found: _refusal(costs, found))
+    answer = find_plans(costs, request, accept=lambda found: why_not(costs, found))
     best = answer.plans[0]
     why = (
         f"{seconds_text(best.step_seconds)} per step predicted from layers measured with up to {samples} samples; "
@@ -112,15 +109,6 @@ def _memory(cluster: Cluster, devices: int) -> float:
     return _USABLE * memory / (devices if cluster.measured is not None else 1)
 
 
-def _refusal(costs: ProfiledCosts, found: Simulated) -> str | None:
-    """Why the runtime cannot run a plan."""
-    try:
-        plan_of(costs, found.of, found.schedule_limit)
-    except PipeloomError as error:
-        return str(error)
-    return None
-
-
 def _measured(
     model: nn.Module | Sequence[nn.Module],
     example: Any,
@@ -133,12 +121,7 @@ def _measured(
 
     samples = samples_of(example)
     found = measure_layers(model, example, layers=layers, loss_fn=loss_fn, num_rounds=num_rounds)
-    groups: list[list[Any]] = []
-    for layer in found:
-        if groups and (not layer.counted or not any(each.counted for each in groups[-1])):
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
+    groups = [[found[at] for at in unit] for unit in together([layer.counted for layer in found])]
     formats = {dtype for layer in found for dtype in layer.dtypes}
     unknown = formats - set(_FORMATS)
     if unknown or len(formats) > 1:

@@ -8,8 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
@@ -24,6 +25,8 @@ from pipeloom.plan.stage_times import Seconds
 from pipeloom.sim import Costs, Network
 from pipeloom.sim.costs import MOST_UNITS
 
+WHOLE = ("tensor", "context", "expert", "slices", "sequence")
+"""Keys of `pipeloom.plan.search.request.FIXABLE` that divide layers, of whose parts a profile has no times."""
 _UPDATE_BYTES, _STATE_BYTES = 24.0, 8.0  # of an update per parameter, and per number of state: read and written
 
 
@@ -73,6 +76,18 @@ class Unit:
         return UnitRow(*(max(a * min(1.0, samples / low), a + part * (b - a)) for a, b in pairs))
 
 
+def check_whole(fixed: Mapping[str, Any], source: str) -> None:
+    """Raises InputError where a value needs times that a profile has not; `source` begins the message."""
+    if (wrong := next((name for name in WHOLE if name in fixed), None)) is not None:
+        raise InputError(f"{source}: {wrong} needs times of parts of layers, which a profile has not. Remove it.")
+
+
+def together(counted: Sequence[bool]) -> list[range]:
+    """The layers of units: each that a cut counts, with those before the first and behind each that no cut counts."""
+    starts = [at for at, counts in enumerate(counted) if counts][1:]
+    return [range(start, end) for start, end in pairwise([0, *starts, len(counted)])]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProfiledCosts(StepCosts):
     """Costs of configurations of a measured model on one cluster.
@@ -80,10 +95,14 @@ class ProfiledCosts(StepCosts):
     Attributes:
         units: the model in order.
         cluster: where it is trained; its devices are as fast as the one that was measured.
+        name: of the model, for output.
+        samples: the only size of micro-batches whose costs are known; None: those of others follow.
     """
 
     units: Sequence[Unit]
     cluster: Cluster
+    name: str = "the model"
+    samples: int | None = None
     _at: dict[int, list[UnitRow]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -102,9 +121,15 @@ class ProfiledCosts(StepCosts):
     def merges_backwards(self) -> bool:
         return self.cluster.measured is not None
 
-    def check(self, of: Configuration) -> None:
+    def unknown(self, of: Configuration) -> str | None:
         if of.inside != InsideStage():
-            raise InputError("tensor, context, expert: a profile has the times of whole layers. Leave them at 1.")
+            return "a profile has no times of parts of layers (tensor, sequence, context, expert)"
+        if self.samples not in (None, of.microbatch_size):
+            return f"the profile has times of micro-batches of {counted(self.samples, 'sample')} alone"
+        return None
+
+    def check(self, of: Configuration) -> None:
+        """Whole layers are not shared; of others `unknown` says so."""
 
     def _rows(self, of: Configuration) -> list[UnitRow]:
         found = self._at.get(of.microbatch_size)

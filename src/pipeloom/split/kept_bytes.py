@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+from pipeloom.split.stage_module import may_change_input
+
 
 def kept_bytes(module: nn.Module, value: Any) -> tuple[int, Any]:
     """Bytes that one forward keeps for its backward, without parameters and buffers, and its detached output.
@@ -27,7 +29,10 @@ def kept_bytes(module: nn.Module, value: Any) -> tuple[int, Any]:
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = module(tree_map(_fresh, value))
+        value = tree_map(_fresh, value)
+        if may_change_input(module):
+            value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+        output = module(value)
     return sum(storage.nbytes() for storage in kept.values()), tree_map(_fresh, output)
 
 

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import InputError
-from pipeloom.split.kept_bytes import kept_bytes
-from pipeloom.split.profile import LossFn, profile_layers, untouched
+from pipeloom.split.profile import LossFn, profile_layers
 from pipeloom.split.stages import single_layers
 
 
@@ -77,9 +76,12 @@ def measure_layers(
     for samples in dict.fromkeys((max(1, whole // 2), whole)):
         part = tree_map(lambda leaf, n=samples: _first(leaf, whole, n), example)
         times = profile_layers(modules, part, loss_fn=loss_fn, num_rounds=num_rounds)
-        kept = _kept([module for _, module in modules], part[0] if loss_fn is not None else part)
-        for row, time, (received, size) in zip(rows, times, kept, strict=True):
-            row[samples] = LayerRow(time.forward_seconds, time.backward_seconds, received, time.activation_bytes, size)
+        inputs = tree_leaves(part[0] if loss_fn is not None else part)
+        received = float(sum(leaf.nbytes for leaf in inputs if isinstance(leaf, Tensor)))
+        for row, time in zip(rows, times, strict=True):
+            kept = float(time.kept_bytes or 0)
+            row[samples] = LayerRow(time.forward_seconds, time.backward_seconds, received, time.activation_bytes, kept)
+            received = float(time.activation_bytes)
     names: dict[int, str] = {}
     for name, module in modules:
         for inner, parameter in module.named_parameters():
@@ -100,14 +102,3 @@ def measure_layers(
 def _first(leaf: Any, whole: int, samples: int) -> Any:
     """The first samples of a tensor that has all of them."""
     return leaf[:samples].clone() if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == whole else leaf
-
-
-def _kept(modules: Sequence[nn.Module], value: Any) -> list[tuple[float, float]]:
-    """Bytes of the input of every layer, and those that its forward keeps."""
-    found, cuda = [], sorted({p.device.index or 0 for m in modules for p in m.parameters() if p.is_cuda})
-    with untouched(modules, cuda):
-        for module in modules:
-            received = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-            size, value = kept_bytes(module, value)
-            found.append((float(received), float(size)))
-    return found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import SplitError
+from pipeloom.split.kept_bytes import kept_bytes
 from pipeloom.split.stage_module import may_change_input
 
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Any]]
@@ -26,6 +27,7 @@ class LayerTime(NamedTuple):
         backward_seconds: median time of the full backward, with input and weight gradients.
         activation_bytes: size of all output tensors, which are sent to the next layer.
         parameter_bytes: size of its parameters, with those shared with other layers (`Tie`).
+        kept_bytes: what its forward keeps for its backward, without parameters and buffers; None: not measured.
     """
 
     name: str
@@ -33,6 +35,7 @@ class LayerTime(NamedTuple):
     backward_seconds: float
     activation_bytes: int
     parameter_bytes: int
+    kept_bytes: int | None = None
 
 
 def profile_layers(
@@ -75,10 +78,10 @@ def profile_layers(
             tail = loss if loss_fn is not None and len(times) == len(layers) - 1 else None
             rounds = [time_once(module, value, clock, loss=tail) for _ in range(num_warmups + num_rounds)]
             forward, backward, _ = zip(*rounds[num_warmups:], strict=True)
-            value = rounds[-1][2]
+            kept, value = kept_bytes(module, value)
             sent = sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-            kept = sum(parameter.nbytes for parameter in module.parameters())
-            times.append(LayerTime(name, median(forward), median(backward), sent, kept))
+            size = sum(parameter.nbytes for parameter in module.parameters())
+            times.append(LayerTime(name, median(forward), median(backward), sent, size, kept))
     return times
 
 

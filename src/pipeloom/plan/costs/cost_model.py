@@ -76,6 +76,11 @@ class CostModel(StepCosts):
         return self.model.layers
 
     @property
+    def name(self) -> str:
+        """The model, for output."""
+        return self.model.name
+
+    @property
     def tokens(self) -> int:
         """Tokens per sample."""
         return self.model.sequence_length

@@ -45,6 +45,19 @@ class StepCosts(ABC):
     def merges_backwards(self) -> bool:
         """Whether I and W that follow each other run as a whole backward, which is faster."""
 
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The model, for output."""
+
+    def operations(self, of: Configuration) -> float | None:
+        """Operations of the model per step, of all devices; nothing that is repeated counts. None: unknown."""
+        return None
+
+    def unknown(self, of: Configuration) -> str | None:
+        """Why the costs of a degree inside a stage or of a micro-batch size are unknown; None: they are not."""
+        return None
+
     @abstractmethod
     def check(self, of: Configuration) -> None:
         """Raises InputError for sizes that processes cannot share."""

@@ -16,7 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import NoReturn
 
 from pipeloom.errors import InputError, folded, shortened
-from pipeloom.plan.partition.profile import LayerProfile, Profile
+from pipeloom.plan.partition.profile import LayerProfile, Profile, parse_profile
 
 _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NUMBER = r"\[?[-+.;\w\s]*\]?"
@@ -28,6 +28,11 @@ _FORM = "node1 -- NAME -- " + ", ".join(f"{key}=0.5" for key in _KEYS)
 def is_graph_text(text: str) -> bool:
     """Whether a text has this format, and not that of a JSON file."""
     return f"{_KEYS[0]}=" in text and not text.lstrip().startswith("{")
+
+
+def parse_profile_file(text: str) -> Profile:
+    """The layers of a profile file of either format. Raises InputError as `parse_graph` and `parse_profile`."""
+    return parse_graph(text) if is_graph_text(text) else parse_profile(text)
 
 
 def parse_graph(text: str) -> Profile:

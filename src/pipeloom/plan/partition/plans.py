@@ -110,9 +110,14 @@ def layers_per_stage(profile: Profile, stages: Sequence[tuple[int, int]]) -> tup
 
     For a model with a list of blocks, such as ``blocks.0`` and ``blocks.1``, only blocks count.
     """
-    blocks = [bool(_BLOCK.fullmatch(layer.name)) for layer in profile.layers]
-    counted = blocks if any(blocks) else [True] * len(blocks)
+    counted = counted_layers(profile)
     return tuple(sum(counted[first : last + 1]) for first, last in stages)
+
+
+def counted_layers(profile: Profile) -> list[bool]:
+    """Whether a cut counts each layer."""
+    blocks = [bool(_BLOCK.fullmatch(layer.name)) for layer in profile.layers]
+    return blocks if any(blocks) else [True] * len(blocks)
 
 
 def shared_weights(profile: Profile, stages: Sequence[tuple[int, int]]) -> list[tuple[float, list[int]]]:

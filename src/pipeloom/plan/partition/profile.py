@@ -8,16 +8,17 @@
      "samples": 8}
 
 `activation_bytes` is the size of the layer's output. A stage that ends there sends it, and receives a gradient of the
-same size. `parameter_bytes` is the size of the weights alone. `ties` are weights shared by several layers, numbered
-from 0. They count in the `parameter_bytes` of each layer, and a stage with several of these layers holds them once.
-`edges` are pairs of a layer and a later one that reads its output; without them, each layer reads the one before it.
-`samples` is the number of samples of the minibatch: replicas that split it get at least one each. `version`, `ties`,
-`edges` and `samples` are optional.
+same size. `parameter_bytes` is the size of the weights alone. A layer may also have `kept_bytes`, the bytes that its
+forward keeps for its backward. `ties` are weights shared by several layers, numbered from 0. They count in the
+`parameter_bytes` of each layer, and a stage with several of these layers holds them once. `edges` are pairs of a layer
+and a later one that reads its output; without them, each layer reads the one before it. `samples` is the number of
+samples of the minibatch: replicas that split it get at least one each. `version`, `ties`, `edges` and `samples` are
+optional.
 """
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from pipeloom.common.field_types import check_fields
@@ -41,6 +42,7 @@ class LayerProfile:
         backward_seconds: seconds of the full backward, for inputs and weights.
         activation_bytes: bytes of the output.
         parameter_bytes: bytes of the weights.
+        kept_bytes: bytes that the forward keeps for the backward; None: unknown.
     """
 
     name: str
@@ -48,9 +50,11 @@ class LayerProfile:
     backward_seconds: float
     activation_bytes: float
     parameter_bytes: float
+    kept_bytes: float | None = None
 
 
-_KEYS = tuple(field.name for field in fields(LayerProfile))
+_KEYS = tuple(field.name for field in fields(LayerProfile) if field.default is MISSING)
+_KEPT = "kept_bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +84,10 @@ class Profile:
         if not self.layers:
             raise InputError("the profile: layers=[]: a model needs at least one layer. Profile it again.")
         for number, layer in enumerate(self.layers):
-            for key in _KEYS[1:]:
+            for key in (*_KEYS[1:], *([] if layer.kept_bytes is None else [_KEPT])):
                 Entry(getattr(layer, key), "the profile", f"layers[{number}].{key}").number()
-        for key in _KEYS[1:]:
-            total = sum(float(getattr(layer, key)) for layer in self.layers)
+        for key in (*_KEYS[1:], _KEPT):
+            total = sum(float(getattr(layer, key) or 0.0) for layer in self.layers)
             if total > MOST:
                 raise InputError(f"the profile: {key} add up to {total:g}: must be at most {MOST:g}. Check the units.")
         for number, edge in enumerate(self.edges or ()):
@@ -114,7 +118,7 @@ class Profile:
     @classmethod
     def of(
         cls,
-        rows: Iterable[tuple[str, float, float, float, float]],
+        rows: Iterable[tuple[Any, ...]],
         ties: Iterable[tuple[float, tuple[int, ...]]] = (),
         *,
         samples: int | None = None,
@@ -136,7 +140,8 @@ class Profile:
 
     def to_json(self) -> str:
         """The text of a profile file; `parse_profile` reads it back exactly."""
-        data: dict[str, Any] = {"version": _VERSION, "layers": [asdict(layer) for layer in self.layers]}
+        rows = [{key: each for key, each in asdict(layer).items() if each is not None} for layer in self.layers]
+        data: dict[str, Any] = {"version": _VERSION, "layers": rows}
         if self.ties:
             data["ties"] = [dict(zip(_KEYS_OF_TIES, tie, strict=True)) for tie in self.ties]
         if self.edges is not None:
@@ -157,11 +162,14 @@ def parse_profile(text: str) -> Profile:
     data = root.fields(("layers",), ("version", "ties", "edges", "samples"))
     if "version" in data and data["version"].whole() != _VERSION:
         data["version"].refuse(f"this release reads version {_VERSION}", "Profile the model again")
-    layers = [layer.fields(_KEYS) for layer in data["layers"].members()]
+    layers = [layer.fields(_KEYS, [_KEPT]) for layer in data["layers"].members()]
     ties = [tie.fields(_KEYS_OF_TIES) for tie in data["ties"].members()] if "ties" in data else []
     edges = [[each.whole() for each in edge.members()] for edge in data["edges"].members()] if "edges" in data else None
     return Profile.of(
-        ((layer["name"].text(), *(layer[key].number() for key in _KEYS[1:])) for layer in layers),  # type: ignore[misc]
+        (
+            (layer["name"].text(), *(layer[key].number() for key in (*_KEYS[1:], _KEPT) if key in layer))
+            for layer in layers
+        ),
         ((tie["bytes"].number(), tuple(each.whole() for each in tie["layers"].members())) for tie in ties),
         samples=data["samples"].whole() if "samples" in data else None,
         edges=None if edges is None else map(tuple, edges),  # type: ignore[arg-type]

@@ -75,4 +75,5 @@ def _changed(layer: LayerProfile, change: Shared, sent: float, kept: float) -> L
         backward_seconds=layer.backward_seconds * change.part + change.backward,
         activation_bytes=layer.activation_bytes * sent,
         parameter_bytes=layer.parameter_bytes * kept,
+        kept_bytes=None,
     )

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeloom import schedules
+from pipeloom.errors import PipeloomError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
@@ -18,10 +19,10 @@ from pipeloom.plan.stage_times import Seconds, StageTimes
 _AXES = {"tensor": "tp", "context": "cp", "expert": "ep"}
 
 
-def row_of(costs: CostModel, found: Simulated) -> dict[str, Any]:
-    """A plan of ``--json``."""
+def row_of(costs: StepCosts, found: Simulated) -> dict[str, Any]:
+    """A plan of ``--json``. What only the sizes of a transformer tell is None for a profile."""
     of, step = found.of, found.step_seconds
-    inside = of.inside
+    inside, operations = of.inside, costs.operations(of)
     peak = costs.cluster.device.peak(of.element)
     return {
         "pipeline": of.pipeline,
@@ -47,8 +48,9 @@ def row_of(costs: CostModel, found: Simulated) -> dict[str, Any]:
         "devices": of.devices,
         "step_seconds": step,
         "bubble_fraction": max(0.0, 1 - found.busy_seconds / (step - found.update_seconds)),
-        "tokens_per_second": of.batch_size * costs.tokens / step,
-        "model_flops_utilization": costs.operations(of) / step / of.devices / peak,
+        "samples_per_second": of.batch_size / step,
+        "tokens_per_second": None if operations is None else of.batch_size * costs.tokens / step,
+        "model_flops_utilization": None if operations is None else operations / step / of.devices / peak,
         "peak_bytes": list(found.peak_bytes),
         "seconds": seconds_of(costs, found),
     }
@@ -58,7 +60,7 @@ def _one_or_all(words: list[str]) -> Any:
     return words[0] if len(set(words)) == 1 else words
 
 
-def seconds_of(costs: CostModel, found: Simulated) -> dict[str, float]:
+def seconds_of(costs: StepCosts, found: Simulated) -> dict[str, float]:
     """Where the time of a step goes: means over the ranks, which add up to the step.
 
     `pipeline` is all time in which a rank waits for others: the bubble and exposed messages. `data` is the part of the
@@ -82,9 +84,9 @@ def seconds_of(costs: CostModel, found: Simulated) -> dict[str, float]:
     }
 
 
-def _collective_seconds(costs: CostModel, of: Configuration, axis: str) -> float:
+def _collective_seconds(costs: StepCosts, of: Configuration, axis: str) -> float:
     """Seconds of one micro-batch, all stages together, that are not there without the collectives of an axis."""
-    if getattr(of.inside, axis) == 1:
+    if getattr(of.inside, axis) == 1 or not isinstance(costs, CostModel):
         return 0.0
     times = costs.times(of, Recompute.NONE)
     with_links, without = (replace(times, free=frozenset(names)) for names in ((), (_AXES[axis],)))
@@ -136,6 +138,15 @@ def plan_of(costs: StepCosts, of: Configuration, schedule_limit: float | None = 
         offload_activations=of.offload,
         **others,
     )
+
+
+def why_not(costs: StepCosts, found: Simulated) -> str | None:
+    """Why the rules of plans exclude one; None: they do not."""
+    try:
+        plan_of(costs, found.of, found.schedule_limit)
+    except PipeloomError as error:
+        return str(error)
+    return None
 
 
 def predicted(found: Simulated) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeloom.errors import InputError
 from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.best_first import find_plans
 from pipeloom.plan.search.request import Request
 from pipeloom.plan.search.simulated import Simulated
@@ -16,7 +17,7 @@ _LEAST_GAIN = 0.01
 _PART = 0.2  # of the steps of a search on many devices
 
 
-def more_memory(costs: CostModel, request: Request, best: Simulated, **asked: Any) -> tuple[float, float] | None:
+def more_memory(costs: StepCosts, request: Request, best: Simulated, **asked: Any) -> tuple[float, float] | None:
     """More bytes per device with which a plan is faster, and the seconds of its step; None if there is none.
 
     Args:

@@ -102,7 +102,10 @@ class Space:
                         optimizer=request.optimizer,
                         order=request.fixed.get("order", _INNER_DATA if inside.expert > 1 else ORDER),
                     )
-                    yield of, devices
+                    if (unknown := self.costs.unknown(of)) is None:
+                        yield of, devices
+                    else:
+                        self.refusals.add(unknown)
 
     def _precision(self) -> str:
         """Tensor cores compute with 16-bit numbers."""

@@ -45,17 +45,18 @@ def cells_of(rows: Sequence[Row]) -> list[list[str]]:
                 recompute_text(row),
                 strategy_text(row),
                 seconds_text(row["step_seconds"]),
-                percent_text(row["model_flops_utilization"]),
+                "" if row["model_flops_utilization"] is None else percent_text(row["model_flops_utilization"]),
                 bytes_text(max(row["peak_bytes"])),
             ]
         )
-    keep = [0, *(i for i, head in enumerate(cells[0]) if i and not _all_ones(head, cells))]
+    keep = [0, *(i for i, head in enumerate(cells[0]) if i and not _says_nothing(head, cells))]
     return [[line[i] for i in keep] for line in cells]
 
 
-def _all_ones(head: str, cells: Sequence[Sequence[str]]) -> bool:
+def _says_nothing(head: str, cells: Sequence[Sequence[str]]) -> bool:
     column = cells[0].index(head)
-    return head in ("context", "expert") and all(line[column] == "1" for line in cells[1:])
+    empty = {"context": "1", "expert": "1", "MFU": ""}.get(head)
+    return all(line[column] == empty for line in cells[1:])
 
 
 def schedule_text(row: Row) -> str:
@@ -109,10 +110,11 @@ def lines_of(rows: Sequence[Row], memory_bytes: float) -> list[str]:
     """The table, and the time and the memory of the best plan."""
     best = rows[0]
     of = "" if memory_bytes == inf else f" of {bytes_text(memory_bytes)}"
+    unit = "samples" if best["tokens_per_second"] is None else "tokens"
     lines = [
         *table_of(rows),
         "",
-        f"plan 1: {number_text(best['tokens_per_second'])} tokens/s; {bytes_text(max(best['peak_bytes']))}{of} per "
+        f"plan 1: {number_text(best[f'{unit}_per_second'])} {unit}/s; {bytes_text(max(best['peak_bytes']))}{of} per "
         "device",
         f"time: {', '.join(parts_of(best))}",
     ]

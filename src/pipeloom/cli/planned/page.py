@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import inf
 
 from pipeloom.common.quantities import counted, seconds_text
-from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search import words
 from pipeloom.plan.search.best_first import Answer
 from pipeloom.plan.search.comparison import USUAL_NAME
@@ -13,7 +13,7 @@ from pipeloom.report import ShownPlan, plan_html
 
 
 def plan_page(
-    costs: CostModel,
+    costs: StepCosts,
     request: Request,
     answer: Answer,
     rows: Sequence[words.Row],
@@ -38,7 +38,7 @@ def plan_page(
             ShownPlan(name=f"plan {number}", cells=mine, seconds=words.named_seconds(row))
             for number, (mine, row) in enumerate(zip(cells, rows, strict=True), 1)
         ],
-        title=f"{costs.model.name} on {counted(request.devices, 'device')} of {costs.cluster.name}",
+        title=f"{costs.name} on {counted(request.devices, 'device')} of {costs.cluster.name}",
         lead=(
             f"Global batch of {counted(request.batch_size, 'sample')}; {answer.considered:,} configurations "
             f"considered, {answer.simulated:,} simulated, in {seconds_text(answer.seconds)}. The best is "

@@ -12,6 +12,7 @@ from pipeloom.errors import InputError, PipeloomError
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.huggingface_config import architecture_of, is_configuration
 from pipeloom.plan.named_architectures import NAMED, find_architecture, parse_architecture
 from pipeloom.plan.plan import Plan
@@ -21,6 +22,28 @@ from pipeloom.train.config.planned import check_mesh, planned_config, reason_of
 from pipeloom.train.config.train_config import TrainConfig
 
 _OF_LENGTH = "model.sequence_length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What is planned for.
+
+    Attributes:
+        costs: of the model on its cluster.
+        options: of `pipeloom train` that name the model, by dotted name; None where the command does not train it.
+        forbidden: what its plans never have.
+        ends_alone: whether embedding and head can be stages without a block.
+        fixed: values that its plans have.
+        can_run, accept: arguments of `find_plans`.
+    """
+
+    costs: StepCosts
+    options: Mapping[str, Any] | None
+    forbidden: frozenset[str]
+    ends_alone: bool
+    fixed: Mapping[str, Any]
+    can_run: Callable[[Configuration], str | None]
+    accept: Callable[[Simulated], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +86,12 @@ class Checks:
         """Why a plan cannot run; None: it can."""
         return self._why_not(found.of, found.schedule_limit)
 
-    def forbidden(self, given: frozenset[str]) -> frozenset[str]:
-        """What the model never has, beside `given`. Raises InputError where it cannot run at all."""
+    def forbidden(self) -> frozenset[str]:
+        """What the model never has. Raises InputError where it cannot run at all."""
         blocks = (self._costs.num_blocks,)
         self._model.check(plan_of(self._costs, Configuration(blocks=blocks)))
         sliced = Configuration(schedule="seq1f1b", slices=2, blocks=blocks)
-        return given if self._why_not(sliced) is None else given | {"slices"}
+        return frozenset() if self._why_not(sliced) is None else frozenset({"slices"})
 
     @property
     def ends_alone(self) -> bool:

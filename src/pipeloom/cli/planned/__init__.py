@@ -1,0 +1,1 @@
+"""What `pipeloom plan` plans for, and its page."""
