@@ -21,6 +21,7 @@ from benchmarks.experts.systems import MAKERS, Sizes, System, even_experts, gpt,
 from pipeloom.processes.host_memory import keep_freed_memory
 
 SIZES = {
+    "width 512, 8 x 256 tokens": Sizes(width=512, samples=8),
     "width 256, 8 x 256 tokens": Sizes(width=256, samples=8),
     "width 256, 2 x 256 tokens": Sizes(width=256, samples=2),
 }

@@ -52,12 +52,12 @@ class Routing:
     def combine(self, rows_AW: Tensor, tokens: int) -> Tensor:
         """Add the experts' results, times their gates, to their tokens: [A, W] -> [N, W]. Others get 0."""
         gate_A = self.gate.to(rows_AW.dtype)
-        if rows_AW.device.type == "cpu" and rows_AW.shape[0]:  # one operation that reads each row once
-            place_A, start_N = self._by_token(tokens)
-            gate_A = gate_A.index_select(0, place_A)
-            return F.embedding_bag(place_A, rows_AW, start_N, mode="sum", per_sample_weights=gate_A)
-        weighted_AW = rows_AW * gate_A.unsqueeze(1)
-        combined: Tensor = _AddRows.apply(weighted_AW, self.token, tokens)  # type: ignore[no-untyped-call]
+        if rows_AW.device.type == "cpu" and rows_AW.shape[0]:
+            combined: Tensor = _AddWeightedRows.apply(  # type: ignore[no-untyped-call]
+                rows_AW, gate_A, self.token, *self._by_token(tokens)
+            )
+            return combined
+        combined = _AddRows.apply(rows_AW * gate_A.unsqueeze(1), self.token, tokens)  # type: ignore[no-untyped-call]
         return combined
 
     def _by_token(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -84,6 +84,30 @@ class _AddRows(torch.autograd.Function):
     def backward(ctx: Any, gradient_NW: Tensor) -> tuple[Tensor, None, None]:
         (token_A,) = ctx.saved_tensors
         return gradient_NW.index_select(0, token_A), None, None
+
+
+class _AddWeightedRows(torch.autograd.Function):
+    """Adds rows [A, W] times gates [A] to tokens, [N, W]: reads each row once, forward and backward.
+
+    The backward of ``embedding_bag`` would sort the assignments again, and read the rows three times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_AW: Tensor, gate_A: Tensor, token_A: Tensor, place_A: Tensor, start_N: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_AW if ctx.needs_input_grad[1] else None, gate_A, token_A)
+        weights_A = gate_A.index_select(0, place_A)
+        return F.embedding_bag(place_A, rows_AW, start_N, mode="sum", per_sample_weights=weights_A)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NW: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        rows_AW, gate_A, token_A = ctx.saved_tensors
+        of_result_AW, of_rows, of_gate = gradient_NW.index_select(0, token_A), None, None
+        if ctx.needs_input_grad[1]:
+            of_gate = torch.linalg.vecdot(of_result_AW, rows_AW)
+        if ctx.needs_input_grad[0]:
+            of_rows = of_result_AW.mul_(gate_A.unsqueeze(1))
+        return of_rows, of_gate, None, None, None
 
 
 def assign(

@@ -7,7 +7,8 @@ w = max(4, e):
     router's input     w T W              switch: 2 w T W. With 16-bit tokens w E W more, for its weight in float32;
                                           noisy-topk twice as much then
     choice             w T E + 8 T k + w T (k + 1)       see `_choice` for other routers
-    order              24 A + e A + 24 T  with other processes' experts 16 R more, or with capacity 8 A
+    order              (16 + e) A         expert-choice: (8 + e) A. With other processes' experts 16 R more, or with
+                                          capacity 8 A
     experts            e R (W + 2 F / t)  gated: 4 F; the input of each product, and GELU's
     combine            e A W              results before they are weighted; with capacity 2 e A W, the rows too
     shared experts     e T 2 F / t each
@@ -49,7 +50,7 @@ def expert_bytes(
     inputs = wide * tokens * width * (2 if sizes.router == "switch" else 1)
     if e < 4:
         inputs = sizes.router_matrices * (inputs + wide * sizes.experts * width)
-    order = (16 if sizes.router == "expert-choice" else 24) * assignments + e * assignments + 24 * tokens
+    order = (8 if sizes.router == "expert-choice" else 16) * assignments + e * assignments
     if padded:
         order += 8 * assignments
     elif inside.expert > 1 and sizes.experts > inside.expert:
