@@ -52,12 +52,13 @@ class Routing:
     def combine(self, rows_AW: Tensor, tokens: int) -> Tensor:
         """Add the experts' results, times their gates, to their tokens: [A, W] -> [N, W]. Others get 0."""
         gate_A = self.gate.to(rows_AW.dtype)
+        combined: Tensor
         if rows_AW.device.type == "cpu" and rows_AW.shape[0]:
-            combined: Tensor = _AddWeightedRows.apply(  # type: ignore[no-untyped-call]
-                rows_AW, gate_A, self.token, *self._by_token(tokens)
-            )
-            return combined
-        combined = _AddRows.apply(rows_AW * gate_A.unsqueeze(1), self.token, tokens)  # type: ignore[no-untyped-call]
+            places = self._by_token(tokens)
+            combined = _AddWeightedRows.apply(rows_AW, gate_A, self.token, *places)  # type: ignore[no-untyped-call]
+        else:
+            weighted_AW = rows_AW * gate_A.unsqueeze(1)
+            combined = _AddRows.apply(weighted_AW, self.token, tokens)  # type: ignore[no-untyped-call]
         return combined
 
     def _by_token(self, tokens: int) -> tuple[Tensor, Tensor]:
