@@ -50,7 +50,7 @@ def expert_bytes(
     inputs = wide * tokens * width * (2 if sizes.router == "switch" else 1)
     if e < 4:
         inputs = sizes.router_matrices * (inputs + wide * sizes.experts * width)
-    order = (8 if sizes.router == "expert-choice" else 16) * assignments + e * assignments
+    order: float = (8 if sizes.router == "expert-choice" else 16) * assignments + e * assignments
     if padded:
         order += 8 * assignments
     elif inside.expert > 1 and sizes.experts > inside.expert:
