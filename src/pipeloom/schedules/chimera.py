@@ -40,7 +40,9 @@ def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:
         raise ScheduleError(f"num_ranks={p}: schedule 'chimera' needs an even number of ranks. Use {even_near(p)}.")
     streams = [[_direction(p, d, range(0, m, 2)), _direction(p, p - 1 - d, range(1, m, 2))] for d in range(p)]
     weaver = Weaver("chimera", Placement.bidirectional(p), m, streams, units={Op.F: 1, Op.B: 1})
-    return weaver.weave(lambda action: (action.op is not Op.B, action.microbatch))[0]
+    woven = weaver.weave(lambda action: m * (action.op is not Op.B) + (action.microbatch or 0))
+    assert woven is not None
+    return woven[0]
 
 
 def _direction(p: int, stage: int, microbatches: range) -> list[Action]:

@@ -12,7 +12,7 @@ The paper gives an idle fraction of ``(2p-2) / (3*p*W + p - 1)`` for m = p and t
 """
 
 from pipeloom.errors import ScheduleError
-from pipeloom.ir import Action, Op, Placement, Schedule, live_activations
+from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.schedules.table import family
 from pipeloom.schedules.weaver import Weaver
 
@@ -42,16 +42,17 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
         [[Action(s, op, b) for b in range(m)] for s in stages for op in (Op.F, Op.B)] for stages in placement.stages_of
     ]
     weaver = Weaver("hanayo", placement, m, streams, units={Op.F: 1, Op.B: 2})
-    candidates: list[tuple[int, int, Schedule]] = []
+    found: list[tuple[Schedule, int]] = []
     for first in (Op.B, Op.F):
-        for in_flight in sorted({p, p + p // 2, 2 * p}):
-            schedule, makespan = weaver.weave(
+        for in_flight in sorted({min(m, limit) for limit in (p, p + p // 2, 2 * p)}):
+            woven = weaver.weave(
                 lambda action, first=first: (  # type: ignore[misc]
-                    action.op is not first,
-                    -action.stage if action.op is Op.F else action.stage,
+                    2 * p * v * (action.op is not first) + (-action.stage if action.op is Op.F else action.stage)
                 ),
                 # A micro-batch enters when the one so many before it has left.
                 also_needs={Action(0, Op.F, b): Action(0, Op.B, b - in_flight) for b in range(in_flight, m)},
+                most_live=p * v,
             )
-            candidates.append((makespan, len(candidates), schedule))
-    return next(made for _, _, made in sorted(candidates) if max(live_activations(made)) <= p * v)
+            if woven is not None:
+                found.append(woven)
+    return min(found, key=lambda woven: woven[1])[0]

@@ -2,16 +2,15 @@
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from itertools import accumulate
 
-from pipeloom.ir import Action, Op, Placement, Schedule, dependencies
+from pipeloom.ir import Action, Op, Placement, Schedule
 
 Streams = Sequence[Sequence[Sequence[Action]]]
 
 
 class Weaver:
-    """Streams of actions with their dependencies; `weave` merges them into schedules.
+    """Streams of forwards and whole backwards with their dependencies; `weave` merges them into schedules.
 
     Actions are numbered stream by stream over all ranks. An action is offered to its rank once it is the head of its
     stream and its dependencies have ended.
@@ -21,89 +20,111 @@ class Weaver:
         placement: which ranks hold which stage.
         num_microbatches: micro-batches per step.
         streams: for each rank, orders that stay as they are; together they are all its actions.
-        units: time of each op on one stage, at least 1.
+        units: time of F and B on one stage, at least 1.
     """
 
     def __init__(
         self, name: str, placement: Placement, num_microbatches: int, streams: Streams, units: Mapping[Op, int]
     ) -> None:
-        # The placeholder orders say which backwards are split; the dependency relation asks for nothing else.
-        self._plan = Schedule(
-            name=name,
-            num_microbatches=num_microbatches,
-            placement=placement,
-            orders=tuple(tuple(action for stream in rank for action in stream) for rank in streams),
-        )
-        self._actions = [action for order in self._plan.orders for action in order]
+        self._name, self._placement, self._num_microbatches = name, placement, num_microbatches
+        self._actions = [action for rank in streams for stream in rank for action in stream]
         self._units = [units[action.op] for action in self._actions]
-        self._number = {action: index for index, action in enumerate(self._actions)}
         flat = [(rank, len(stream)) for rank, group in enumerate(streams) for stream in group]
         self._rank_of = [rank for rank, _ in flat]  # by stream
         self._stream_of = [stream for stream, (_, length) in enumerate(flat) for _ in range(length)]
-        self._bounds = [0]
-        for _, length in flat:
-            self._bounds.append(self._bounds[-1] + length)
-        self._users: list[list[int]] = [[] for _ in self._actions]
+        self._bounds = [0, *accumulate(length for _, length in flat)]
+        stages = range(placement.num_stages)
+        self._number = {op: [[0] * num_microbatches for _ in stages] for op in (Op.F, Op.B)}
+        for index, (stage, op, microbatch, _) in enumerate(self._actions):
+            assert microbatch is not None
+            self._number[op][stage][microbatch] = index
+        self._users: list[tuple[int, ...]] = [()] * len(self._actions)
         self._num_needs = [0] * len(self._actions)
-        for index, action in enumerate(self._actions):
-            needs = dependencies(action, self._plan)
-            self._num_needs[index] = len(needs)
-            for need in needs:
-                self._users[self._number[need]].append(index)
+        forwards, backwards = self._number[Op.F], self._number[Op.B]
+        for stage in stages:
+            last = stage + 1 == placement.num_stages
+            for b, (forward, backward) in enumerate(zip(forwards[stage], backwards[stage], strict=True)):
+                self._users[forward] = (backward,) if last else (backward, forwards[stage + 1][b])
+                self._users[backward] = (backwards[stage - 1][b],) if stage else ()
+                self._num_needs[forward] = 1 if stage else 0
+                self._num_needs[backward] = 1 if last else 2
 
     def weave(
-        self, preference: Callable[[Action], Any], also_needs: Mapping[Action, Action] | None = None
-    ) -> tuple[Schedule, int]:
+        self,
+        preference: Callable[[Action], int],
+        *,
+        also_needs: Mapping[Action, Action] | None = None,
+        most_live: int | None = None,
+    ) -> tuple[Schedule, int] | None:
         """Whenever a rank is free, it starts the head of one of its streams that is ready.
 
         Args:
             preference: the ready head with the smallest value starts first; ties go to the first stream.
-            also_needs: additional dependencies of some actions.
+            also_needs: additional dependencies of some actions, one of each.
+            most_live: live activations that a rank may hold.
 
         Returns:
-            The schedule and its makespan.
+            The schedule and its makespan. None: a rank would hold more than `most_live`.
         """
-        missing, heads = self._num_needs.copy(), self._bounds[:-1]
+        actions, units, bounds, rank_of = self._actions, self._units, self._bounds, self._rank_of
+        missing, heads = self._num_needs.copy(), bounds[:-1]
         more_users: dict[int, int] = {}
         for action, need in (also_needs or {}).items():
-            missing[self._number[action]] += 1
-            more_users[self._number[need]] = self._number[action]
-        ranks = range(self._plan.num_ranks)
-        ready: list[list[tuple[Any, int]]] = [[] for _ in ranks]  # heaps of (preference, stream)
+            missing[self._index(action)] += 1
+            more_users[self._index(need)] = self._index(action)
+        ranks = range(self._placement.num_ranks)
+        ready: list[list[tuple[int, int]]] = [[] for _ in ranks]  # heaps of (preference, stream)
         orders: list[list[Action]] = [[] for _ in ranks]
-        running: list[tuple[int, int]] = []  # heap of (end, action)
-        free, now = [True for _ in ranks], 0
+        free, live = [True] * len(ranks), [0] * len(ranks)
+        ends: list[list[int]] = [[] for _ in range(max(units) + 1)]  # by end, modulo: what runs
+        now = num_running = 0
 
         def offer(stream: int) -> None:
             head = heads[stream]
-            if head < self._bounds[stream + 1] and not missing[head]:
-                heapq.heappush(ready[self._rank_of[stream]], (preference(self._actions[head]), stream))
+            if head < bounds[stream + 1] and not missing[head]:
+                heapq.heappush(ready[rank_of[stream]], (preference(actions[head]), stream))
 
         for stream in range(len(heads)):
             offer(stream)
         woken = set(ranks)
         while woken:
             for rank in woken:
-                if free[rank] and ready[rank]:
-                    _, stream = heapq.heappop(ready[rank])
-                    index = heads[stream]
-                    orders[rank].append(self._actions[index])
-                    heapq.heappush(running, (now + self._units[index], index))
-                    free[rank] = False
-                    heads[stream] += 1
-                    offer(stream)
+                if not (free[rank] and ready[rank]):
+                    continue
+                _, stream = heapq.heappop(ready[rank])
+                index = heads[stream]
+                live[rank] += 1 if actions[index].op is Op.F else -1
+                if most_live is not None and live[rank] > most_live:
+                    return None
+                orders[rank].append(actions[index])
+                ends[(now + units[index]) % len(ends)].append(index)
+                num_running += 1
+                free[rank] = False
+                heads[stream] += 1
+                offer(stream)
             woken.clear()
-            now = running[0][0] if running else now
-            while running and running[0][0] == now:
-                _, index = heapq.heappop(running)
-                rank = self._rank_of[self._stream_of[index]]
+            while num_running and not ends[now % len(ends)]:
+                now += 1
+            ended, ends[now % len(ends)] = ends[now % len(ends)], []
+            num_running -= len(ended)
+            for index in ended:
+                rank = rank_of[self._stream_of[index]]
                 free[rank] = True
                 woken.add(rank)
-                more = more_users.get(index)
-                for user in self._users[index] if more is None else (*self._users[index], more):
+                users, more = self._users[index], more_users.get(index)
+                for user in users if more is None else (*users, more):
                     missing[user] -= 1
-                    stream = self._stream_of[user]
-                    if not missing[user] and heads[stream] == user:
+                    if not missing[user] and heads[stream := self._stream_of[user]] == user:
                         offer(stream)
-                        woken.add(self._rank_of[stream])
-        return replace(self._plan, orders=tuple(map(tuple, orders))), now
+                        woken.add(rank_of[stream])
+        schedule = Schedule(
+            name=self._name,
+            num_microbatches=self._num_microbatches,
+            placement=self._placement,
+            orders=tuple(map(tuple, orders)),
+        )
+        return schedule, now
+
+    def _index(self, action: Action) -> int:
+        assert action.microbatch is not None
+        return self._number[action.op][action.stage][action.microbatch]
