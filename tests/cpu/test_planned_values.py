@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -80,7 +82,13 @@ def test_what_later_stages_read_depends_on_shapes_constants_and_values():
             assert compared(model, {"x": x, **more}, torch.randn_like(x), pipe) < 1e-9, more
 
 
-@pytest.mark.parametrize("draw", [torch.randn_like, torch.bernoulli, lambda x: torch.rand(len(x), 4)])
+def drawn_by_python_and_numpy(x):
+    return x * random.random() + torch.from_numpy(np.random.randn(len(x), 4))
+
+
+@pytest.mark.parametrize(
+    "draw", [torch.randn_like, torch.bernoulli, lambda x: torch.rand(len(x), 4), drawn_by_python_and_numpy]
+)
 def test_stages_draw_the_same_numbers_between_layers(draw):
     """The model subtracts what it has drawn, or compares with it."""
 
@@ -96,8 +104,39 @@ def test_stages_draw_the_same_numbers_between_layers(draw):
 
     x = torch.zeros(8, 4)
     with pipeline(Denoiser(), loss_fn=loss_fn) as pipe:
+        before = random.getstate()
         losses = [float(pipe.step(x, x)) for _ in range(2)]
-    assert losses == [0, 0]
+    assert (losses, random.getstate()) == ([0, 0], before)
+    if draw is drawn_by_python_and_numpy:
+        built = pl.schedules.build("gpipe", num_ranks=3, num_microbatches=4)
+        with (
+            pl.Pipeline(Denoiser(), built, layers=LAYERS, loss_fn=loss_fn, transport="threads") as pipe,
+            pytest.raises(pl.PipeloomError, match="random generator between its layers, and stages that are threads"),
+        ):
+            pipe.step(x, x)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
+def test_what_later_stages_read_depends_on_what_is_drawn(draw):
+    class Sometimes(Net):
+        def forward(self, x):
+            first = self.first(x)
+            chosen = draw() < 0.3
+            y = self.through(first)
+            return self.last(y + first if chosen else y), torch.full((len(x),), bool(chosen))
+
+    seen = []
+
+    def loss_fn(output, targets):
+        value, chosen = output
+        seen.append(bool(chosen[0]))
+        return F.mse_loss(value, (2.0 if chosen[0] else 1.0) * targets)
+
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    x = torch.randn(8, 4)
+    with pipeline(Sometimes(), loss_fn=loss_fn) as pipe:  # its layers begin as the identity
+        losses = [float(pipe.step(x, x)) for _ in range(4)]
+    assert (losses, len(set(seen))) == ([0] * 4, 2)
 
 
 def test_buffers_change_once_per_microbatch():

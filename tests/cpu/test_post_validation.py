@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ class _Block(nn.Module):
         self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.mul_(0.9) + 0.1
+        x = x.mul_(0.9) + 0.1 * random.random()
         return x + self.dropout(self.norm(self.linear(x)))
 
 
@@ -226,6 +227,7 @@ def _stateful(rank: int, transport: str) -> int:
     facts = []
     for kind in (pl.BarrierStep, pl.PostValidatedStep):
         torch.manual_seed(rank)
+        random.seed(rank)
         model = nn.Sequential(*(_Block() for _ in range(3)))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

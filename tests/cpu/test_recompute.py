@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -254,6 +257,30 @@ def test_a_module_whose_forward_changes_what_it_begins_with_is_named() -> None:
 
     with pytest.raises(RunError, match="changes its buffer 'mean'"):
         _train(nn.Sequential(Moving(8), Moving(8)), "1f1b", "full", loss_fn=F.mse_loss, batches=_vectors)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.randn])
+def test_python_and_numpy_draw_the_numbers_of_the_forward_again(draw) -> None:
+    class Drops(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            scale = draw()
+            return x if scale < 0.3 else super().forward(x * scale)
+
+    found = []
+    for kind in ("none", "full"):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        model = nn.Sequential(*(Drops(8) for _ in range(4)))
+        found.append(_train(model, "zb-h1", kind, loss_fn=F.mse_loss, batches=_vectors))
+    _assert_same(*found)
+
+    def in_threads() -> None:
+        schedule, model = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2), nn.Sequential(Drops(8), Drops(8))
+        with pl.Mesh(pp=2) as mesh:
+            pipe = pl.Pipeline(model, schedule, loss_fn=F.mse_loss, recompute="full", mesh=mesh)
+            pipe.step(*_vectors(4))
+
+    with pytest.raises(RunError, match=r"module '[01]' \(Drops\) draws from Python's or numpy's random generator"):
+        pl.run_threads(2, in_threads)
 
 
 def test_a_stage_that_surely_has_no_attention_is_refused_when_the_pipeline_is_made() -> None:

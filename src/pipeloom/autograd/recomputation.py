@@ -4,9 +4,10 @@
     selective   attention saves q, k, v            B or I computes scores, softmax and result again
 
 Both use torch's non-reentrant checkpointing, which restores the forward's random state and autocast for the
-recomputation. Split backwards support it: one recomputation serves I and W (see `split_backward`). "selective"
-checkpoints each call of attention, which a mode for torch's functions finds. torch's own selective checkpointing is a
-policy over all operations of a block; it saves the result of every operation that it does not recompute, needed or not.
+recomputation; for blocks, `RepeatedDraws` restores Python's and numpy's random states. Split backwards support it: one
+recomputation serves I and W (see `split_backward`). "selective" checkpoints each call of attention, which a mode for
+torch's functions finds. torch's own selective checkpointing is a policy over all operations of a block; it saves the
+result of every operation that it does not recompute, needed or not.
 
 A recomputation runs with the weights of its forward (a stream installs the version before a backward) and in the slice
 of its forward (`in_slice`). It changes no buffer: running statistics are restored, other changes raise.
@@ -25,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from pipeloom.autograd.repeated_draws import RepeatedDraws
+from pipeloom.common.random_states import thread
 from pipeloom.errors import RunError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing.attention import attention_core, context_attention
@@ -95,6 +98,7 @@ class _Full:
         self._stage = stage
         # By the first module of a block, found in its first forward: contexts, and whether it works in place.
         self._blocks: dict[nn.Module, tuple[Callable[[], tuple[Any, Any]], bool]] = {}
+        self._drawing: set[nn.Module] = set()  # first modules of blocks that draw from Python's or numpy's generator
 
     def __call__(self, modules: Sequence[nn.Module], block: Callable[..., Value], *args: Any, **settings: Any) -> Value:
         if not torch.is_grad_enabled():
@@ -110,9 +114,10 @@ class _Full:
         contexts, in_place = known
         # A block that works in place runs on a copy, because the recomputation needs its input.
         function = partial(_on_copies, block) if in_place else block
-        function = partial(_in_block, function)
+        exact = modules[0] in self._drawing or modules[0] not in self._blocks
+        drawing = RepeatedDraws(partial(_in_block, function), exactly=exact)
         given = [(t, t._version) for t in tree_leaves(args) if isinstance(t, Tensor) and not t.is_inference()]
-        result = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **settings)
+        result = checkpoint(drawing, *args, use_reentrant=False, context_fn=contexts, **settings)
         if any(tensor._version != version for tensor, version in given):
             raise RunError(
                 f"module {_name_of(self._stage, modules[0])} changes its input in place: its recomputation would start "
@@ -125,6 +130,14 @@ class _Full:
                     f"module {_name_of(self._stage, modules[0])} changes its buffer {name!r} in a forward: its "
                     "recomputation would start from the changed values. Use recompute 'none' for this stage."
                 )
+        if drawing.drew:
+            if thread.shares_process:
+                raise RunError(
+                    f"module {_name_of(self._stage, modules[0])} draws from Python's or numpy's random generator, "
+                    "which ranks that are threads share: its recomputation would draw other numbers. Use recompute "
+                    "'none' for this stage, or processes."
+                )
+            self._drawing.add(modules[0])
         self._blocks[modules[0]] = known
         return result
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pipeloom.common import random_states
 from pipeloom.devices import Device, Mark
 from pipeloom.errors import PeerLost
 from pipeloom.transport.interface import OneProcessTransport
@@ -25,7 +26,7 @@ class RankThreads:
     def __init__(self, devices: Mapping[int, Device], transport: OneProcessTransport) -> None:
         self._devices, self._transport = devices, transport
         cores = max(1, torch.get_num_threads() // len(devices))
-        self._pool = ThreadPoolExecutor(len(devices), "rank", initializer=torch.set_num_threads, initargs=(cores,))
+        self._pool = ThreadPoolExecutor(len(devices), "rank", initializer=_begin_thread, initargs=(cores,))
 
     def run(self, runs: Mapping[int, Iterator[None]]) -> None:
         """Run all ranks to their ends; raises the error that came first.
@@ -81,3 +82,8 @@ class RankThreads:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+def _begin_thread(num_cores: int) -> None:
+    torch.set_num_threads(num_cores)
+    random_states.thread.shares_process = True

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from pipeloom.common import random_states
 from pipeloom.errors import InputError, PeerLost
 from pipeloom.processes.members import _LOST, Members, act_as
 from pipeloom.transport.interface import Channel, Incoming, Outgoing, Transport
@@ -149,6 +150,7 @@ def run_threads(size: int, function: Callable[[], T], *, timeout_seconds: float 
         if interrupted:
             return
         act_as(ThreadMembers(world, rank))
+        random_states.thread.shares_process = True
         try:
             with torch.set_grad_enabled(gradients):
                 results[rank] = function()

@@ -11,7 +11,17 @@ from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
 from pipeloom.split.planned.draws import SharedDraws
 from pipeloom.split.planned.kept_buffers import KeptBuffers
-from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, Origins, tensors_of, with_tensors
+from pipeloom.split.planned.origins import (
+    DRAWN,
+    EARLIER,
+    IN_UNIT,
+    LAST,
+    LATER,
+    OWN,
+    Origins,
+    tensors_of,
+    with_tensors,
+)
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import Format, shaped_like_result, zeros_like
 
@@ -45,13 +55,12 @@ class ForwardRun:
         formats: Callable[[], tuple[Format, Format]],
     ) -> None:
         self.inputs, self.arrived, self._formats = inputs, arrived, formats
-        self.origins: Origins | None = None
+        self.origins = Origins() if sends is None else None
         self.found: dict[str, Any] = {}
         self.done: list[int] = []
         self.result: Any = None
         self._place, self._sends = place, sends or ()
         self._extras = all_of(arrived.get("extras", {}), arrived.get("same", {}))
-        self.draws = SharedDraws(arrived.get("seed"))
         self._passed: set[str] = set()
         self._entries: dict[str, dict[Any, Any]] = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
         self._collected: dict[str, Any] = {}
@@ -64,8 +73,9 @@ class ForwardRun:
         results = {key.removeprefix(_RESULT): value for key, value in self._extras.items() if key.startswith(_RESULT)}
         if place.before is not None and "value" in arrived:
             results[place.before] = arrived["value"]
+        self.draws = SharedDraws(arrived.get("seed"), self.origins)
         if sends is None:
-            self.origins = Origins()
+            assert self.origins is not None
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
         else:
             self.found = {_RESULT + name: value for name, value in results.items() if _RESULT + name in sends}
@@ -130,8 +140,8 @@ class ForwardRun:
 
     @property
     def decides(self) -> bool:
-        """Whether the forward branches on what parts computed, so that the next one may need other values."""
-        return self.origins is not None and self.origins.decided != 0
+        """Whether the next forward may need other values: it branches on what parts computed, or on what it draws."""
+        return self.origins is not None and (self.origins.decided != 0 or self.draws.others)
 
     def _check_decisions(self) -> None:
         if self.origins is not None and self.origins.decided & EARLIER:
@@ -172,9 +182,8 @@ class ForwardRun:
             origins.check_arguments(name, args, settings)
             self._check_decisions()
             origins.quiet = True
-        self.draws.quiet = True
-        result = layer(*args, **settings)
-        self.draws.quiet = False
+        with self.draws.paused():
+            result = layer(*args, **settings)
         for where, container in containers.items():
             for entry, value in entries_of(container).items():
                 if before[where].get(entry) is not value:
@@ -218,10 +227,9 @@ class ForwardRun:
         if key in self._extras:
             return self._given(name, self._extras[key], OWN)
         origins = self.origins
-        self.draws.scope = name
         if origins is None:
-            result = module(*args, **settings)
-            self.draws.scope = ""
+            with self.draws.within(name):
+                result = module(*args, **settings)
             if key in self._sends and key not in self.found:
                 self.found[key] = result
                 return self._given(name, result, 0)
@@ -229,12 +237,12 @@ class ForwardRun:
         has_parameters = next(module.parameters(), None) is not None
         given = origins.of((args, settings)) if has_parameters else 0
         origins.quiet = has_parameters
-        result = module(*args, **settings)
-        self.draws.scope = ""
+        with self.draws.within(name):
+            result = module(*args, **settings)
         origins.quiet = False
         if has_parameters:
             own = OWN if self._place.blocks & set(self._place.names) and not everywhere else 0
-            origins.mark(result, given or own)
+            origins.mark(result, given if given & ~(DRAWN | IN_UNIT) else given | own)
         known = origins.of(result)
         if known & (OWN | LAST) and not known & (LATER | EARLIER) and not origins.has_result(name):
             return self._given(name, result, known & (OWN | LAST))  # and not what it was computed of

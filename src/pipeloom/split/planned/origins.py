@@ -24,7 +24,9 @@ OWN = 1  # computed by a part of this stage, or received
 LAST = 2  # the result of the last part of this stage
 LATER = 4  # zeros for what a later stage computes
 EARLIER = 8  # zeros for what an earlier stage computed
-_FIRST_RESULT = 16  # the result of one module, and so on
+DRAWN = 16  # at random, alike on all stages
+IN_UNIT = 32  # just drawn, from 0 up to 1
+_FIRST_RESULT = 64  # the result of one module, and so on
 
 _OF_SHAPES = frozenset(
     (
@@ -33,6 +35,7 @@ _OF_SHAPES = frozenset(
     )
 )
 _OF_FIRST = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
+_COMPARISONS = frozenset(("lt", "__lt__", "ge", "__ge__"))
 _TO_PYTHON = frozenset(
     (
         *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
@@ -117,11 +120,19 @@ class Origins(TorchFunctionMode):
         origins = self.of(args[:1] if name in _OF_FIRST else (args, settings))
         if name in _TO_PYTHON:
             self.decided |= origins
+        elif origins == DRAWN | IN_UNIT and name in _COMPARISONS and _is_certain(args[1]):
+            return result
         elif origins:
+            origins &= ~IN_UNIT
             self.mark(result, origins)
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 self.mark(args[:1], origins)
         return result
+
+
+def _is_certain(bound: Any) -> bool:
+    """Whether all numbers from 0 up to 1 are below it, or none: layers are often dropped with a probability of 0."""
+    return isinstance(bound, int | float) and not 0 < bound < 1
 
 
 def tensors_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

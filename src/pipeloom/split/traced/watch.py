@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pipeloom.common.random_states import RandomStates
+
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[2])
 # Files that call the code of models.
@@ -101,23 +103,16 @@ class OtherGenerators:
     """The states of Python's and numpy's global random generators."""
 
     def __init__(self) -> None:
-        self._states = self._now()
+        self._states = RandomStates.now()
 
     def drawn(self) -> list[str]:
         """Names of the generators whose states have changed."""
-        return [name for name, state in self._now().items() if state != self._states[name]]
+        pairs = zip(("random", "numpy.random"), self._states, RandomStates.now(), strict=True)
+        return [name for name, before, now in pairs if before != now]
 
     def restore(self) -> None:
         """Set the states of before."""
-        random.setstate(self._states["random"])
-        name, keys, *rest = self._states["numpy.random"]
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-
-    @staticmethod
-    def _now() -> dict[str, Any]:
-        state: Any = np.random.get_state(legacy=True)
-        name, keys, *rest = state
-        return {"random": random.getstate(), "numpy.random": (name, keys.tobytes(), *rest)}
+        self._states.restore()
 
     def line_that_draws(self, run: Callable[[], Any]) -> Line | None:
         """The line of a model, called by `run`, that first changes a state; None: no line is known."""

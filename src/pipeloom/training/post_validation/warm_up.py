@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.common.random_states import RandomStates
 from pipeloom.engine.rank_state import refuse_other_call
 from pipeloom.engine.refusals import PeerRefused, send_refusals
 from pipeloom.engine.worker import Bound, Worker
@@ -147,6 +148,7 @@ class ForwardState:
         ]
         on_device = with_random_state and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._random = torch.get_rng_state() if with_random_state else None
+        self._others_random = RandomStates.now() if with_random_state else None
         self._device_random = torch.cuda.get_rng_state() if on_device else None
 
     def restore(self) -> None:
@@ -156,5 +158,7 @@ class ForwardState:
                 module._buffers[name] = buffer.copy_(values)
         if self._random is not None:
             torch.set_rng_state(self._random)
+        if self._others_random is not None:
+            self._others_random.restore()
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random)
