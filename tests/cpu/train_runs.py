@@ -139,7 +139,7 @@ class Fork:
         return self.returncode
 
 
-def _never_beyond(step: int) -> None:
+def save_never_ends(step: int) -> None:
     """Make saving checkpoint-`step` take until the process is ended, with all its files written."""
     rename = os.rename
 
@@ -163,7 +163,7 @@ def started(
     command = [sys.executable, "-m", "pipeloom", *words]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         if never_beyond is not None:
-            first = partial(_never_beyond, never_beyond)
+            first = partial(save_never_ends, never_beyond)
         process = Fork(command, stdout=out, stderr=errors, first=first)
         try:
             yield process

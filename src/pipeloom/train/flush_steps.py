@@ -16,7 +16,6 @@ from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
 from pipeloom.train.output.expert_metrics import declared_metrics
 from pipeloom.train.output.line_limit import LineLimit
-from pipeloom.train.output.recent_band import RecentBand
 from pipeloom.train.output.step_metrics import (
     Collectives,
     Records,
@@ -66,7 +65,7 @@ class FlushSteps:
         self._waits: Waits = {}  # inside its computations
         self._collectives: Collectives = []  # inside them too
         self._declared: list[Entry] | None = None  # what the layers of all processes declare in a step
-        self._band, self._spike = RecentBand(), ""
+        self._spike = ""
         self._spike_lines, self._straggler_lines = LineLimit(), LineLimit()
         # Numbers of processes, or of the ranks of a process that has all of them.
         self._slots = max(parts.group.size, parts.pipeline.schedule.num_ranks)
@@ -79,12 +78,15 @@ class FlushSteps:
         """Make `count` steps, after which nothing is in flight; the metrics of each as they become final.
 
         `live` is unused: a step is final at once, or after the next one. Fewer steps are made where a signal asks a
-        process to end: the sum over processes at the end of a step tells all of them.
+        process to end: the sum over processes at the end of a step tells all of them. With ``on_spike=rewind``, a step
+        with a spike is the last one.
         """
         for _ in range(count):
             self.done += 1
-            yield from map(self._finish, self._step(self.done, batches))
-            if self._parts.group.preemption.agreed:
+            row: dict[str, Any] = {}
+            for update in self._step(self.done, batches):
+                yield (row := self._finish(update))
+            if self._parts.group.preemption.agreed or ("spike" in row and self._parts.config.on_spike == "rewind"):
                 break
         yield from map(self._finish, self._stepper.settle())
 
@@ -140,7 +142,7 @@ class FlushSteps:
 
     def _accept(self, loss: float, norm: float) -> bool:
         """Whether the update of a step is made; every process decides by the same numbers."""
-        self._spike = self._band.observe(loss, norm) or ""
+        self._spike = self._parts.band.observe(loss, norm) or ""
         return not self._spike or self._parts.config.on_spike == "warn"
 
     def _warnings(self, step: int, update: Update, seconds: Tensor, step_seconds: float) -> dict[str, Any]:
@@ -151,7 +153,8 @@ class FlushSteps:
         if self._spike:
             found["spike"] = self._spike
             text = f"step {step}  {self._spike}{'; update left out' if update.left_out else ''}"
-            self._spike_lines.add("spike", text)
+            if self._parts.config.on_spike != "rewind":  # which has lines of its own
+                self._spike_lines.add("spike", text)
             self._spike = ""
         forwards, backwards, data = seconds.view(3, self._slots).tolist()
         for key, text in self._stragglers.observe((forwards, backwards), data, step_seconds).items():

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel import run_threads
@@ -16,6 +16,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.fine_tuning.packing import check_packing
 from pipeloom.train.output.display import Display, display
+from pipeloom.train.output.rewinds import rewind
 from pipeloom.train.process_group import Group, join, with_layout
 from pipeloom.train.trainer import Trainer
 
@@ -122,6 +123,26 @@ def _train_on(
     return None
 
 
+def _steps_until(trainer: Trainer, shown: Display, last: int, planner: "RunPlanner | None") -> Path | None:
+    """All steps up to `last`, or fewer after a signal; the checkpoint that a spike takes the run back to."""
+    while trainer.done < last and not trainer.group.preemption.agreed:
+        row: dict[str, Any] = {}
+        for row in trainer.steps(trainer.done + 1, last, shown):
+            shown.step(row)
+            for line in (*row.get("warnings", ()), *trainer.saves.poll()):
+                shown.say(line)
+            if planner is not None and (line := planner.observe(row)) is not None:
+                shown.say(line)
+        if "spike" in row and trainer.config.on_spike == "rewind":
+            for line in trainer.saves.finish():
+                shown.say(line)
+            target, line = rewind(trainer.run, trainer.done, row["spike"])
+            shown.say(line)
+            if target is not None:
+                return target
+    return None
+
+
 def _steps(
     trainer: Trainer, shown: Display, first: int, planner: "RunPlanner | None"
 ) -> tuple[TrainConfig, Path] | None:
@@ -136,13 +157,14 @@ def _steps(
         )
         if not (evaluates or saves or last == config.steps):
             continue
-        for row in trainer.steps(first, last, shown):
-            shown.step(row)
-            for line in (*row.get("warnings", ()), *trainer.saves.poll()):
-                shown.say(line)
-            if planner is not None and (line := planner.observe(row)) is not None:
-                shown.say(line)
+        target = _steps_until(trainer, shown, last, planner)
         preemption = trainer.group.preemption
+        if target is not None:
+            if not preemption.agreed:
+                return config, target
+            preemption.saved = target
+            shown.say(f"step {trainer.done}  pre-empted. {_RESUME}")
+            return None
         if preemption.agreed and trainer.done < config.steps:
             for line in trainer.saves.finish():
                 shown.say(line)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor
 
 from pipeloom.parallel.placed import PlacedBlock, cut_blocks
+from pipeloom.processes.agreement import together
 from pipeloom.slicing.context import hashed
 from pipeloom.train import checkpoint
 from pipeloom.train.checkpoint.directory import resume_path
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.output.display import resume_notices
+from pipeloom.train.output.rewinds import Rewind, read_rewinds, with_rewinds
 from pipeloom.train.process_group import Group
 from pipeloom.train.run_model import RunModel
 from pipeloom.train.run_parts import RunParts
@@ -47,7 +50,13 @@ def contents(run: RunParts) -> dict[str, Any]:
     config = run.config
     state: dict[str, Any] = {
         "model": run.model_state,
-        "sampler": {"samples_seen": run.samples_seen, "seed": run.sampler.seed, "num_windows": run.sampler.num_windows},
+        "sampler": {
+            "samples_seen": run.samples_seen,
+            "seed": run.sampler.seed,
+            "num_windows": run.sampler.num_windows,
+            "passed_over": run.sampler.passed_over,
+        },
+        "recent_steps": run.band.state(),
         "config": config.to_mapping(),
     }
     if run.scaler is not None:
@@ -102,8 +111,13 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     sampler = saved.state["sampler"]
     same_text = sampler["num_windows"] == run.sampler.num_windows
     if same_text:  # its passes continue where they were
-        run.sampler = Sampler(run.sampler.num_windows, sampler["seed"])
+        passed_over = [(start, stop) for start, stop in sampler.get("passed_over", ())]
+        run.sampler = Sampler(run.sampler.num_windows, sampler["seed"], passed_over)
         run.samples_seen = sampler["samples_seen"]
+        if "recent_steps" in saved.state:
+            run.band.load(saved.state["recent_steps"])
+    if path.absolute().parent == run.output_dir.absolute():
+        run.sampler = with_rewinds(run.sampler, _rewinds(run))
     random = saved.random(group.rank, group.size) if same_places(saved.layout, _layout(run)) else None
     if random is not None:
         checkpoint.restore_random_state(random)
@@ -130,6 +144,16 @@ def same_places(layout: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether each process computes the same in two layouts, so that random states can be restored."""
     any_strategy = {"data_strategy": None}  # it does not decide which process computes what
     return {**layout, **any_strategy} == {**other, **any_strategy}
+
+
+def _rewinds(run: RunParts) -> list[Rewind]:
+    """The rewinds of this run, as process 0 reads them; every process calls it."""
+    found = together(
+        lambda: [asdict(each) for each in read_rewinds(run.output_dir)] if run.group.rank == 0 else [],
+        run.group.all_gather,
+        failed="the checkpoint was not loaded",
+    )
+    return [Rewind.from_dict(row) for row in found[0]]
 
 
 def _trained(run: RunModel, values: Mapping[str, _V]) -> dict[str, _V]:

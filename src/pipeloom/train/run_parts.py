@@ -18,6 +18,7 @@ from pipeloom.train.data.opening import open_samples
 from pipeloom.train.data_parallel_costs import measure_data_costs
 from pipeloom.train.optimizers import make_optimizer
 from pipeloom.train.output.directory import Journal
+from pipeloom.train.output.recent_band import RecentBand
 from pipeloom.train.output.step_metrics import Predictor
 from pipeloom.train.process_group import Group
 from pipeloom.train.run_model import RunModel, hidden_prefixes
@@ -49,7 +50,8 @@ class RunParts(RunModel):
         scaler: of the loss, for fp16.
         predictor: of steps, from the costs of earlier ones.
         sampler: the order of samples.
-        samples_seen: samples trained on so far, over all runs.
+        samples_seen: samples trained on so far, over all runs, without those that are passed over.
+        band: losses and gradient norms of recent steps.
         notices: lines to show before the first step.
     """
 
@@ -74,6 +76,7 @@ class RunParts(RunModel):
         self.predictor = Predictor(measure_data_costs(self.pipeline, group) if config.parameter_replicas > 1 else None)
         self.sampler = Sampler(self.samples.num_samples(), config.seed)
         self.samples_seen = 0
+        self.band = RecentBand()
         self.notices = list(self.samples.notices)
         self.notices += _slow_links(group)
         if group.processes_per_device > 1:

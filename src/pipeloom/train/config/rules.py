@@ -29,7 +29,7 @@ _AT_LEAST_1 = (
     *("batch.microbatches", "batch.size", "parallel.pipeline", "parallel.data", "model.layers", "model.width"),
     *("parallel.tensor", "parallel.tensor_depth", "parallel.context", "parallel.expert"),
     *("model.heads", "model.kv_heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
-    *("precision.loss_scale_steps", "model.lora"),
+    *("precision.loss_scale_steps", "model.lora", "spike_rewinds"),
 )
 _AT_LEAST_0 = (
     *("steps", "seed", "save_steps", "save_errors", "eval_steps", "sample_tokens", "optimizer.warmup_steps"),
@@ -237,6 +237,8 @@ def _check_spikes(config: TrainConfig, schedule: Schedule) -> None:
             f"on_spike={config.on_spike}: does not work with optimizer.barrier=false, which updates before the global "
             "norm is known. Use warn, or remove optimizer.barrier."
         )
+    if config.on_spike == "rewind" and not config.save_steps:
+        raise InputError("on_spike=rewind: goes back to a checkpoint, and save_steps=0 saves none. Raise save_steps.")
 
 
 def steps_between_drains(config: TrainConfig) -> int:
@@ -338,6 +340,8 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
         yield from ((name, "without --parallel auto", "add it") for name in ("processes", "replan"))
     if not config.background_saves:
         yield "save_errors", "without background_saves", "add --background_saves true"
+    if config.on_spike != "rewind":
+        yield "spike_rewinds", f"with on_spike={config.on_spike}", "use rewind"
     if not config.save_steps:
         yield "background_saves", "without checkpoints", "raise --save_steps"
     if config.model.pretrained is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -81,28 +81,57 @@ class Sampler:
 
     Sample ``n`` is element ``n % num_windows`` of the permutation of epoch ``n // num_windows``, which is determined by
     `seed` and the epoch. The only state is thus the number of samples used so far: a run that resumes from it, with any
-    batch size, repeats and skips no sample.
+    batch size, repeats and skips no sample. Samples that are passed over are no part of the order, and not counted.
+
+    Args:
+        num_windows: windows of the data.
+        seed: of the order.
+        passed_over: ranges of positions, (start, stop), of samples that are left out.
+
+    Attributes:
+        order: number of windows and seed, which determine the order.
+        passed_over: the ranges, merged and ascending.
 
     Raises:
         DataError: there are no windows.
     """
 
-    def __init__(self, num_windows: int, seed: int) -> None:
+    def __init__(self, num_windows: int, seed: int, passed_over: Iterable[tuple[int, int]] = ()) -> None:
         if num_windows < 1:
             raise DataError(f"num_windows={num_windows}: must be at least 1. Add text.")
         self.num_windows = num_windows
         self.seed = seed
+        self.order = num_windows, seed
+        self.passed_over: list[tuple[int, int]] = []
+        for start, stop in sorted(passed_over):
+            if self.passed_over and start <= (last := self.passed_over[-1])[1]:
+                self.passed_over[-1] = last[0], max(last[1], stop)
+            else:
+                self.passed_over.append((start, stop))
         self._permutation = lru_cache(maxsize=2)(self._permutation_of)  # two, as a batch may span epochs
 
     def batch(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """The window numbers of samples ``first_sample ... first_sample + count - 1``; [count]."""
-        epoch, offset = divmod(first_sample, self.num_windows)
         pieces = [np.empty(0, np.int64)]
         while count > 0:
-            pieces.append(self._permutation(epoch)[offset : offset + count])
+            position, follow = self.position(first_sample)
+            epoch, offset = divmod(position, self.num_windows)
+            pieces.append(self._permutation(epoch)[offset : offset + min(count, follow or count)])
+            first_sample += len(pieces[-1])
             count -= len(pieces[-1])
-            epoch, offset = epoch + 1, 0
         return np.concatenate(pieces)
+
+    def position(self, sample: int) -> tuple[int, int | None]:
+        """The place of a sample in the order, and how many follow before samples are passed over; None: all."""
+        for start, stop in self.passed_over:
+            if sample < start:
+                return sample, start - sample
+            sample += stop - start
+        return sample, None
+
+    def without(self, passed_over: Iterable[tuple[int, int]]) -> Sampler:
+        """A sampler that passes over these ranges too."""
+        return Sampler(self.num_windows, self.seed, [*self.passed_over, *passed_over])
 
     def _permutation_of(self, epoch: int) -> NDArray[np.int64]:
         generator = np.random.Generator(np.random.PCG64([self.seed % 2**64, epoch]))

@@ -26,10 +26,11 @@ MODEL_DIR = "model"  # of a fine-tuned model, in an output directory
 
 # What a run writes. An output directory may also have text files of the user.
 PLAN_NAME, PLAN_TIMES_NAME = "plan.json", "plan_times.json"
+REWINDS_NAME = "rewinds.json"
 RUN_FILES = (
     *(PLAN_NAME, PLAN_TIMES_NAME),
     *("metrics.jsonl", "config.yaml", "environment.json", "memory.json", "report.html"),
-    *("timelines.json", "timeline.json.gz", "tracking.json", "tensorboard"),
+    *("timelines.json", "timeline.json.gz", "tracking.json", "tensorboard", REWINDS_NAME),
     MODEL_DIR,
 )
 _WRITTEN = re.compile(f"{'|'.join(map(re.escape, RUN_FILES))}|data|checkpoint-\\d+|previous-\\d+")

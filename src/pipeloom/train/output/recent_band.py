@@ -2,6 +2,7 @@
 
 import statistics
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 _RECENT_STEPS = 32
 _LEAST_STEPS = 20  # below it nothing is a spike: the first steps change fast
@@ -33,3 +34,11 @@ class RecentBand:
                     found.append(f"{name} {value:.4g}, limit {limit:.4g}")
             recent.append(value)
         return "; ".join(found) or None
+
+    def state(self) -> dict[str, list[float]]:
+        """The values of recent steps, for a checkpoint."""
+        return {name: list(values) for name, values in self._recent.items()}
+
+    def load(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Restore what `state` returned."""
+        self._recent = {name: deque(map(float, state[name]), maxlen=_RECENT_STEPS) for name in _LEAST_EXCESS}
