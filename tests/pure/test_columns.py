@@ -83,11 +83,42 @@ def columns_equal_the_relation(schedule: Schedule) -> None:
     actions = [action for _, action in schedule.actions()]
     assert [decode(code) for code in found.codes.tolist()] == actions
     needed = {action: set() for action in actions}
-    for users, uses in columns.needs(schedule, found, *places):
+    for users, uses in columns.needs(schedule, *places):
         for user, used in zip(users.tolist(), uses.tolist(), strict=True):
             assert actions[used] not in needed[actions[user]]
             needed[actions[user]].add(actions[used])
     assert needed == {action: set(dependencies(action, schedule)) for action in actions}
+
+
+@settings(deadline=None, max_examples=100)
+@given(handmade.schedules(), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
+def test_guessed_rounds_are_those_walked_one_by_one(schedule, steps, fewest, more):
+    """Small numbers, so that short schedules have guesses that are right, wrong from the start, and wrong inside."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rounds, "_STEPS", steps)
+        patched.setattr(rounds, "_GUESSES", (fewest, fewest + more))
+        guessed = columns.prove.__wrapped__(schedule)
+        patched.setattr(rounds._Walk, "guess", lambda walk, num_rounds: 0)
+        stepped = columns.prove.__wrapped__(schedule)
+    if stepped is None:
+        assert guessed is None
+    else:
+        assert guessed.rounds == stepped.rounds
+        assert (guessed.sequence == stepped.sequence).all()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipev"])
+def test_most_rounds_of_a_long_schedule_are_guessed(name, monkeypatch):
+    schedule = schedules.build(name, num_ranks=20, num_microbatches=400)
+    monkeypatch.setattr(rounds, "_NARROW", 1)
+    guessed, guess, walked = columns.prove.__wrapped__(schedule), rounds._Walk.guess, []
+    monkeypatch.setattr(rounds._Walk, "guess", lambda *given: walked.append(guess(*given)) or walked[-1])
+    columns.prove.__wrapped__(schedule)
+    monkeypatch.setattr(rounds._Walk, "guess", lambda *given: 0)
+    stepped = columns.prove.__wrapped__(schedule)
+    assert sum(walked) > len(stepped.rounds) / 2
+    assert guessed.rounds == stepped.rounds
+    assert (guessed.sequence == stepped.sequence).all()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +134,9 @@ def columns_equal_the_relation(schedule: Schedule) -> None:
 def test_times_and_memory_by_columns_are_those_by_events(schedule, single, monkeypatch):
     """Alternately in rounds and one action at a time."""
     if single:
-        monkeypatch.setattr(rounds, "_TRIAL", 2)
+        monkeypatch.setattr(rounds, "_TRIAL", 1)
+        monkeypatch.setattr(rounds, "_STEPS", 1)
+        monkeypatch.setattr(rounds._Walk, "guess", lambda walk, num_rounds: 0)
         monkeypatch.setattr(rounds, "_NARROW", 1 << 30)
     proof = columns.prove.__wrapped__(schedule)
     assert (proof.rounds is None) == single or len(proof.columns.codes) <= schedule.num_ranks

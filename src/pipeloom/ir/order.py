@@ -13,6 +13,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.ir.action import Action, Op
 
 LARGE = 8192  # actions from which on a schedule is checked and timed by columns; below, loading numpy takes longer
+LONG = 512  # actions from which on those of one rank are made by numpy
 OPS = tuple(Op)
 OP_NUMBER = {op: number for number, op in enumerate(OPS)}
 MICROBATCH_SHIFT, STAGE_SHIFT, OP_SHIFT = 16, 38, 58
@@ -57,6 +58,17 @@ class Order(Sequence[Action]):
 
     def __init__(self, codes: Iterable[int]) -> None:
         self.codes = array("q", codes)
+
+    def on_later_stages(self, num_stages: int) -> "Order":
+        """The same order with every action `num_stages` stages later."""
+        step = num_stages * STAGE_STEP
+        if len(self.codes) < LONG:
+            return Order([code + step for code in self.codes])
+        from pipeloom.ir.large.long_orders import increased
+
+        later = Order(())
+        later.codes.frombytes(increased(self.codes, step))
+        return later
 
     def __len__(self) -> int:
         return len(self.codes)

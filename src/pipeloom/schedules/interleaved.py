@@ -9,10 +9,12 @@ so on. Makespan ``(m*v + p - 1) * (tF + tB) / v``; peak on rank d ``min((v-1)*N 
 With N = p, a latency c of at most min(tF, tB) / v adds ``2 * (p*v - 1) * c`` to the makespan.
 """
 
+from array import array
+
 from pipeloom.common.quantities import counted
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Action, Op, Placement, Schedule
-from pipeloom.ir.order import STAGE_STEP, Order, encode
+from pipeloom.ir.order import Order, encode
 from pipeloom.schedules.table import family
 
 
@@ -43,16 +45,16 @@ def interleaved(
     if v > 1:
         _check_groups(p, m, group_size)
     table = [(b, chunk) for first in range(0, m, n) for chunk in range(v) for b in range(first, min(first + n, m))]
-    forwards = [encode(Action(chunk * p, Op.F, b)) for b, chunk in table]  # of rank 0
-    backwards = [encode(Action((v - 1 - chunk) * p, Op.B, b)) for b, chunk in table]
+    forwards = array("q", (encode(Action(chunk * p, Op.F, b)) for b, chunk in table))  # of rank 0
+    backwards = array("q", (encode(Action((v - 1 - chunk) * p, Op.B, b)) for b, chunk in table))
     orders = []
     for d in range(p):
         warmup = min(2 * (p - 1 - d) + (v - 1) * n, m * v) if v > 1 else min(p - 1 - d, m)
         both = m * v - warmup
-        codes = forwards[:warmup] + [0] * (2 * both) + backwards[both:]
+        codes = forwards + backwards
         codes[warmup : warmup + 2 * both : 2] = forwards[warmup:]
         codes[warmup + 1 : warmup + 2 * both : 2] = backwards[:both]
-        orders.append(Order(code + d * STAGE_STEP for code in codes))
+        orders.append(Order(codes).on_later_stages(d))
     return Schedule(name="interleaved", num_microbatches=m, placement=Placement.loop(p, v), orders=tuple(orders))
 
 

@@ -6,11 +6,13 @@ lane.repeat(2, (0, F), (0, B))       0F2 0B0 0F3 0B1
 lane.repeat(2, (0, B))               0B2 0B3
 """
 
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Self
 
 from pipeloom.ir import Action, Op, Placement, Schedule
-from pipeloom.ir.order import MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Order, encode
+from pipeloom.ir.order import LONG, MICROBATCH_MASK, MICROBATCH_SHIFT, MICROBATCH_STEP, Order, encode
 
 
 class Phases:
@@ -23,7 +25,7 @@ class Phases:
 
     def __init__(self, *, first: int = 0, stride: int = 1) -> None:
         self._first, self._stride = first, stride
-        self._codes: list[int] = []
+        self._codes = array("q")
         self._done: dict[tuple[int, Op], int] = {}
 
     def done(self, stage: int, op: Op) -> int:
@@ -34,13 +36,18 @@ class Phases:
         """Append the pattern `count` times, each (stage, op) with its next micro-batch; nothing if `count` < 1."""
         if count < 1:
             return self
-        start, width = len(self._codes), len(pattern)
-        self._codes += [0] * (count * width)
-        for place, (stage, op) in enumerate(pattern):
+        counts = []  # of each place of the pattern, its codes
+        for stage, op in pattern:
             done = self.done(stage, op)
             first, last = (encode(Action(stage, op, self._first + b * self._stride)) for b in (done, done + count - 1))
-            self._codes[start + place :: width] = range(first, last + 1, MICROBATCH_STEP * self._stride)
+            counts.append(range(first, last + 1, MICROBATCH_STEP * self._stride))
             self._done[stage, op] = done + count
+        if count < LONG:
+            self._codes.extend(chain.from_iterable(zip(*counts, strict=True)))
+        else:
+            from pipeloom.ir.large.long_orders import in_turn
+
+            self._codes.frombytes(in_turn(counts))
         return self
 
     def alternate(self, stage: int, num_microbatches: int, warmup: int) -> Self:

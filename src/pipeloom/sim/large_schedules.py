@@ -64,14 +64,16 @@ def _by_rounds(proof: Proof, seconds: Floats, waits: Waits, later: Floats | None
     ends[count:] = 0.0, -np.inf
     there = ends if later is None else ends.copy()
     assert proof.rounds is not None
-    for first, last in pairwise(proof.rounds):
-        start = ends[before[first:last]]
+    arrived = np.empty(max(map(int, np.diff(proof.rounds)), default=0))
+    for first, last in pairwise(proof.rounds):  # `out` and `clip` save a copy each
+        start = starts[first:last]
+        ends.take(before[first:last], out=start, mode="clip")
         for sources, lags in waits:
-            come = there[sources[first:last]]
+            come = arrived[: last - first]
+            there.take(sources[first:last], out=come, mode="clip")
             if lags is not None:
                 come += lags[first:last]
             np.maximum(start, come, out=start)
-        starts[first:last] = start
         end = np.add(start, seconds[first:last], out=ends[first:last])
         if later is not None:
             np.add(end, later[first:last], out=there[first:last])

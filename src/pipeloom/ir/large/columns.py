@@ -43,7 +43,7 @@ class Columns:
     Attributes:
         codes: as in `Order`.
         op: number of the op, see `OPS`.
-        stage, rank: of each action.
+        stage, microbatch, rank: of each action.
         first: for each rank, the index of its first action; one more entry ends the last rank.
         units: the index of each F that starts an overlapped unit; its partner is the next action.
     """
@@ -51,13 +51,10 @@ class Columns:
     codes: npt.NDArray[np.int64]
     op: npt.NDArray[np.int8]
     stage: Ints
+    microbatch: Ints
     rank: Ints
     first: Ints
     units: Ints
-
-    @property
-    def microbatch(self) -> Ints:
-        return ((self.codes >> MICROBATCH_SHIFT & MICROBATCH_MASK) - 1).astype(np.int32)
 
     @property
     def piece(self) -> Ints:
@@ -68,8 +65,7 @@ class Columns:
         """Where `rank` runs one of `ops` of `stage`: positions in its order, and the micro-batches."""
         here = slice(self.first[rank], self.first[rank + 1])
         at = np.flatnonzero(np.isin(self.op[here], [OP_NUMBER[op] for op in ops]) & (self.stage[here] == stage))
-        microbatches = (self.codes[here][at] >> MICROBATCH_SHIFT & MICROBATCH_MASK) - 1
-        return zip(at.tolist(), microbatches.tolist(), strict=True)
+        return zip(at.tolist(), self.microbatch[here][at].tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +108,7 @@ def columns_of(schedule: Schedule) -> Columns | None:
         codes=codes,
         op=(codes >> OP_SHIFT).astype(np.int8),
         stage=(codes >> STAGE_SHIFT & STAGE_MASK).astype(np.int32),
+        microbatch=((codes >> MICROBATCH_SHIFT & MICROBATCH_MASK) - 1).astype(np.int32),
         rank=np.repeat(np.arange(len(parts), dtype=np.int32), np.diff(first)),
         first=first,
         units=np.empty(0, np.int32),
@@ -165,8 +162,9 @@ def prove(schedule: Schedule) -> Proof | None:
 
 def _fits(schedule: Schedule, columns: Columns) -> bool:
     """Whether every action has a legal op, stage, micro-batch and slice and stands on a rank that holds its stage."""
-    codes, stage, microbatch, piece = columns.codes, columns.stage, columns.microbatch, columns.piece
-    legal_slice = piece == -1 if schedule.num_slices == 1 else (piece >= 0) & (piece < schedule.num_slices)
+    codes, stage, microbatch, num_slices = columns.codes, columns.stage, columns.microbatch, schedule.num_slices
+    number = codes & SLICE_MASK  # 0 for none, from 1 on
+    legal_slice = number == 0 if num_slices == 1 else (number > 0) & (number <= num_slices)
     legal_op = (columns.op >= min(F, B, I, W)) & (columns.op <= max(F, B, I, W))
     legal = legal_op & legal_slice & (stage < schedule.num_stages)
     legal &= (microbatch >= 0) & (microbatch < schedule.num_microbatches)
@@ -174,23 +172,27 @@ def _fits(schedule: Schedule, columns: Columns) -> bool:
         return False
     replicas = schedule.placement.replicas
     counts = np.array([*map(len, replicas)], np.int32)
-    table = np.array([(*ranks, *(-1,) * (int(counts.max()) - len(ranks))) for ranks in replicas], np.int32)
-    return bool((table[stage, microbatch % counts[stage]] == columns.rank).all())
+    most = int(counts.max())
+    table = np.array([(*ranks, *(-1,) * (most - len(ranks))) for ranks in replicas], np.int32)
+    holder = table[:, 0][stage] if most == 1 else table[stage, microbatch % counts[stage]]
+    return bool((holder == columns.rank).all())
 
 
-def _places(schedule: Schedule, columns: Columns) -> tuple[Ints, Ints, Ints, Ints] | None:
+def _places(schedule: Schedule, columns: Columns) -> tuple[Ints, Ints, Ints] | None:
     """Where F, the backward and W of each (stage, micro-batch, slice) stand; None if one is missing or twice.
 
     Returns:
-        For each action its cell, a number for (stage, micro-batch, slice); for each cell the index of its F, of its B
-        or I, and of its W (-1 where there is none).
+        For each (stage, micro-batch, slice) in this order the index of its F, of its B or I, and of its W (-1 where
+        there is none).
     """
     m, k = schedule.num_microbatches, schedule.num_slices
     count = schedule.num_stages * m * k
     if count > len(columns.codes):
         return None
     op = columns.op
-    cell = (columns.stage * m + columns.microbatch) * k + np.maximum(columns.piece, 0)
+    cell = columns.stage * m + columns.microbatch
+    if k > 1:
+        cell = cell * k + columns.piece
     tables = []
     for chosen in (op == F, (op == B) | (op == I), op == W):
         at = np.full(count, -1, np.int32)
@@ -205,42 +207,41 @@ def _places(schedule: Schedule, columns: Columns) -> tuple[Ints, Ints, Ints, Int
     backwards_due = (backward >= 0) == (not schedule.forward_only)
     if not ((forward >= 0).all() and backwards_due.all() and ((weight >= 0) == split).all()):
         return None
-    return cell, forward, backward, weight
+    return forward, backward, weight
 
 
-def needs(schedule: Schedule, columns: Columns, cell: Ints, forward: Ints, backward: Ints, weight: Ints) -> Needs:
+def needs(schedule: Schedule, forward: Ints, backward: Ints, weight: Ints) -> Needs:
     """Pairs of columns: actions, and for each of them one that it needs. The relation of `dependencies`."""
-    op, stage, k = columns.op, columns.stage, schedule.num_slices
-    a_stage = schedule.num_microbatches * k  # cells from one stage to the next
-    forwards, backwards = (np.flatnonzero(chosen).astype(np.int32) for chosen in (op == F, (op == B) | (op == I)))
-    inner = forwards[stage[forwards] > 0]
-    yield inner, forward[cell[inner] - a_stage]
-    yield backwards, forward[cell[backwards]]
-    inner = backwards[stage[backwards] < schedule.num_stages - 1]
-    yield inner, backward[cell[inner] + a_stage]
-    weights = np.flatnonzero(op == W).astype(np.int32)
-    yield weights, backward[cell[weights]]
-    if k > 1:
-        piece = columns.piece
-        later = forwards[piece[forwards] > 0]
-        yield later, forward[cell[later] - 1]
-        earlier = backwards[piece[backwards] < k - 1]
-        yield earlier, backward[cell[earlier] + 1]
+    shape = (schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
+    forwards, backwards = forward.reshape(shape), backward.reshape(shape)
+    yield _pairs(forwards[1:], forwards[:-1])
+    if shape[2] > 1:
+        yield _pairs(forwards[..., 1:], forwards[..., :-1])
+    if schedule.forward_only:
+        return
+    yield backward, forward
+    yield _pairs(backwards[:-1], backwards[1:])
+    if shape[2] > 1:
+        yield _pairs(backwards[..., :-1], backwards[..., 1:])
+    split = weight >= 0
+    yield weight[split], backward[split]
 
 
-def _remote(
-    schedule: Schedule, columns: Columns, cell: Ints, forward: Ints, backward: Ints, weight: Ints
-) -> Ints | None:
+def _pairs(users: Ints, needed: Ints) -> tuple[Ints, Ints]:
+    return users.reshape(-1), needed.reshape(-1)
+
+
+def _remote(schedule: Schedule, columns: Columns, forward: Ints, backward: Ints, weight: Ints) -> Ints | None:
     """`Proof.remote`; None if an action stands before one of its own rank that it needs."""
     count = len(columns.codes)
     remote = np.full(count, count, np.int32)
     begins = np.arange(count, dtype=np.int32)  # where what an action needs has to stand before: its unit begins there
     begins[columns.units + 1] -= 1
-    for users, needed in needs(schedule, columns, cell, forward, backward, weight):
-        here = columns.rank[users] == columns.rank[needed]
-        if (needed[here] >= begins[users[here]]).any():
+    for users, needed in needs(schedule, forward, backward, weight):
+        elsewhere = columns.rank[users] != columns.rank[needed]
+        if not (elsewhere | (needed < begins[users])).all():
             return None
-        remote[users[~here]] = needed[~here]
+        remote[users[elsewhere]] = needed[elsewhere]
     return remote
 
 
