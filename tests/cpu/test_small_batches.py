@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,42 @@ def test_different_batches_on_first_and_last_rank_are_refused_by_all() -> None:
             assert len(set(answers)) == 1
         else:
             assert all("6" in text and "8" in text for text in answers), answers
+
+
+def test_batches_of_different_forms_are_refused_by_all() -> None:
+    x, y = _batch(8)
+    given = {  # on rank 2, and what all ranks say
+        "lengths": (
+            (x[:, :6], y[:, :6]),
+            r"inputs are float32 \[samples, 8\] on rank 0 and float32 \[samples, 6\] on rank 2",
+        ),
+        "types": (
+            (x, y.double()),
+            r"targets are float32 \[samples, 8\] on rank 0 and float64 \[samples, 8\] on rank 2",
+        ),
+        "keys": (
+            ({"x": x}, y),
+            r"inputs are float32 \[samples, 8\] on rank 0 and {'x': float32 \[samples, 8\]} on rank 2",
+        ),
+        "unread": ((torch.empty(8, 0), y), ""),
+        "none": ((None, y), ""),
+    }
+
+    def run() -> list[Any]:
+        found: list[Any] = []
+        with _pipeline("1f1b", 3, mesh=pl.Mesh(pp=3)) as pipe:
+            for inputs, targets in (pair if _rank() == 2 else (x, y) for pair, _ in given.values()):
+                for call in (pipe.step, pipe.evaluate):
+                    try:
+                        found.append(float(call(inputs, targets)))
+                    except InputError as error:
+                        found.append(str(error))
+        return found
+
+    expected = [words for _, words in given.values() for _ in range(2)]
+    for answers, words in zip(zip(*pl.run_threads(3, run), strict=True), expected, strict=True):
+        assert all(isinstance(each, str) == bool(words) for each in answers), answers
+        assert all(re.match(words, str(each)) for each in answers), answers
 
 
 # Evaluations

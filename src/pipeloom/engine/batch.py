@@ -12,7 +12,7 @@ from pipeloom.autograd.auxiliary_losses import DeclaredLoss, ObservedQuantity
 from pipeloom.autograd.loss_metrics import Metric
 from pipeloom.devices import Device
 from pipeloom.errors import InputError
-from pipeloom.transport.values import MicroBatches, Value, flatten, sizes_of, split_batch, unflatten
+from pipeloom.transport.values import MicroBatches, Value, flatten, sizes_of, split_batch, tensors_in, unflatten
 
 
 class Extent(NamedTuple):
@@ -61,6 +61,7 @@ class Batch:
         metric_kinds: by name of the metrics beside the loss, whether it is a sum; None: no loss was computed yet.
         extents: extents of the slices, on ranks that read inputs or targets; other ranks receive them with each value.
         seed: seed of the dropout masks of slices; None: a stage draws one where it needs it.
+        forms: of inputs and targets (see `form_of`); empty where this process does not read the batch.
     """
 
     inputs: Sequence[Value] = ()
@@ -77,6 +78,7 @@ class Batch:
     metric_kinds: Mapping[str, bool] | None = None
     extents: Sequence[Extent] = ()
     seed: int | None = None
+    forms: tuple[str, str] = ("", "")
 
     @classmethod
     def cut(
@@ -154,3 +156,25 @@ def prepared(loss_fn: Any, targets: Value) -> Value:
 def label_weights(loss_fn: Any, targets: Value) -> LabelWeights | None:
     """What weighs the labels of a batch with these prepared targets; None: nothing does."""
     return next((each for each in (targets, loss_fn) if hasattr(each, "weigh")), None)
+
+
+def form_of(value: Value) -> str:
+    """The form in words, such as "int64 [samples, 16]"; empty for None, and for tensors without elements.
+
+    Of constants it has the types. Keys of dicts are in alphabetical order.
+    """
+    if isinstance(value, MicroBatches):
+        return " | ".join(dict.fromkeys(map(form_of, value)))
+    return _form(value) if any(tensor.numel() for tensor in tensors_in(value)) else ""
+
+
+def _form(value: Value) -> str:
+    if isinstance(value, Tensor):
+        shape = ", ".join(["samples", *map(str, value.shape[1:])] if value.dim() else [])
+        return f"{str(value.dtype).removeprefix('torch.')} [{shape}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{key!r}: {_form(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, tuple | list):
+        items = [*map(_form, value)]
+        return f"({', '.join(items)})" if any(map(tensors_in, value)) else "list"
+    return type(value).__name__

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
+from pipeloom.engine.batch import Batch
 from pipeloom.engine.refusals import refused_by
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
@@ -59,6 +60,10 @@ class Exchange(ABC):
             RunError: ranks make different calls. PeerLost: a rank ended or timed out.
         """
 
+    @abstractmethod
+    def gather(self, text: str, call: int) -> list[str]:
+        """The texts of all ranks; every rank calls it."""
+
 
 class LineExchange(Exchange):
     """The ranks of one replica tell their neighbours, round by round, what they know.
@@ -82,15 +87,23 @@ class LineExchange(Exchange):
         self.last_refused = 0
 
     def exchange(self, counts: Sequence[int], text: str, call: int) -> tuple[list[list[int]], str]:
-        known: dict[int, tuple[list[int], str]] = {self.rank: (list(counts), text)}
+        known = self._gather(list(counts), text, call)
+        texts = [text for _, text in known.values() if text]
+        return [known[rank][0] for rank in range(self._size)], texts[0] if texts else ""
+
+    def gather(self, text: str, call: int) -> list[str]:
+        known = self._gather([], text, call)
+        return [known[rank][1] for rank in range(self._size)]
+
+    def _gather(self, counts: list[int], text: str, call: int) -> dict[int, tuple[list[int], str]]:
+        known = {self.rank: (counts, text)}
         for _ in range(self._rounds):
             message = flatten({rank: known[rank] for rank in sorted(known)})
             for peer in self._peers:
                 self._transport.outgoing(Channel(self.rank, peer, Lane.PIPELINE)).send(*message, call)
             for peer in self._peers:
                 known |= self._receive(peer, call)
-        texts = [text for _, text in known.values() if text]
-        return [known[rank][0] for rank in range(self._size)], texts[0] if texts else ""
+        return known
 
     def _receive(self, peer: int, call: int) -> dict[int, tuple[list[int], str]]:
         end = self._transport.incoming(Channel(peer, self.rank, Lane.PIPELINE))
@@ -126,8 +139,11 @@ class MembersExchange(Exchange):
         found = [row[1:] for row in rows]
         if all(samples != _REFUSED for samples, *_ in found):
             return found, ""
+        return found, next(filter(None, self.gather(text, call)))
+
+    def gather(self, text: str, call: int) -> list[str]:
         texts = self._members.gather(text.encode(), lost=_LOST, timeout_seconds=self._timeout)
-        return found, next(filter(None, texts)).decode()
+        return [each.decode() for each in texts]
 
 
 class BatchAgreement:
@@ -137,32 +153,41 @@ class BatchAgreement:
         exchange: between these ranks.
         replicas: of the pipeline, as the ranks that exchange.
         replica_ranks: the ranks with the same stages as this one in all replicas; empty: there is one.
+        batches: groups of ranks that read the same batch.
     """
 
-    def __init__(self, exchange: Exchange, replicas: Sequence[Sequence[int]], replica_ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        replicas: Sequence[Sequence[int]],
+        replica_ranks: Sequence[int],
+        batches: Sequence[Sequence[int]],
+    ) -> None:
         self._exchange, self._replicas, self._alike = exchange, replicas, replica_ranks
+        self._batches = batches
         counted = {*(replica_ranks or [exchange.rank])}
         self._counted = [line for line in replicas if counted & {*line}]
 
     def agree(
-        self, num_samples: int, labels: tuple[int, int], refusal: Exception | None, call: int, settings: str = ""
+        self, batch: Batch, labels: tuple[int, int], refusal: Exception | None, call: int, settings: str = ""
     ) -> Agreed:
-        """Exchange the size of a batch; every rank calls it.
+        """Exchange the size and the form of a batch; every rank calls it.
 
         Args:
-            num_samples: of the batch that this process reads; 0 where it reads none.
+            batch: what this process reads.
             labels: its labels, and those that count.
             refusal: why it cannot use its batch.
             call: number of the call.
             settings: its arguments, which all ranks have to pass alike.
 
         Raises:
-            InputError: a rank cannot use its batch, those of one replica have different sizes, or ranks have different
-                settings; on all ranks.
+            InputError: a rank cannot use its batch, those of one replica have different sizes or forms, or ranks have
+                different settings; on all ranks.
             RunError: ranks make different calls. PeerLost: a rank ended or timed out.
         """
         text = "" if refusal is None else refused_by(self._exchange.rank, refusal)
-        own = (num_samples if refusal is None else _REFUSED, *labels, crc32(settings.encode()))
+        samples = batch.num_samples if refusal is None else _REFUSED
+        own = (samples, *labels, *(crc32(each.encode()) for each in (*batch.forms, settings)))
         found, text = self._exchange.exchange(own, text, call)
         counts = [samples for samples, *_ in found]
         if _REFUSED in counts:
@@ -173,7 +198,7 @@ class BatchAgreement:
                 f"ranks 0 and {other} made this call with different arguments: pass the same on every process. This "
                 f"process has {settings}."
             )
-        for line in self._replicas:
+        for line in self._batches:
             holders = {counts[rank]: rank for rank in reversed(line) if counts[rank]}
             if len(holders) > 1:
                 (one, first), (other, second) = sorted(holders.items(), key=lambda item: item[1])[:2]
@@ -181,7 +206,38 @@ class BatchAgreement:
                     f"rank {first} has a batch of {one} samples and rank {second} one of {other}: every sample needs a "
                     "target. Pass inputs and targets of the same batch, on every process."
                 )
+        numbers = [[str(number or "") for number in row[3:5]] for row in found]
+        if different_forms(numbers, self._batches):
+            forms = [text.split("\n") for text in self._exchange.gather("\n".join(batch.forms), call)]
+            raise InputError(different_forms(forms, self._batches))
         sizes = [max(counts[rank] for rank in line) for line in self._replicas]
         all_labels, counting = (sum(found[rank][column] for rank in self._alike) for column in (1, 2))
         all_samples = sum(max(counts[rank] for rank in line) for line in self._counted)
         return Agreed(min(sizes), max(sizes), all_samples, (all_labels, counting))
+
+
+def number_of_forms(forms: Sequence[str]) -> int:
+    """A number from 1 to 65535 that other forms hardly have; 0 where a form is not known."""
+    return crc32("\n".join(forms).encode()) % 0xFFFF + 1 if all(forms) else 0
+
+
+def different_forms(forms: Sequence[Sequence[str]], batches: Sequence[Sequence[int]]) -> str:
+    """The error text for ranks that read one batch in different forms; empty: there are none.
+
+    Args:
+        forms: of inputs and targets, by rank; empty where a rank reads none.
+        batches: ranks that read the same batch.
+    """
+    for ranks in batches:
+        for what, column in (("inputs", 0), ("targets", 1)):
+            first: dict[str, int] = {}
+            for rank in ranks:
+                if len(forms[rank]) > column and forms[rank][column]:
+                    first.setdefault(forms[rank][column], rank)
+            if len(first) > 1:
+                found = " and ".join(f"{form} on rank {rank}" for form, rank in first.items())
+                return (
+                    f"{what} are {found}: all ranks must pass the same batch. Pass the same {what} on every process, "
+                    "or None where a process does not read them."
+                )
+    return ""

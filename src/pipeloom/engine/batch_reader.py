@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipeloom.devices import Device
-from pipeloom.engine.batch import Batch, LabelWeights, label_weights, moved, prepared
+from pipeloom.engine.batch import Batch, LabelWeights, form_of, label_weights, moved, prepared
 from pipeloom.engine.batch_agreement import BatchAgreement
 from pipeloom.engine.binders.sequence_parts import cut_tokens
 from pipeloom.engine.binders.sequence_slices import cut_sequences
@@ -111,13 +111,15 @@ class BatchReader:
             try:
                 given = read() if given is None else given
                 found = self._cut(*given, count, training=training, with_loss=with_loss)
+                if self._reads_inputs or (with_loss and self._reads_targets):
+                    found.batch.forms = form_of(given[0]), form_of(given[1]) if with_loss else ""
             except Exception as error:
                 if agreement is None:
                     raise
                 refusal = error
             if agreement is None:
                 break
-            agreed = agreement.agree(found.batch.num_samples, found.labels, refusal, call, settings)
+            agreed = agreement.agree(found.batch, found.labels, refusal, call, settings)
             enough = training or min(count, agreed.most) <= agreed.fewest
             count = min(count, agreed.fewest)
             if enough:

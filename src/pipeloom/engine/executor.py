@@ -9,7 +9,13 @@ import torch
 from pipeloom.devices import Device, HostDevice, device_of_modules
 from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.batch import Batch
-from pipeloom.engine.batch_agreement import BatchAgreement, LineExchange, MembersExchange
+from pipeloom.engine.batch_agreement import (
+    BatchAgreement,
+    LineExchange,
+    MembersExchange,
+    different_forms,
+    number_of_forms,
+)
 from pipeloom.engine.batch_reader import BatchReader, Programs
 from pipeloom.engine.binders.action_graphs import ActionGraphs
 from pipeloom.engine.instructions import Record, Run
@@ -142,10 +148,13 @@ class Executor:
         if connection.rank is not None and self._refuses_in_messages:
             self._line = LineExchange(connection.rank, programs.train, self._transport)
             self.open_channels(self._line.channels)
-            self._agreement = BatchAgreement(self._line, [range(programs.train.num_ranks)], ())
+            line = [range(programs.train.num_ranks)]
+            self._agreement = BatchAgreement(self._line, line, (), line)
         elif connection.members is not None:
             exchange = MembersExchange(connection.members, connection.timeout_seconds)
-            self._agreement = BatchAgreement(exchange, connection.replicas, state.sharing.replica_ranks)
+            self._agreement = BatchAgreement(
+                exchange, connection.replicas, state.sharing.replica_ranks, connection.batches
+            )
         # By number of micro-batches and whether there are only forwards, then by rank.
         self._bound: dict[tuple[int, bool], dict[int, Bound]] = {}
         self._threads: RankThreads | None = None
@@ -213,7 +222,7 @@ class Executor:
             self.settle()
         self.before_call = None
         bound = self._bound_to(program)
-        call = call_number(self.num_calls + 1, kind, batch.num_samples)
+        call = call_number(self.num_calls + 1, kind, batch.num_samples, number_of_forms(batch.forms))
         if run_rank is None:
             runs = {rank: worker.run(bound[rank], batch, call, warm_up) for rank, worker in self.workers.items()}
         else:
@@ -232,8 +241,7 @@ class Executor:
                 self.drive(runs, finish, {rank: each.records for rank, each in bound.items()})
         except PeerRefused as refusal:
             self.num_calls -= 1
-            self._refuse(str(refusal))
-            raise InputError(str(refusal)) from None
+            raise InputError(self._refuse(str(refusal), batch.forms)) from None
         self.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)  # a warm-up may have taken a number
         return batch
 
@@ -303,8 +311,13 @@ class Executor:
             with self.ended_by_errors():
                 raise
 
-    def _refuse(self, text: str) -> None:
-        """End the next call on this rank, and tell its neighbours, which may run it."""
+    def _refuse(self, text: str, forms: tuple[str, str] = ("", "")) -> str:
+        """End the next call on this rank, and tell its neighbours, which may run it; returns why.
+
+        Args:
+            text: why; empty: ranks have batches of different forms.
+            forms: of the batch of this rank.
+        """
         rank = self.local_ranks[0]
         channels = program_channels(self.programs.train)
         send_refusals(self._transport, channels, rank, call_number(self.num_calls + 1, Call.STEP), text)
@@ -313,8 +326,15 @@ class Executor:
             self._transport.end_step()
         self.num_calls += 2  # the second is that of a warm-up which was repeated
         self.workers[rank].state.last_refused = self.num_calls
-        if self._line is not None:
-            self._line.last_refused = self.num_calls
+        if self._line is None:
+            return text
+        self._line.last_refused = self.num_calls
+        self.num_calls += 1
+        with self.ended_by_errors():
+            rows = self._line.gather("\n".join((*forms, text)), call_number(self.num_calls, Call.STEP))
+        found = [row.split("\n", 2) for row in rows]
+        texts = [reason for *_, reason in found if reason]
+        return text or next(iter(texts), "") or different_forms(found, [range(len(found))])
 
     def drive(
         self, runs: Mapping[int, Run], finish: Callable[[], None], records: Mapping[int, Callable[[], Iterable[Record]]]

@@ -255,6 +255,11 @@ class Mesh:
         """Ranks in the default group: all processes, in groups along an axis."""
         return self.shape.lines(axis)
 
+    def batches(self) -> tuple[tuple[int, ...], ...]:
+        """The processes that get the same batch: those with the same coordinate on axis dp."""
+        groups = ([*range(self.shape.num_processes)] for _ in range(self.degree("dp")))
+        return tuple(tuple(p for p in group if self.shape.coordinate("dp", p) == dp) for dp, group in enumerate(groups))
+
     def close(self) -> None:
         """Destroy the groups of this mesh, with their threads and sockets; every process closes its mesh.
 

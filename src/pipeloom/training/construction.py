@@ -115,10 +115,10 @@ def construct(
     fingerprint = RunFingerprint.of(
         programs.train, () if is_cut else stages.layers, slices, sharing.terms, parts.terms if parts else ()
     )
-    replicas, members = (None, None) if mesh is None else (mesh.lines("pp"), mesh.members)
-    connection = connect(
-        schedule.num_ranks, transport, timeout_seconds, fingerprint, replicas=replicas, members=members, device=device
-    )
+    between: dict[str, Any] = {}
+    if mesh is not None:
+        between = {"replicas": mesh.lines("pp"), "batches": mesh.batches(), "members": mesh.members}
+    connection = connect(schedule.num_ranks, transport, timeout_seconds, fingerprint, device=device, **between)
     if connection.rank is not None:
         frees = sharing.axis is not None and sharing.axis.strategy.shards_parameters
         give_back_freed_memory() if frees else keep_freed_memory()

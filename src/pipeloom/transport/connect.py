@@ -33,6 +33,7 @@ class Connection:
         members: all ranks of all replicas, for small exchanges; None where the process holds all ranks.
         owns_members: whether `connect` made `members`.
         replicas: the processes of each replica of the pipeline, by their rank among `members`.
+        batches: the processes that read the same batch, in the same way.
         timeout_seconds: how long a collective waits.
     """
 
@@ -42,6 +43,7 @@ class Connection:
     owns_members: bool = False
     timeout_seconds: float = 1800.0
     replicas: Sequence[Sequence[int]] = ()
+    batches: Sequence[Sequence[int]] = ()
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
         """The sum of a small CPU tensor over the processes of all ranks and replicas, in place.
@@ -64,6 +66,7 @@ def connect(
     fingerprint: RunFingerprint,
     *,
     replicas: Sequence[Sequence[int]] | None = None,
+    batches: Sequence[Sequence[int]] | None = None,
     members: Members | None = None,
     device: torch.device = _CPU,
 ) -> Connection:
@@ -76,6 +79,7 @@ def connect(
         fingerprint: of the run; all processes must have the same.
         replicas: the processes of each data-parallel replica, by their rank among `members`. None: all processes form
             one replica.
+        batches: the processes that read the same batch. None: those of a replica.
         members: the processes of all replicas. Needed with `replicas`.
         device: where this process computes.
 
@@ -127,7 +131,7 @@ def connect(
         if owns:
             members.close()
         raise
-    return Connection(rank, transport, members, owns, timeout_seconds, replicas)
+    return Connection(rank, transport, members, owns, timeout_seconds, replicas, batches or replicas)
 
 
 def _check_size(num_ranks: int, replicas: Sequence[Sequence[int]] | None, num_processes: int) -> None:

@@ -24,14 +24,15 @@ from pipeloom.devices import Mark
 from pipeloom.devices.sharing import MemorySharing
 from pipeloom.errors import PeerLost
 from pipeloom.processes.waits import waits_for
+from pipeloom.transport.call_numbers import in_words, of_words
 from pipeloom.transport.device_block import DeviceBlock
 from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing
 from pipeloom.transport.shared_block import HEAD_BYTES, SharedBlock
 from pipeloom.transport.values import Layout, decode, layout_of_some
 
-# Block number, its capacity on the CPU and on the device, call, length of a layout that is in the block and not here,
-# number of dropped blocks, length of the names of events, number of tensors of which it is said where they are.
-_DATAGRAM = struct.Struct("<IQQQIIII")
+# Block number, its capacity on the CPU and on the device, length of a layout that is in the block and not here, number
+# of dropped blocks, length of the names of events, number of tensors of which it is said where they are, call.
+_DATAGRAM = struct.Struct("<IQQIIIIQH")
 _MAX_DATAGRAM_BYTES = 1 << 16
 _MAX_LAYOUT_BYTES = 1 << 14  # a longer one goes into the block
 _MAX_DROPPED = 1 << 12  # blocks named in one datagram
@@ -106,7 +107,8 @@ class SharedOutgoing(Outgoing):
             else:
                 block.write(layout, tensors, placed, long, complete)
             self._used_in_step.add(number)
-        head = _DATAGRAM.pack(number, capacity, on_device, call, len(long), len(dropped), len(names), len(placed))
+        lengths = (len(long), len(dropped), len(names), len(placed))
+        head = _DATAGRAM.pack(number, capacity, on_device, *lengths, *in_words(call))
         numbers = struct.pack(f"<{len(dropped)}I", *dropped) if dropped else b""
         self._unsent = (head + numbers + names + (b"" if long else text), descriptors)
         return self._push()
@@ -224,7 +226,8 @@ class SharedIncoming(Incoming):
 
     def receive(self) -> Message:
         datagram, descriptors = self._next_datagram()
-        number, capacity, on_device, call, long, num_dropped, num_names, num_placed = _DATAGRAM.unpack_from(datagram)
+        number, capacity, on_device, long, num_dropped, num_names, num_placed, *words = _DATAGRAM.unpack_from(datagram)
+        call = of_words(*words)
         start = _DATAGRAM.size + 4 * num_dropped
         for dropped in struct.unpack_from(f"<{num_dropped}I", datagram, _DATAGRAM.size) if num_dropped else ():
             del self._blocks[dropped]

@@ -33,11 +33,12 @@ from pipeloom.devices.device import Stream
 from pipeloom.errors import PeerLost
 from pipeloom.processes.collectives import destroy_groups, first_line, is_lost_peer, noticing_lost_peers
 from pipeloom.processes.waits import waits_for
+from pipeloom.transport.call_numbers import in_words, of_words
 from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing, Transport
 from pipeloom.transport.values import Layout, decode
 
 _ENVELOPE_BYTES = 1 << 14
-_HEAD = struct.Struct("<IIQ")  # kind, length of the layout, call
+_HEAD = struct.Struct("<IIQH")  # kind, length of the layout, call
 _MOST_HEADER_BYTES = _ENVELOPE_BYTES - _HEAD.size  # a longer layout is a message of its own
 _NO_TIMEOUT = timedelta(days=365)  # of groups: a listening thread waits as long as its peer sends nothing
 _CLOSING_SECONDS = 5.0
@@ -163,7 +164,7 @@ class _TorchIncoming(Incoming):
                 envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
                 self._control.receive(envelope)
                 view = envelope.numpy().data
-                kind, length, call = _HEAD.unpack_from(view)
+                kind, length, *call = _HEAD.unpack_from(view)
                 if kind == _END:
                     self._messages.put(ConnectionError("it closed the channel"))
                     return
@@ -184,7 +185,7 @@ class _TorchIncoming(Incoming):
                         for tensor in filter(torch.numel, tensors):
                             self._data.receive(_wire_form(tensor))
                         arrived = device.mark()
-                self._messages.put((Message(layout, tensors, call), arrived))
+                self._messages.put((Message(layout, tensors, of_words(*call)), arrived))
         except Exception as error:  # raised by the rank's own thread
             self._messages.put(error)
 
@@ -268,7 +269,7 @@ class TorchDistributedTransport(Transport):
 
 def _envelope(kind: int, header: bytes, call: int) -> Tensor:
     envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
-    head = _HEAD.pack(kind, len(header), call) + (header if len(header) <= _MOST_HEADER_BYTES else b"")
+    head = _HEAD.pack(kind, len(header), *in_words(call)) + (header if len(header) <= _MOST_HEADER_BYTES else b"")
     envelope.numpy().data[: len(head)] = head
     return envelope
 

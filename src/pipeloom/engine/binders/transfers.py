@@ -23,7 +23,7 @@ from pipeloom.engine.refusals import PeerRefused
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Program, peer_of
 from pipeloom.ir.action import SKIP_OPS
-from pipeloom.transport.call_numbers import call_count, call_only, is_refusal, num_samples_of
+from pipeloom.transport.call_numbers import call_count, call_only, form_number_of, is_refusal, num_samples_of
 from pipeloom.transport.interface import Channel, Message, lane_of
 from pipeloom.transport.values import flatten, unflatten
 
@@ -70,10 +70,11 @@ def bind_receive(state: RankState, action: Action, program: Program) -> Step:
 def _of_this_call(state: RankState, source: int, message: Message, receive: Callable[[], Message]) -> Message:
     """`message`, or the first one after it, that belongs to this call; `other_call` raises or accepts the others.
 
-    Updates the number of samples of the batch, if the message has it.
+    Updates the number of samples of the batch and the number of its form, if the message has them.
 
     Raises:
-        PeerRefused: a rank refused its batch, or has another number of samples.
+        PeerRefused: a rank refused its batch, or has another number of samples or another form (without words: the
+            ranks exchange their forms after a refusal).
     """
     while call_only(message.call) != call_only(state.call):
         if call_count(message.call) > state.last_refused:
@@ -90,6 +91,9 @@ def _of_this_call(state: RankState, source: int, message: Message, receive: Call
             f"rank {source} has a batch of {sent} samples and this rank one of {own}: all ranks must step on the same "
             "batch. Pass the same one on every rank."
         )
+    forms = form_number_of(message.call), form_number_of(state.call)
+    if all(forms) and forms[0] != forms[1]:
+        raise PeerRefused
     state.call = max(message.call, state.call)
     return message
 

@@ -22,6 +22,7 @@ from pipeloom.transport.call_numbers import (
     call_number,
     call_only,
     cancel_number,
+    form_number_of,
     num_samples_of,
 )
 from pipeloom.transport.interface import Lane, program_channels
@@ -95,7 +96,9 @@ class SpeculativeWarmUp:
         before.restore()
         call = call_only(state.call)
         self._cancelled = (call, cancel_number(call))
-        state.call = call_number(call_count(call) + 1, Call.STEP, num_samples_of(state.call))
+        state.call = call_number(
+            call_count(call) + 1, Call.STEP, num_samples_of(state.call), form_number_of(state.call)
+        )
         return 0
 
     def _take_other_call(self, source: int, theirs: int, ours: int) -> None:
