@@ -30,7 +30,7 @@ from pipeloom.engine.refusals import (
 )
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.stores.gradient_sum import GradientSum
-from pipeloom.engine.worker import Bound, WarmUp, Worker
+from pipeloom.engine.worker import Bound, WarmUp, Worker, WrapStep
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Program, Skip
 from pipeloom.ir.recompute import Recompute
@@ -157,6 +157,7 @@ class Executor:
             )
         # By number of micro-batches and whether there are only forwards, then by rank.
         self._bound: dict[tuple[int, bool], dict[int, Bound]] = {}
+        self._wrap: WrapStep | None = None
         self._threads: RankThreads | None = None
         if isinstance(self._transport, OneProcessTransport) and self._transport.blocking and len(self.local_ranks) > 1:
             self._threads = RankThreads(devices, self._transport)
@@ -278,8 +279,17 @@ class Executor:
     def _bound_to(self, program: Program) -> dict[int, Bound]:
         key = program.num_microbatches, program.schedule.forward_only
         if key not in self._bound:
-            self._bound[key] = {rank: worker.bind(program) for rank, worker in self.workers.items()}
+            self._bound[key] = {rank: worker.bind(program, self._wrap) for rank, worker in self.workers.items()}
         return self._bound[key]
+
+    @contextmanager
+    def wrapping(self, wrap: WrapStep) -> Generator[None]:
+        """Inside the block, every step of an action is what `wrap` makes of it."""
+        bound, self._bound, self._wrap = self._bound, {}, wrap
+        try:
+            yield
+        finally:
+            self._bound, self._wrap = bound, None
 
     def _read(
         self, read: Callable[[], tuple[Value, Value]], kind: Call, *, with_loss: bool, settings: str = ""

@@ -29,6 +29,7 @@ from pipeloom.ir.walk import meets
 
 # Runs the first instructions of a run, and returns how many of them are done.
 WarmUp = Callable[["Worker", "Bound"], int]
+WrapStep = Callable[[RankState, Action, Step], Step]
 
 _BINDERS: dict[Op, Binder] = {
     Op.F: bind_forward,
@@ -110,12 +111,14 @@ class Worker:
             graphs.add(self.state)
             self.state.arrive = graphs.arrive
 
-    def bind(self, program: Program) -> Bound:
-        """Turn this rank's part of `program` into functions."""
+    def bind(self, program: Program, wrap: WrapStep | None = None) -> Bound:
+        """Turn this rank's part of `program` into functions, each of them as `wrap` returns it."""
         self.state.to_offload = moved_keys(program, self.rank)
         steps = ((action, step) for action in program.orders[self.rank] for step in self.steps(action, program))
         if self._graphs is not None and not program.schedule.forward_only:
             steps = ((action, self._graphs.around(self.state, action, step)) for action, step in steps)
+        if wrap is not None:
+            steps = ((action, wrap(self.state, action, step)) for action, step in steps)
         instructions = self.bind_steps(steps)
         return Bound(instructions, program, self.overlap if self._overlaps(program) else None)
 

@@ -16,6 +16,7 @@ from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
 from pipeloom.train.output.expert_metrics import declared_metrics
 from pipeloom.train.output.line_limit import LineLimit
+from pipeloom.train.output.nonfinite_words import fault_words, stopped_words
 from pipeloom.train.output.step_metrics import (
     Collectives,
     Records,
@@ -31,9 +32,10 @@ from pipeloom.train.output.step_metrics import (
 from pipeloom.train.output.stragglers import StragglerWatch
 from pipeloom.train.run_parts import Batches, Live, RunParts
 from pipeloom.training import BarrierStep, OptimizerStep, Pipeline, PostValidatedStep, Update
+from pipeloom.training.loss_scaler import LEAST_LOSS_SCALE
+from pipeloom.training.nonfinite import NonFiniteSearch
 from pipeloom.training.observations import Entry, observed_in
 
-_LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it overflow at any scale
 _NUM_OFFLOAD_NUMBERS = 4
 
 
@@ -56,6 +58,8 @@ class FlushSteps:
                 sum_over_processes=parts.group.sum,
                 scaler=parts.scaler,
                 accept=self._accept,
+                search=None if parts.config.graphs else _search(parts),
+                retries=parts.config.on_nonfinite == "retry",
             )
         else:
             self._stepper = PostValidatedStep(parts.pipeline, parts.optimizer, max_norm=max_norm)
@@ -150,6 +154,9 @@ class FlushSteps:
         found: dict[str, Any] = {}
         if update.applied and not self._parts.config.optimizer.barrier:  # the stepper has not asked
             self._accept(float(update.loss), float(update.grad_norm))
+        if update.rerun is not None and update.rerun.finite and update.applied:
+            found["hardware_fault"] = fault = fault_words(update.rerun)
+            self._spike_lines.add("fault", f"step {step}  {fault}; the second result is used")
         if self._spike:
             found["spike"] = self._spike
             text = f"step {step}  {self._spike}{'; update left out' if update.left_out else ''}"
@@ -193,12 +200,15 @@ class FlushSteps:
         row |= declared_metrics(observed.losses, observed.quantities)
         row |= self._warnings(step, update, own_seconds, seconds)
         parts.journal.write(row)
-        if not (update.applied or update.left_out) and not (update.skipped and scale >= _LEAST_LOSS_SCALE):
-            raise RunError(
-                f"step {step} has loss {loss} and gradient norm {norm}: training cannot continue. Lower "
-                "optimizer.learning_rate, or resume from an earlier checkpoint with another seed."
-            )
+        if not (update.applied or update.left_out) and not (update.skipped and scale >= LEAST_LOSS_SCALE):
+            raise RunError(f"step {step} has loss {loss} and gradient norm {norm}{stopped_words(update.rerun)}")
         return row
+
+
+def _search(parts: RunParts) -> NonFiniteSearch:
+    """What runs a step again that is not finite."""
+    group = parts.group
+    return NonFiniteSearch(parts.pipeline, group.gather_json, replica=group.replica, num_replicas=group.data_degree)
 
 
 def _offload_numbers(pipe: Pipeline, optimizer: Any) -> Tensor:

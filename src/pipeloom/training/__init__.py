@@ -3,6 +3,7 @@
 from pipeloom.processes.watchdog import Watchdog
 from pipeloom.training.clipping import clip_by_norms, clip_grad_norm, gradient_norms
 from pipeloom.training.loss_scaler import LossScaler
+from pipeloom.training.nonfinite import NonFiniteSearch
 from pipeloom.training.observations import AuxiliaryValue
 from pipeloom.training.optimizer_step import BarrierStep, OptimizerStep, Update
 from pipeloom.training.optimizers.lion import Lion
@@ -18,6 +19,7 @@ __all__ = [
     "Lion",
     "LossScaler",
     "Muon",
+    "NonFiniteSearch",
     "OptimizerStep",
     "Pipeline",
     "PostValidatedStep",

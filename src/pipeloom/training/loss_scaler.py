@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from pipeloom.errors import InputError
 
+LEAST_LOSS_SCALE = 2.0**-10  # gradients that overflow below it overflow at any scale
+
 
 class LossScaler:
     """A dynamic loss scale (mixed precision training, arXiv:1710.03740, section 3.2), like torch.amp.GradScaler.

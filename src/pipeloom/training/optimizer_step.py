@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.mixed_precision import update_parameters
 from pipeloom.parallel.placed import placed_block
 from pipeloom.training.clipping import clip_by_norms, gradient_norms
-from pipeloom.training.loss_scaler import LossScaler
+from pipeloom.training.loss_scaler import LEAST_LOSS_SCALE, LossScaler
+from pipeloom.training.nonfinite import NonFiniteSearch
 from pipeloom.training.optimizers.muon import Muon
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.transport.values import Value
@@ -28,6 +30,24 @@ Accept = Callable[[float, float], bool]
 
 # Optimizers of torch whose update of an element depends on other elements.
 _NEED_FULL_PARAMETERS = ("Adafactor", "LBFGS", "Muon")
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """The second run of a step whose loss or gradient norm was not finite.
+
+    Attributes:
+        loss, grad_norm: of the first run.
+        finite: whether those of the second run are finite: then the first run had a fault of the hardware.
+        source: where the first value is that is not finite; None: it was not found in any layer.
+        ranks: processes whose gradients were not finite in the first run.
+    """
+
+    loss: float
+    grad_norm: float
+    finite: bool
+    source: str | None
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,7 @@ class Update:
         numbers: the sum over processes of the numbers given to `OptimizerStep.step`; float64.
         skipped: whether only the loss scale was too large for float16; the next step has a smaller scale.
         left_out: whether `BarrierStep`'s `accept` rejected the update; weights and optimizer states stay as they were.
+        rerun: of a step that was not finite and ran again, what the second time showed; None where it did not.
     """
 
     loss: Tensor
@@ -49,6 +70,7 @@ class Update:
     numbers: Tensor
     skipped: bool = False
     left_out: bool = False
+    rerun: Rerun | None = None
 
 
 def check_optimizer(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
@@ -115,6 +137,14 @@ class OptimizerStep(ABC):
         """
 
 
+class _Run(NamedTuple):
+    loss: Tensor
+    norm: Tensor
+    numbers: Tensor
+    finite: bool
+    own_finite: bool  # whether the gradients that this process owns are
+
+
 class BarrierStep(OptimizerStep):
     """All ranks wait for each other before they update.
 
@@ -123,6 +153,8 @@ class BarrierStep(OptimizerStep):
         scaler: of the loss, for float16.
         accept: called with finite loss and gradient norm, equal on all ranks; False leaves the update out, and the
             loss scale as it is.
+        search: runs a step again whose loss or gradient norm is not finite, unless a smaller loss scale may help.
+        retries: whether the result of the second run is used where it is finite.
     """
 
     def __init__(
@@ -134,20 +166,26 @@ class BarrierStep(OptimizerStep):
         sum_over_processes: Callable[[Tensor], Tensor] | None = None,
         scaler: LossScaler | None = None,
         accept: Accept | None = None,
+        search: NonFiniteSearch | None = None,
+        retries: bool = False,
     ) -> None:
         super().__init__(pipeline, optimizer, max_norm=max_norm)
         self._scaler, self._accept = scaler, accept
+        self._search, self._retries = search, retries
         self._sum = sum_over_processes or pipeline.executor.connection.sum_over_processes
 
     def step(self, inputs: Value = None, targets: Value = None, numbers: Numbers | None = None) -> list[Update]:
         if self._scaler is not None:
             self._pipeline.loss_scale = self._scaler.scale
-        loss = self._pipeline.step(inputs, targets)
-        norms = gradient_norms(self._pipeline)
-        own = numbers() if numbers is not None else torch.empty(0)
-        summed = self._sum(torch.cat([norms.flatten(), own.double()]))
-        norm = clip_by_norms(self._pipeline, summed[: norms.numel()].view_as(norms), self._max_norm)
-        finite = bool(loss.isfinite()) and bool(norm.isfinite())
+        if self._search is not None:
+            self._search.begin()
+        run = self._run(inputs, targets, numbers)
+        rerun = None
+        if self._search is not None and not run.finite and not self._may_overflow(run):
+            rerun, again = self._run_again(self._search, run, lambda: self._run(inputs, targets, numbers))
+            if rerun.finite and self._retries:
+                run = again
+        loss, norm, finite = run.loss, run.norm, run.finite
         left_out = finite and self._accept is not None and not self._accept(float(loss), float(norm))
         applied = finite and not left_out
         if applied:
@@ -156,7 +194,27 @@ class BarrierStep(OptimizerStep):
         skipped = self._scaler is not None and not finite and bool(loss.isfinite())
         if self._scaler is not None and (applied or skipped):
             self._scaler.update(finite=applied)
-        return [Update(loss, norm, applied, summed[norms.numel() :], skipped, left_out)]
+        return [Update(loss, norm, applied, run.numbers, skipped, left_out, rerun)]
+
+    def _run(self, inputs: Value, targets: Value, numbers: Numbers | None) -> "_Run":
+        loss = self._pipeline.step(inputs, targets)
+        norms = gradient_norms(self._pipeline)
+        own_finite = bool(norms.isfinite().all())
+        own = numbers() if numbers is not None else torch.empty(0)
+        summed = self._sum(torch.cat([norms.flatten(), own.double()]))
+        norm = clip_by_norms(self._pipeline, summed[: norms.numel()].view_as(norms), self._max_norm)
+        return _Run(loss, norm, summed[norms.numel() :], bool(loss.isfinite()) and bool(norm.isfinite()), own_finite)
+
+    def _may_overflow(self, run: "_Run") -> bool:
+        """Whether the loss scale may be too large."""
+        return self._scaler is not None and bool(run.loss.isfinite()) and self._scaler.scale >= LEAST_LOSS_SCALE
+
+    def _run_again(self, search: NonFiniteSearch, run: "_Run", again: Callable[[], "_Run"]) -> tuple[Rerun, "_Run"]:
+        self._optimizer.zero_grad(set_to_none=True)
+        with search.searching() as found:
+            second = again()
+        source, ranks = search.first(found, own_finite=run.own_finite)
+        return Rerun(float(run.loss), float(run.norm), second.finite, source, ranks), second
 
     def settle(self) -> list[Update]:
         return []

@@ -224,21 +224,33 @@ def check_stream(config: TrainConfig) -> None:
 
 
 def _check_spikes(config: TrainConfig, schedule: Schedule) -> None:
+    """Raises InputError where options about spikes and values that are not finite do not fit the others."""
+    for name, value in (("on_spike", config.on_spike), ("on_nonfinite", config.on_nonfinite)):
+        _check_leaving_out(config, schedule, name, value)
+    if config.on_spike == "rewind" and not config.save_steps:
+        raise InputError("on_spike=rewind: goes back to a checkpoint, and save_steps=0 saves none. Raise save_steps.")
+    if config.on_nonfinite == "retry" and config.graphs:
+        raise InputError(
+            "on_nonfinite=retry: does not work with graphs=true, which replays steps without checks. Use stop, or "
+            "remove graphs."
+        )
+
+
+def _check_leaving_out(config: TrainConfig, schedule: Schedule, name: str, value: str) -> None:
     """Raises InputError where an update cannot be left out, because it is made before the global norm is known."""
-    if config.on_spike == "warn":
+    default = getattr(TrainConfig(), name)
+    if value == default:
         return
     if schedule.microbatches_per_update is not None:
         raise InputError(
-            f"on_spike={config.on_spike}: does not work with schedule {config.schedule!r}, whose stages update at "
-            "different times. Use warn, or a synchronous schedule such as 1f1b."
+            f"{name}={value}: does not work with schedule {config.schedule!r}, whose stages update at "
+            f"different times. Use {default}, or a synchronous schedule such as 1f1b."
         )
     if not config.optimizer.barrier:
         raise InputError(
-            f"on_spike={config.on_spike}: does not work with optimizer.barrier=false, which updates before the global "
-            "norm is known. Use warn, or remove optimizer.barrier."
+            f"{name}={value}: does not work with optimizer.barrier=false, which updates before the global "
+            f"norm is known. Use {default}, or remove optimizer.barrier."
         )
-    if config.on_spike == "rewind" and not config.save_steps:
-        raise InputError("on_spike=rewind: goes back to a checkpoint, and save_steps=0 saves none. Raise save_steps.")
 
 
 def steps_between_drains(config: TrainConfig) -> int:

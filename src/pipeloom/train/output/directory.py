@@ -131,17 +131,26 @@ class Journal:
         """Append a row to ``metrics.jsonl``; nan and inf are written as null, as JSON needs."""
         if self._directory is None:
             return
-        unfit = {key: None for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+        row = _fit(row)
         path = self._directory / "metrics.jsonl"
         with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, **unfit}, allow_nan=False) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
         if self.reporters is not None:
-            self.reporters.write({**row, **unfit})
+            self.reporters.write(row)
 
     def close(self) -> None:
         """Finish what the reporters write."""
         if self.reporters is not None:
             self.reporters.close()
+
+
+def _fit(value: Any) -> Any:
+    """A value of JSON, with null for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _fit(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_fit(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
