@@ -13,7 +13,7 @@ from pipeloom.chaos import leftovers
 from pipeloom.chaos.attempt import Attempt, run_attempt
 from pipeloom.chaos.comparison import Outcome, compare
 from pipeloom.chaos.draw import draw_faults
-from pipeloom.chaos.fault import KINDS, Fault, Order
+from pipeloom.chaos.fault import KINDS, RECOVERS, Fault, Order
 from pipeloom.chaos.flip import flip_bit
 from pipeloom.chaos.record import Strike
 from pipeloom.errors import RunError
@@ -26,6 +26,7 @@ _TIMES_LONGER = 10.0  # than the reference run, and some seconds: then an attemp
 _LEAST_SECONDS = 120.0
 _SPOKEN_BY = re.compile(r"pipeloom: (?:error: )?(?:\w+Error: )?rank (\d+)(?: in step|: )")
 _LOADED = re.compile(r"(?<=^loading ).*/")  # the directory of a checkpoint
+_IN_PLACE = re.compile(r"  recovered: .*; all ranks went (back to .*; \d+ steps? again)")
 _RESUMED = re.compile(r"from \S*checkpoint-(\d+)")
 
 
@@ -43,9 +44,10 @@ class Job:
     num_processes: int
     launcher: Literal["own", "torchrun"] = "own"
 
-    def command(self, output_dir: Path) -> list[str]:
-        """The command that starts the job, and that goes on with it after a fault."""
-        own = ["-m", "pipeloom", "train", *self.options, f"--output_dir={output_dir}", "--resume_from_checkpoint=auto"]
+    def command(self, output_dir: Path, more: Sequence[str] = ()) -> list[str]:
+        """The command that starts the job, and that goes on with it after a fault; with `more` options."""
+        own = ["-m", "pipeloom", "train", *self.options, *more, f"--output_dir={output_dir}"]
+        own.append("--resume_from_checkpoint=auto")
         if self.launcher == "own":
             return [sys.executable, *own]
         agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_processes}"]
@@ -86,8 +88,9 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether the run came out as the reference run, and left nothing behind."""
-        return self.outcome is not None and self.outcome.equal and not self.left
+        """Whether the run came out as the reference run, by itself if it should, and left nothing behind."""
+        by_itself = self.attempts == 1 or self.fault.kind != RECOVERS
+        return self.outcome is not None and self.outcome.equal and not self.left and by_itself
 
 
 class Campaign:
@@ -128,7 +131,8 @@ class Campaign:
         place = self._out / "logs" / f"{name}-{number}"
         place.parent.mkdir(parents=True, exist_ok=True)
         order = Order(str(place.with_name(f"{place.name}.record")), fault)
-        return run_attempt(self._job.command(output_dir), order, place, limit)
+        command = self._job.command(output_dir, () if fault is None else fault.options)
+        return run_attempt(command, order, place, limit)
 
     def _hurt(self, number: int, fault: Fault) -> Result:
         name = f"fault-{number}"
@@ -201,6 +205,9 @@ def _recovered(attempts: list[Attempt], hurt: int, strike: Strike) -> str:
         return f"no: exit code {last.code} of attempt {len(attempts)}"
     since = 0.0
     if len(attempts) == hurt + 1:
+        in_place = next((match for line in last.lines if (match := _IN_PLACE.search(line.text))), None)
+        if in_place is not None:
+            return in_place[1]
         restarted = last.record.restarted(strike.at)
         if restarted is None:
             return "went on"

@@ -14,6 +14,7 @@ _SLOW_STEPS = 12  # completed before a rank becomes slow, so that it has a histo
 _FLIP_SAVES = 2  # begun before a flip, so that an earlier checkpoint is good
 _LONGEST_DELAY_SECONDS = 0.003
 _PAUSE_SECONDS = 0.002
+_MOST_COPY_STEPS = 4
 
 
 def draw_faults(
@@ -58,6 +59,8 @@ def _fault(draw: random.Random, kind: str, record: Record, sizes: Mapping[str, i
         case "full-disk":
             size = sizes[_written(record.files(rank)[at])]
             more["limit_bytes"] = draw.randrange(1, size)
+        case "recover-kill":
+            more["copy_steps"] = draw.randrange(1, _MOST_COPY_STEPS + 1)
         case "slow":
             more["pause_seconds"] = _PAUSE_SECONDS
         case "flip" | "late-flip":

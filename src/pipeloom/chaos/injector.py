@@ -113,12 +113,12 @@ class Injector(ActionObserver):
         fault = self._fault
         try:
             self._record.with_name(f"{self._record.name}.struck").touch(exist_ok=False)
-        except FileExistsError:  # torchrun has started this rank again
+        except FileExistsError:  # this rank was started again
             return
         assert fault is not None
         self._write({"struck": where, "phase": self._box.phase})
         match fault.kind:
-            case "kill" | "flip":
+            case "kill" | "recover-kill" | "flip":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "save-kill":
                 self._kill_after(fault.delay_seconds)

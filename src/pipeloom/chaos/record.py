@@ -46,7 +46,7 @@ class Record:
         return min((row["at"] for row in self._rows if row.get("steps", 0) >= 1 and row["at"] > since), default=None)
 
     def restarted(self, since: float) -> float | None:
-        """When torchrun had started a rank again, after `since`; None: it has not."""
+        """When a rank was started again, after `since`; None: none was."""
         return min((row["at"] for row in self._rows if row.get("phase") == "setup" and row["at"] > since), default=None)
 
     def begun_steps(self, until: float) -> int:

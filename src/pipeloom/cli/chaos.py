@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeloom.chaos.campaign import Campaign, Job, Result
-from pipeloom.chaos.fault import KINDS
+from pipeloom.chaos.fault import KINDS, RECOVERS
 from pipeloom.chaos.table import HEADINGS, markdown, row, summary, to_json
 from pipeloom.cli.common.parser import Parser, did_you_mean
 from pipeloom.common.atomic_file import write_named
@@ -20,7 +20,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.version import __version__
 
 _LEAST_SAVES = 3  # flips need a good checkpoint before the damaged one, and the last one is compared
-_KINDS = ",".join(KINDS)
+_KINDS = ",".join(kind for kind in KINDS if kind != RECOVERS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     kinds = _kinds(given["kinds"])
     if given["kills"] < 1:
         raise InputError(f"--kills={given['kills']}: must be at least 1.")
+    if RECOVERS in kinds and given["launcher"] == "torchrun":
+        raise InputError(f"--kinds {RECOVERS}: torchrun starts all ranks again. Use --launcher own.")
     config = _config(given["config"])
     options = (f"--config={Path(given['config']).absolute()}", *_own_options(config, given["watchdog_seconds"]))
     with ExitStack() as stack:
@@ -92,7 +94,13 @@ def _parser() -> Parser:
     option("config", type=str, metavar="CONFIG", help="YAML file with options of pipeloom train")
     option("--kills", type=int, default=10, help="number of faults, each in a run of its own")
     option("--seed", type=int, default=0, help="seed of the fault locations")
-    option("--kinds", type=str, default=_KINDS, metavar="NAME,..", help="kinds of faults, equally often (default: all)")
+    option(
+        "--kinds",
+        type=str,
+        default=_KINDS,
+        metavar="NAME,..",
+        help=f"kinds of faults, equally often (default: all but {RECOVERS})",
+    )
     launcher = "what starts the ranks: own, or torchrun with restarts"
     option("--launcher", type=Literal["own", "torchrun"], default="own", help=launcher)
     option(

@@ -87,8 +87,14 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
     with in_use(output_dir):
         try:
             words = ["-m", "pipeloom", "train", *argv]
-            variables, seconds = {_VALIDATED: config.to_json()}, config.preempt_seconds
+            variables = {_VALIDATED: config.to_json()}
             with without_empty_cache():
-                return launcher.launch(process_names(config), words, variables, preempt_seconds=seconds)
+                return launcher.launch(
+                    process_names(config),
+                    words,
+                    variables,
+                    preempt_seconds=config.preempt_seconds,
+                    recoveries=config.max_recoveries if config.recover else 0,
+                )
         finally:
             clean(output_dir)  # of a save that the end cut short

@@ -26,9 +26,11 @@ from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.preemption import PREEMPTED, Request
+from pipeloom.processes.recovery import Lifeline, Recoveries, Tether
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
+_LIFELINE = "_PIPELOOM_LIFELINE"  # variable: the rank's `Lifeline`, in a run that recovers from the loss of ranks
 PARENT = "_PIPELOOM_PARENT"  # variable: process id of the parent, with which this process ends
 PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
 HUNG = 4  # exit code of ranks that name the one which hangs, in their last words
@@ -48,6 +50,7 @@ class Membership:
         meeting: the ``init_method`` of torch.distributed.
         black_box: of this rank; the launcher shares it, torchrun does not.
         launched: whether `launch` started this rank, and not torchrun.
+        lifeline: what outlives this rank, in a run that recovers from the loss of ranks; else None.
     """
 
     rank: int
@@ -57,6 +60,7 @@ class Membership:
     meeting: str
     black_box: BlackBox
     launched: bool = False
+    lifeline: Lifeline | None = None
 
 
 def membership(environment: Mapping[str, str]) -> Membership | None:
@@ -68,7 +72,7 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     own, environment = environment, with_rank(environment)
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
-    meeting, black_box, launched = "env://", BlackBox(), False
+    meeting, black_box, launched, lifeline = "env://", BlackBox(), False, None
     if "RANK" not in own:
         meeting = meeting_of(environment)
     if _TORCHRUN in environment or PARENT in environment:  # a rank ends with torchrun's agent, or Ray's worker
@@ -83,12 +87,14 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # of one rank alone, since Ctrl-C reaches the launcher
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # peers would report a loss before Python has unwound
         meeting, black_box, launched = f"file:///proc/self/fd/{file}", BlackBox(box), True
+        if _LIFELINE in environment:
+            lifeline = Lifeline(environment[_LIFELINE], black_box)
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world_size:  # it would wait for ranks that do not exist
         raise InputError(f"RANK={rank}: must be below WORLD_SIZE={world_size}. Start the processes with torchrun.")
     local_rank = _number(environment, "LOCAL_RANK")
     local_size = world_size if launched else max(local_rank + 1, _number(environment, "LOCAL_WORLD_SIZE"))
-    return Membership(rank, local_rank, local_size, world_size, meeting, black_box, launched)
+    return Membership(rank, local_rank, local_size, world_size, meeting, black_box, launched, lifeline)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -154,19 +160,23 @@ def launch(
     environment: Mapping[str, str] | None = None,
     *,
     preempt_seconds: float = 0.0,
+    recoveries: int = 0,
 ) -> int:
     """Run ``python ARGUMENTS`` in one process per rank, and wait for all of them.
 
     When a rank fails or is killed, the launcher ends the other ranks and prints one line: which rank, how, and in which
-    step and action. SIGINT, SIGTERM and SIGHUP end all ranks too, except where the launcher itself ignores them (SIGHUP
-    under nohup). When a rank is stopped, the launcher prints a warning and waits. It leaves no process and no file.
-    With `preempt_seconds`, the first SIGTERM or SIGUSR1 asks the ranks to save and to end (`processes/preemption.py`).
+    step and action. With `recoveries`, a rank that was killed is started again, while the others keep their processes
+    (`processes/recovery.py`). SIGINT, SIGTERM and SIGHUP end all ranks too, except where the launcher itself ignores
+    them (SIGHUP under nohup). With `preempt_seconds`, the first SIGTERM or SIGUSR1 asks the ranks to save and to end
+    (`processes/preemption.py`). When a rank is stopped, the launcher prints a warning and waits. It leaves no process
+    and no file.
 
     Args:
         names: one name per rank, for messages.
         arguments: of the Python interpreter.
         environment: variables to add to those of this process.
         preempt_seconds: how long ranks may take to save; 0: a signal ends them at once.
+        recoveries: how often the run may recover from the loss of ranks.
 
     Returns:
         0 when all ranks succeeded, `PREEMPTED` when they saved after a signal, 2 for invalid input, 128 + number after
@@ -178,6 +188,7 @@ def launch(
     if not hasattr(os, "memfd_create"):
         raise InputError(f"platform {sys.platform}: the launcher needs Linux. Use torchrun, or `--local`.")
     ranks: list[_Rank] = []
+    tethers = [Tether() for _ in names] if recoveries else []
     signals: list[int] = []  # received; if handlers raised, a second signal would interrupt the clean-up
     ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if preempt_seconds else [])]
     asked = [number for number in ending if signal.getsignal(number) != signal.SIG_IGN]
@@ -186,12 +197,19 @@ def launch(
     previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         with _anonymous_file("meeting") as meeting:
+
+            def start(rank: int, generation: int) -> _Rank:
+                tether = tethers[rank] if tethers else None
+                return _start(rank, names, arguments, environment or {}, meeting, tether, generation)
+
             for rank in range(len(names)):
                 if not signals:
-                    ranks.append(_start(rank, names, arguments, environment or {}, meeting))
-            code, line = _watch(ranks, signals, Request(preempt_seconds))
+                    ranks.append(start(rank, 0))
+            code, line = _watch(ranks, signals, Request(preempt_seconds), Recoveries(recoveries, tethers, start))
     finally:
         _end(ranks)
+        for tether in tethers:
+            tether.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
     if line is not None:
@@ -214,7 +232,13 @@ def _anonymous_file(name: str, size: int = 0) -> Iterator[int]:
 
 
 def _start(
-    rank: int, names: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str], meeting: int
+    rank: int,
+    names: Sequence[str],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    meeting: int,
+    tether: Tether | None,
+    generation: int,
 ) -> _Rank:
     num_threads = str(max(1, len(os.sched_getaffinity(0)) // len(names)))
     defaults = {"OMP_NUM_THREADS": num_threads, "GLOO_SOCKET_IFNAME": "lo"}
@@ -225,17 +249,25 @@ def _start(
             "WORLD_SIZE": str(len(names)),
             _LAUNCHED: f"{os.getpid()}:{meeting}:{descriptor}",
         }
+        inherited = {**os.environ, **environment}
+        inherited.pop(_LIFELINE, None)  # of a rank that launches others
+        if tether is not None:
+            if generation:
+                tether.renew()
+            place[_LIFELINE] = tether.text(generation)
         process = subprocess.Popen(
             [sys.executable, *arguments],
-            env={**defaults, **os.environ, **environment, **place},
+            env={**defaults, **inherited, **place},
             stdin=subprocess.DEVNULL,
-            pass_fds=(meeting, descriptor),
+            pass_fds=(meeting, descriptor, *(tether.descriptors if tether else ())),
             process_group=0,  # only the launcher receives Ctrl-C from the terminal, and ends the ranks
         )
         return _Rank(names[rank], process, BlackBox(descriptor))
 
 
-def _watch(ranks: Sequence[_Rank], signals: Sequence[int], request: Request) -> tuple[int, str | None]:
+def _watch(
+    ranks: list[_Rank], signals: Sequence[int], request: Request, recoveries: Recoveries[_Rank]
+) -> tuple[int, str | None]:
     """Wait until all ranks are done, one fails or a signal arrives; returns the exit code and the line to print."""
     deadline, stops, seen_killed = None, _Stops(), False
     while True:
@@ -245,6 +277,11 @@ def _watch(ranks: Sequence[_Rank], signals: Sequence[int], request: Request) -> 
         codes = [rank.process.poll() for rank in ranks]
         if all(code in (0, PREEMPTED) for code in codes):
             return PREEMPTED if PREEMPTED in codes else 0, None
+        if recoveries.pending and signals:
+            return 128 + signals[0], f"{_signal_name(signals[0])}: all ranks were ended, in a recovery"
+        if not signals and recoveries.recovers(ranks, codes, lambda ended: _ending(ranks, ended)):
+            time.sleep(_POLL_SECONDS)
+            continue
         lost = {rank: code for rank, code in enumerate(codes) if code and code != PREEMPTED}
         if lost:
             deadline = deadline or time.monotonic() + _CAUSE_SECONDS
@@ -301,26 +338,32 @@ class _Stops:
 
 def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> tuple[int, str]:
     """The exit code, and a line with the rank that failed first, how, and in which step and action."""
-    # The likeliest cause first: hung, killed, invalid input, failed, lost a peer.
-    order = {HUNG: -1, 2: 1, PEER_LOST: 3}
-    rank = min(lost, key=lambda rank: 0 if lost[rank] < 0 else order.get(lost[rank], 2))
-    code, name, box = lost[rank], ranks[rank].name, ranks[rank].black_box
+    rank = _first_to_fail(lost)
+    code, box = lost[rank], ranks[rank].black_box
     if code == 2 and box.last_words:
         return 2, f"error: {box.last_words}"
     if code == HUNG:
         return 1, f"error: {box.last_words} All ranks were ended."
+    return 1, f"error: {_ending(ranks, lost)}; all ranks were ended"
+
+
+def _first_to_fail(lost: Mapping[int, int]) -> int:
+    """The likeliest cause: hung, killed, invalid input, failed, lost a peer."""
+    order = {HUNG: -1, 2: 1, PEER_LOST: 3}
+    return min(lost, key=lambda rank: 0 if lost[rank] < 0 else order.get(lost[rank], 2))
+
+
+def _ending(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> str:
+    """Which rank failed first, how, and in which step and action; and which others were killed."""
+    rank = _first_to_fail(lost)
+    code, name, box = lost[rank], ranks[rank].name, ranks[rank].black_box
     where = f" in {box.phase or 'its start'}" + (f", last action {box.action}" if box.action else "")
-    if code < 0:
-        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        text = f"{name} was killed by {_signal_name(-code)}{hint}{where}"
-        others = [
-            f"{ranks[each].name} by {_signal_name(-lost[each])}" for each in lost if lost[each] < 0 and each != rank
-        ]
-        if others:
-            text += f"; also killed: {listed(others)}"
-    else:
-        text = f"{name} failed{where}: {box.last_words or f'exit code {code}'}"
-    return 1, f"error: {text}; all ranks were ended"
+    if code >= 0:
+        return f"{name} failed{where}: {box.last_words or f'exit code {code}'}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    text = f"{name} was killed by {_signal_name(-code)}{hint}{where}"
+    others = [f"{ranks[each].name} by {_signal_name(-lost[each])}" for each in lost if lost[each] < 0 and each != rank]
+    return f"{text}; also killed: {listed(others)}" if others else text
 
 
 def _signal_name(number: int) -> str:

@@ -11,9 +11,12 @@ every host counts for itself. So rank 0 draws a new number, and sends it to each
       │ waits for taken/generation/2 ◀──────────────────────│ has the generation
 """
 
+import gc
+import os
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +28,10 @@ from torch.distributed.rendezvous import rendezvous
 from pipeloom.errors import PeerLost
 from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.launcher import Membership
+from pipeloom.processes.watchdog import BACKGROUND_THREAD
 
 _POLL_SECONDS = 0.01  # of rank 0, while other ranks start
+_LEAVING_SECONDS = 5.0  # for threads that waited for a lost process
 _LISTEN = "0A"  # state of a socket in /proc/net/tcp
 
 
@@ -42,6 +47,46 @@ def join(member: Membership, backend: str) -> None:
         return
     store, _, _ = next(rendezvous(member.meeting, rank, size))
     dist.init_process_group(backend, store=fresh_part(store, rank, size), rank=rank, world_size=size)
+
+
+def open_sockets() -> dict[str, int]:
+    """The sockets of this process: the kernel's name of each, and a descriptor."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if (name := os.readlink(entry)).startswith("socket:"):
+                found[name] = int(entry.name)
+    return found
+
+
+def leave(others: Collection[str]) -> None:
+    """Leave all process groups after the loss of a process, so that this one can join new ones.
+
+    Whoever still waits for this process or a lost one, also in another thread or process, sees its connections end.
+
+    Args:
+        others: sockets that stay open: those from before the process groups.
+
+    Raises:
+        PeerLost: a thread still waits for another process.
+    """
+    gc.collect()  # what the error held: pipelines with their channels and groups
+    if dist.is_initialized():
+        if "nccl" in dist.get_backend_config() and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()  # it would wait for the lost process
+        dist.destroy_process_group()
+    for name, descriptor in open_sockets().items():
+        if name not in others:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
+                listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # gloo ends the process at an error
+                if end.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                    end.shutdown(socket.SHUT_RDWR)  # a group may have references that nobody can reach
+    for thread in threading.enumerate():
+        if thread.name == BACKGROUND_THREAD:
+            thread.join(_LEAVING_SECONDS)
+            if thread.is_alive():
+                raise PeerLost("a save in the background still waits for a rank that was lost")
+    gc.collect()
 
 
 def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800.0) -> Store:

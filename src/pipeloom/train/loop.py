@@ -1,6 +1,7 @@
 """`train`: the loop of `pipeloom train`: steps, evaluations, checkpoints, and another plan where one is chosen."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,8 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.parallel import run_threads
 from pipeloom.processes.launcher import Membership
 from pipeloom.processes.preemption import Preemption, allowed_seconds
+from pipeloom.processes.recovery import Lifeline
+from pipeloom.processes.rendezvous import leave, open_sockets
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path
 from pipeloom.train.config.memory import chosen_words, under_cap
@@ -18,6 +21,8 @@ from pipeloom.train.fine_tuning.packing import check_packing
 from pipeloom.train.output.display import Display, display
 from pipeloom.train.output.rewinds import rewind
 from pipeloom.train.process_group import Group, join, with_layout
+from pipeloom.train.recovery.run_recovery import Restart, RunRecovery
+from pipeloom.train.recovery.state_copies import StateCopies
 from pipeloom.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -42,22 +47,49 @@ def train(config: TrainConfig, member: Membership | None) -> bool:
     with Preemption(seconds, rank, black_box) as preemption:
         if config.num_threads > 1:
             run_threads(config.num_threads, lambda: _train(config, None, preemption))
+        elif member is not None and member.lifeline is not None:
+            _train_recovering(config, member, member.lifeline, preemption)
         else:
             _train(config, member, preemption)
     return preemption.saved is not None
 
 
-def _train(config: TrainConfig, member: Membership | None, preemption: Preemption) -> None:
+def _train_recovering(config: TrainConfig, member: Membership, lifeline: Lifeline, preemption: Preemption) -> None:
+    """Train as one rank; whenever another one is lost, leave all process groups, and meet the ranks anew."""
+    recovery, others = RunRecovery(config, StateCopies(lifeline.copies)), open_sockets()
+    meeting = member.meeting
+    if lifeline.generation:
+        meeting, recovery.loss = lifeline.meet()
+    while True:
+        try:
+            _train(config, replace(member, meeting=meeting), preemption, recovery)
+            return
+        except Exception as error:
+            if not lifeline.noticed(error):
+                raise
+        leave(others)  # here the error is gone, with all that its stack held
+        meeting, recovery.loss = lifeline.meet()
+
+
+def _train(
+    config: TrainConfig, member: Membership | None, preemption: Preemption, recovery: RunRecovery | None = None
+) -> None:
     with join(member, config, preemption) as group:
         planner = None
         if config.parallel.auto or config.plan is not None:
             from pipeloom.train.auto.run_planner import RunPlanner  # here: imports the planner
 
             planner = RunPlanner(config, group)
-        train_group(config, group, member, planner)
+        train_group(config, group, member, planner, recovery)
 
 
-def train_group(config: TrainConfig, group: Group, member: Membership | None, planner: "RunPlanner | None") -> None:
+def train_group(
+    config: TrainConfig,
+    group: Group,
+    member: Membership | None,
+    planner: "RunPlanner | None",
+    recovery: RunRecovery | None = None,
+) -> None:
     """Train as one process of a group that exists.
 
     Args:
@@ -65,14 +97,16 @@ def train_group(config: TrainConfig, group: Group, member: Membership | None, pl
         group: its processes; with ``parallel.auto``, not in a mesh yet.
         member: see `train`.
         planner: chooses the plan, and compares it with the steps; None without a plan.
+        recovery: what this process keeps if another one is lost; None: then the run ends.
     """
-    checkpoint: Path | None = run_checkpoints.agreed_checkpoint(config, group)
+    restart = None if recovery is None or recovery.loss is None else recovery.restart(group)
+    checkpoint = None if restart is not None else run_checkpoints.agreed_checkpoint(config, group)
     automatic = config.parallel.auto
     if planner is not None:
         config = planner.first()
     while True:
         layout = with_layout(group, config) if automatic else group
-        found = _train_on(config, layout, member, checkpoint, planner)
+        found = _train_on(config, layout, member, checkpoint, planner, recovery, restart)
         if found is None:
             return
         config, checkpoint = found
@@ -84,6 +118,8 @@ def _train_on(
     member: Membership | None,
     checkpoint: Path | None,
     planner: "RunPlanner | None",
+    recovery: RunRecovery | None,
+    restart: Restart | None,
 ) -> tuple[TrainConfig, Path] | None:
     """Train to the last step, or until another plan is better: its configuration, and the checkpoint to go on from."""
     note = None
@@ -95,20 +131,26 @@ def _train_on(
     if config.memory.cap is not None:
         vocabulary_size = run_tokenizer(config).vocabulary_size
         config, choice = under_cap(config, vocabulary_size, device=group.device.type)
-    with Trainer(config, group, member) as trainer:
-        done = trainer.resume(checkpoint)
+    with Trainer(config, group, member, recovery) as trainer:
+        done = trainer.resume(checkpoint if restart is None else restart.source)
+        if recovery is not None:
+            recovery.begin(trainer.run, done)
         if config.data.packing:
             check_packing(trainer.run)
         try:
             with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
                 trainer.open_output(shown)
+                if recovery is not None and restart is not None:
+                    shown.say(recovery.line(restart))
+                    for line in trainer.saves.save(done) if restart.unsaved else ():
+                        shown.say(line)
                 for line in planner.notes if planner else []:
                     shown.say(line)
                 if note:
                     shown.say(note)
                 if choice is not None:
                     shown.say(f"under memory.cap: {chosen_words(config)}")
-                if (found := _steps(trainer, shown, done + 1, planner)) is not None:
+                if (found := _steps(trainer, shown, done + 1, planner, recovery)) is not None:
                     return found
                 if group.preemption.saved is not None:
                     return None
@@ -120,6 +162,9 @@ def _train_on(
                 shown.say(f"sample:\n{trainer.sample()}")
         except InputError as error:  # options are valid: now it is a failure, such as a full disk
             raise RunError(str(error)) from error
+        finally:
+            if recovery is not None:
+                recovery.begun = trainer.done
     return None
 
 
@@ -144,7 +189,7 @@ def _steps_until(trainer: Trainer, shown: Display, last: int, planner: "RunPlann
 
 
 def _steps(
-    trainer: Trainer, shown: Display, first: int, planner: "RunPlanner | None"
+    trainer: Trainer, shown: Display, first: int, planner: "RunPlanner | None", recovery: RunRecovery | None
 ) -> tuple[TrainConfig, Path] | None:
     """All steps from `first`, with evaluations and checkpoints; as `_train_on`."""
     config = trainer.config
@@ -155,7 +200,8 @@ def _steps(
             bool(every) and (last % every == 0 or last == config.steps)
             for every in (config.eval_steps, config.save_steps)
         )
-        if not (evaluates or saves or last == config.steps):
+        copies = recovery is not None and recovery.is_due(last)
+        if not (evaluates or saves or copies or last == config.steps):
             continue
         target = _steps_until(trainer, shown, last, planner)
         preemption = trainer.group.preemption
@@ -181,5 +227,7 @@ def _steps(
                 shown.say(line)
             if planner is not None and last < config.steps and (other := planner.again()) is not None:
                 return other, checkpoint_path(trainer.run.output_dir, last)
+        if recovery is not None:
+            recovery.copy_if_due(trainer.run, last)
         first = last + 1
     return None

@@ -19,6 +19,7 @@ from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.output.display import resume_notices
 from pipeloom.train.output.rewinds import Rewind, read_rewinds, with_rewinds
 from pipeloom.train.process_group import Group
+from pipeloom.train.recovery.state_copies import StateCopy
 from pipeloom.train.run_model import RunModel
 from pipeloom.train.run_parts import RunParts
 
@@ -93,6 +94,18 @@ def held(run: RunModel) -> dict[str, Any]:
 def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     """Restore everything that `save` wrote."""
     saved = checkpoint.load(path)
+    same_text = restore(run, saved)
+    run.notices += resume_notices(run.config, saved.state["config"], path, saved.step, other_text=not same_text)
+    limit = run.config.save_total_limit
+    if limit is not None and path.absolute().parent == run.output_dir.absolute():
+        before = saved.state["config"].get("save_total_limit", limit)
+        if before is None or limit < before:
+            run.notices.append(f"the next save deletes all checkpoints but the newest {limit}")
+    return saved
+
+
+def restore(run: RunParts, saved: checkpoint.Checkpoint | StateCopy) -> bool:
+    """Restore the state of a process; returns whether samples go on where they were, as they do with the same text."""
     pipe, group = run.pipeline, run.group
     if pipe.rank is None:  # this process holds all ranks: each has its own tensors of tied parameters
         tensors = pipe.state_dict()
@@ -109,7 +122,7 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     if run.scaler is not None and "loss_scaler" in saved.state:
         run.scaler.load(saved.state["loss_scaler"])
     sampler = saved.state["sampler"]
-    same_text = sampler["num_windows"] == run.sampler.num_windows
+    same_text: bool = sampler["num_windows"] == run.sampler.num_windows
     if same_text:  # its passes continue where they were
         passed_over = [(start, stop) for start, stop in sampler.get("passed_over", ())]
         run.sampler = Sampler(run.sampler.num_windows, sampler["seed"], passed_over)
@@ -123,13 +136,7 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
         checkpoint.restore_random_state(random)
     else:
         seed_generators(run.config.seed, saved.step, group.seed_rank)
-    run.notices += resume_notices(run.config, saved.state["config"], path, saved.step, other_text=not same_text)
-    limit = run.config.save_total_limit
-    if limit is not None and path.absolute().parent == run.output_dir.absolute():
-        before = saved.state["config"].get("save_total_limit", limit)
-        if before is None or limit < before:
-            run.notices.append(f"the next save deletes all checkpoints but the newest {limit}")
-    return saved
+    return same_text
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

@@ -15,6 +15,7 @@ from pipeloom.train.config.memory import offloads
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.data.opening import open_samples
+from pipeloom.train.data.samples import Samples
 from pipeloom.train.data_parallel_costs import measure_data_costs
 from pipeloom.train.optimizers import make_optimizer
 from pipeloom.train.output.directory import Journal
@@ -42,6 +43,10 @@ Batches = Iterator[TokenBatch]
 class RunParts(RunModel):
     """One process's part of a run: every process makes its model, pipeline and optimizer.
 
+    Args:
+        config, group: of the run.
+        samples: the data, if it is open already.
+
     Attributes:
         output_dir: its output directory.
         journal: of this process.
@@ -55,12 +60,12 @@ class RunParts(RunModel):
         notices: lines to show before the first step.
     """
 
-    def __init__(self, config: TrainConfig, group: Group) -> None:
+    def __init__(self, config: TrainConfig, group: Group, samples: Samples | None = None) -> None:
         self.output_dir = Path(config.output_dir)
         self.journal = Journal(group.black_box, self.output_dir if group.rank == 0 else None)
         self.journal.enter("setup")
         memory, offloaded = config.memory, offloads(config, group.device.type)
-        self.samples = open_samples(config)
+        self.samples = open_samples(config) if samples is None else samples
         warnings.filterwarnings("ignore", ".* " + SEES_THE_FUTURE)  # of each process: it is a notice below
         super().__init__(config, group, self.samples.tokenizer.vocabulary_size, samples=self.samples)
         shapes = {name: part.shape for name, part in self.pipeline.state.ranges.items()}

@@ -32,6 +32,8 @@ from pipeloom.train.output.display import Display
 from pipeloom.train.output.reporters import Reporters
 from pipeloom.train.output.saves import Saves
 from pipeloom.train.process_group import Group
+from pipeloom.train.recovery.run_recovery import RunRecovery
+from pipeloom.train.recovery.state_copies import StateCopy
 from pipeloom.train.run_parts import RunParts, TokenBatch
 from pipeloom.train.stream_steps import StreamSteps
 from pipeloom.transport.values import MicroBatches
@@ -43,11 +45,17 @@ class Trainer:
     Steps count from 1: step N is the Nth update, and checkpoint-N the state after it.
     """
 
-    def __init__(self, config: TrainConfig, group: Group, member: Membership | None) -> None:
-        self.config, self.group = config, group
+    def __init__(
+        self,
+        config: TrainConfig,
+        group: Group,
+        member: Membership | None,
+        recovery: RunRecovery | None = None,
+    ) -> None:
+        self.config, self.group, self._recovery = config, group, recovery
         self._launched = member is not None and member.launched
         self._held = ExitStack()
-        self.run = RunParts(config, group)
+        self.run = RunParts(config, group, None if recovery is None else recovery.samples)
         self._probe = MemoryProbe(self.run)
         streams = self.run.schedule.microbatches_per_update is not None
         self._steps = StreamSteps(self.run) if streams else FlushSteps(self.run, self._probe)
@@ -73,32 +81,43 @@ class Trainer:
         """The number of completed steps, over all runs."""
         return self._steps.done
 
-    def resume(self, checkpoint: Path | None) -> int:
-        """Load the checkpoint, if any; returns the number of completed steps."""
+    def resume(self, start: Path | StateCopy | None) -> int:
+        """Load a checkpoint or a copy in memory, if any; returns the number of completed steps."""
         run_checkpoints.seed_generators(self.config.seed, 0, self.group.seed_rank)
-        self._resumed = checkpoint
-        if checkpoint is None:
+        if start is None:
             return 0
-        self.run.journal.enter(f"loading {checkpoint}")
-        done = run_checkpoints.load(self.run, checkpoint).step
+        if isinstance(start, StateCopy):
+            self.run.journal.enter(f"loading the copy of step {start.step}")
+            run_checkpoints.restore(self.run, start)
+            done = start.step
+        else:
+            self.run.journal.enter(f"loading {start}")
+            done, self._resumed = run_checkpoints.load(self.run, start).step, start
         self._first_step = done + 1
         self._steps.done = done
         return done
 
     def open_output(self, shown: Display) -> None:
-        """Prepare the output directory and show the settings of the run."""
-        output_dir, schedule = self.run.output_dir, self.run.schedule
+        """Prepare the output directory and show the settings of the run, unless a recovery has shown them before."""
+        output_dir, recovery = self.run.output_dir, self._recovery
         if self.group.rank == 0:
             if not self._launched:  # else the launcher holds it
                 self._held.enter_context(in_use(output_dir))
             with writing(output_dir):
-                moved, written = prepare_output(self.config, self._resumed, self._first_step - 1)
+                goes_on = recovery is not None and recovery.copies.opened
+                moved, written = prepare_output(self.config, self._resumed, self._first_step - 1, goes_on=goes_on)
+            if recovery is not None:
+                recovery.copies.opened = True
             if moved:
                 shown.say(moved)
             names, options = self.config.reporters, self.config.to_mapping()
             self.run.journal.reporters = Reporters(names, output_dir, options, self._first_step - 1, written)
         self.group.all_gather(b"")  # no process saves or logs before the directory is ready
-        config, degree = self.config, self.group.data_degree
+        if recovery is None or recovery.loss is None:
+            self._show_settings(shown)
+
+    def _show_settings(self, shown: Display) -> None:
+        config, degree, schedule = self.config, self.group.data_degree, self.run.schedule
         ranks = counted(schedule.num_ranks, "rank")
         if degree > 1:
             ranks = f"{degree} replicas of {ranks} ({config.parallel.data_strategy})"

@@ -19,7 +19,7 @@ from pipeloom.train.config.experts import check_experts
 from pipeloom.train.config.fine_tuning import check_fine_tuning
 from pipeloom.train.config.inside_stage import check_inside_stage
 from pipeloom.train.config.memory import activation_offload, check_background_saves
-from pipeloom.train.config.schedule import make_schedule, parse_cut, unused_data_options
+from pipeloom.train.config.schedule import AUTO, make_schedule, parse_cut, unused_data_options
 from pipeloom.train.config.train_config import TrainConfig, flat
 
 DRAINS = ("steps", "eval_steps", "save_steps")  # a stream drains there, so all stages must have updated
@@ -29,10 +29,11 @@ _AT_LEAST_1 = (
     *("batch.microbatches", "batch.size", "parallel.pipeline", "parallel.data", "model.layers", "model.width"),
     *("parallel.tensor", "parallel.tensor_depth", "parallel.context", "parallel.expert"),
     *("model.heads", "model.kv_heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
-    *("precision.loss_scale_steps", "model.lora", "spike_rewinds"),
+    *("precision.loss_scale_steps", "model.lora", "spike_rewinds", "max_recoveries"),
 )
 _AT_LEAST_0 = (
-    *("steps", "seed", "save_steps", "save_errors", "eval_steps", "sample_tokens", "optimizer.warmup_steps"),
+    *("steps", "seed", "save_steps", "save_errors", "copy_steps", "eval_steps", "sample_tokens"),
+    "optimizer.warmup_steps",
 )
 _RATES = (
     *("optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.muon_learning_rate"),
@@ -110,7 +111,26 @@ def validate_settings(config: TrainConfig) -> None:
     _check_memory(config, schedule)
     check_background_saves(config)
     _check_graphs(config, schedule)
+    _check_recovery(config)
     check_unused(config)
+
+
+def _check_recovery(config: TrainConfig) -> None:
+    """Raises InputError where processes could not be replaced, or ranks that start again would measure another cut."""
+    measured = {
+        "parallel.auto=true": config.parallel.auto,
+        "parallel.cut=time": config.parallel.cut == "time",
+        f"parallel.slices={AUTO}": config.parallel.slices == AUTO,
+    }
+    if not config.recover:
+        return
+    if config.local:
+        raise InputError("recover=true: with --local, one process holds all ranks. Remove one of them.")
+    if (name := next((name for name, is_so in measured.items() if is_so), None)) is not None:
+        raise InputError(
+            f"recover=true: {name} is measured again by ranks that start again, and could differ. Name the values, or "
+            "remove --recover."
+        )
 
 
 def _check_graphs(config: TrainConfig, schedule: Schedule) -> None:
@@ -354,6 +374,8 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
         yield "save_errors", "without background_saves", "add --background_saves true"
     if config.on_spike != "rewind":
         yield "spike_rewinds", f"with on_spike={config.on_spike}", "use rewind"
+    if not config.recover:
+        yield from ((name, "without --recover", "add it") for name in ("copy_steps", "max_recoveries"))
     if not config.save_steps:
         yield "background_saves", "without checkpoints", "raise --save_steps"
     if config.model.pretrained is None:

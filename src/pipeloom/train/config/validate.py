@@ -88,6 +88,11 @@ def check_processes(config: TrainConfig, world_size: int | None) -> None:
             f"--local runs all ranks in one process, but torchrun started {world_size}. Run `pipeloom train --local` "
             "without torchrun, or remove --local."
         )
+    if config.recover and world_size is not None:
+        raise InputError(
+            "recover=true: only pipeloom's own launcher starts single ranks again. Run `pipeloom train` without "
+            "torchrun or srun, or remove --recover."
+        )
     if config.local or world_size in (None, config.num_processes):
         return
     if inside > 1:

@@ -26,11 +26,14 @@ from pipeloom.train.output.reporters import Entry, Reporters, entry_of
 from pipeloom.version import __version__
 
 
-def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> tuple[str | None, set[Entry]]:
+def prepare_output(
+    config: TrainConfig, resumed: Path | None, step: int, *, goes_on: bool = False
+) -> tuple[str | None, set[Entry]]:
     """Make the output directory ready for the steps after `step`; one process calls it.
 
     A resumed run keeps its metrics up to the checkpoint. Later checkpoints, and all files of another run, are moved
-    into ``previous-1/``, ``previous-2/``, ... Unfinished saves and token files of killed runs are cleaned up.
+    into ``previous-1/``, ``previous-2/``, ... Unfinished saves and token files of killed runs are cleaned up. A run
+    that `goes_on` without a checkpoint keeps its files too.
 
     Returns:
         One line that says what was moved, or None; and what earlier processes of this run wrote in its metrics.
@@ -39,7 +42,7 @@ def prepare_output(config: TrainConfig, resumed: Path | None, step: int) -> tupl
     clean(directory)
     for unfinished in (directory / "data").glob(UNFINISHED):  # all processes of this run have their tokens by now
         unfinished.unlink(missing_ok=True)
-    goes_on = resumed is not None and resumed.absolute().parent == directory.absolute()
+    goes_on = goes_on or (resumed is not None and resumed.absolute().parent == directory.absolute())
     later = [entry.path for entry in list_checkpoints(directory) if not goes_on or entry.step > step]
     stale = [path for path in later if not path.name.startswith(".")]
     if not goes_on:

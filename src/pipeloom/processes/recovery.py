@@ -1,0 +1,232 @@
+"""Recovery of a run whose rank was killed: the launcher starts that rank again, the others keep their processes.
+
+    launcher                               rank 0, rank 1                    rank 2
+       │                                      │ steps                          ✗ killed
+       │ ── lost: rank 2 was killed ────────▶ │ PeerLost: leave the groups
+       │ ── starts ──────────────────────────────────────────────────────────▶ rank 2
+       │ ◀── ready, in the black box ──────── │ ◀───────────────────────────── │
+       │ ── go: a new meeting place ────────▶ │ ─────────────────────────────▶ │
+                                              └────────── meet again ──────────┘
+
+The launcher also holds the anonymous memory into which each rank copies its state (`train/recovery/state_copies.py`),
+so that the copies outlive the rank. Therefore a rank that is not ready in time, or fails on the way, can be killed and
+started again too. No torch.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from contextlib import suppress
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from pipeloom.errors import PeerLost
+from pipeloom.processes.black_box import BlackBox
+
+NUM_COPIES = 2  # per rank: while one is written, the other is whole
+_READY_SECONDS = 30.0  # from a loss until a surviving rank has left its process groups
+_NOTICE_SECONDS = 10.0  # from an error about another rank to the launcher's message
+_OTHER_ERROR_SECONDS = 1.0  # the same for other errors, which the loss may have caused
+_MESSAGE_BYTES = 1 << 16
+_GIVEN_UP = (0, 3)  # exit codes of ranks that may be started again beside one that was killed: success, PEER_LOST
+
+
+class Loss(NamedTuple):
+    """Which rank was lost, how and where, as the launcher tells it; and when (time.monotonic, seconds)."""
+
+    text: str
+    at: float
+
+
+# A rank's part
+
+
+class Lifeline:
+    """The end of a rank: what the launcher tells it, and the memory that outlives it.
+
+    Args:
+        text: of `Tether.text`.
+        black_box: of this rank.
+
+    Attributes:
+        copies: descriptors of the memory for copies of this rank's state.
+        generation: how often the run's ranks have met anew when this process joins.
+    """
+
+    def __init__(self, text: str, black_box: BlackBox) -> None:
+        line, *copies, self.generation = (int(number) for number in text.split(":"))
+        self.copies, self._black_box = tuple(copies), black_box
+        self._socket = socket.socket(fileno=line)
+
+    def noticed(self, error: Exception) -> bool:
+        """Whether an error comes from the loss of a rank from which the run recovers; waits for the launcher's word."""
+        self._socket.settimeout(_NOTICE_SECONDS if isinstance(error, PeerLost) else _OTHER_ERROR_SECONDS)
+        try:
+            self.generation = json.loads(self._socket.recv(_MESSAGE_BYTES))["generation"]
+        except (TimeoutError, ValueError):
+            return False
+        return True
+
+    def meet(self) -> tuple[str, Loss]:
+        """Say that this process is ready, and wait until all are.
+
+        Returns:
+            The ``init_method`` of torch.distributed, and the rank that was lost.
+        """
+        self._black_box.steps = 0.0  # its next steps warm up like those of a new process
+        self._black_box.ready = float(self.generation)
+        self._socket.settimeout(None)
+        # The descriptor stays open: the store of a process group opens its file again and again.
+        data, (meeting,), _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
+        return f"file:///proc/self/fd/{meeting}", Loss(**json.loads(data))
+
+
+# The launcher's part
+
+
+class Tether:
+    """The launcher's end of a rank's `Lifeline`, over all processes that take this rank one after another."""
+
+    def __init__(self) -> None:
+        self._copies = [os.memfd_create("pipeloom-copy") for _ in range(NUM_COPIES)]
+        self._socket, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def renew(self) -> None:
+        """Another process will have the other end."""
+        self._close_sockets()
+        self._socket, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What the process inherits."""
+        return (self._other.fileno(), *self._copies)
+
+    def text(self, generation: int) -> str:
+        """What the process reads in its environment."""
+        return ":".join(map(str, (*self.descriptors, generation)))
+
+    def send(self, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
+        """Send a message, unless the process has ended."""
+        with suppress(OSError):
+            socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
+
+    def close(self) -> None:
+        self._close_sockets()
+        for descriptor in self._copies:
+            os.close(descriptor)
+
+    def _close_sockets(self) -> None:
+        self._socket.close()
+        self._other.close()
+
+
+class _Process(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+
+class RankProcess(Protocol):
+    """A rank as the launcher knows it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def process(self) -> _Process: ...
+    @property
+    def black_box(self) -> BlackBox: ...
+
+
+R = TypeVar("R", bound=RankProcess)
+
+
+class Recoveries(Generic[R]):
+    """The recoveries of a run.
+
+    Args:
+        limit: how many there may be.
+        tethers: one per rank.
+        start: starts a rank for a generation.
+    """
+
+    def __init__(self, limit: int, tethers: Sequence[Tether], start: Callable[[int, int], R]) -> None:
+        self._limit = self._left = limit
+        self._tethers, self._start = tethers, start
+        self._generation = 0
+        self._loss: Loss | None = None  # while ranks get ready
+        self._again: set[int] = set()  # ranks that were started for this generation
+        self._deadline = 0.0
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks get ready to meet."""
+        return self._loss is not None
+
+    def recovers(
+        self,
+        ranks: MutableSequence[R],
+        codes: Sequence[int | None],
+        explain: Callable[[Mapping[int, int]], str],
+    ) -> bool:
+        """Whether the run goes on although ranks have ended; starts those again, in `ranks`.
+
+        Args:
+            ranks: of the run.
+            codes: of the ranks that have ended; None for the others.
+            explain: names the rank that was lost, how and where.
+        """
+        ended = {rank: code for rank, code in enumerate(codes) if code is not None}
+        if self._loss is None:
+            if not self._left or not _can_recover(ranks, ended):
+                return False
+            self._begin(ranks, ended, explain(ended))
+        elif any(rank in self._again for rank in ended):
+            # Killed once more on its way: one recovery less. An error of its own would come again.
+            if not self._left or any(code > 0 for rank, code in ended.items() if rank in self._again):
+                return False
+            self._left -= 1
+        for rank in ended:
+            self._again.add(rank)
+            ranks[rank] = self._start(rank, self._generation)
+        waits = [rank for rank, each in enumerate(ranks) if each.black_box.ready != self._generation]
+        if not waits:
+            self._go()
+        elif time.monotonic() > self._deadline:
+            for rank in {*waits} - self._again:
+                with suppress(ProcessLookupError):
+                    os.kill(ranks[rank].process.pid, signal.SIGKILL)
+        return True
+
+    def _begin(self, ranks: Sequence[RankProcess], ended: Mapping[int, int], text: str) -> None:
+        self._left -= 1
+        self._generation += 1
+        self._again.clear()
+        self._loss, self._deadline = Loss(text, time.monotonic()), time.monotonic() + _READY_SECONDS
+        sys.stderr.write(
+            f"pipeloom: warning: {text}; it is started again, and the other ranks keep their processes (recovery "
+            f"{self._limit - self._left} of at most {self._limit})\n"
+        )
+        sys.stderr.flush()
+        for rank in {*range(len(ranks))} - ended.keys():
+            self._tethers[rank].send({"generation": self._generation})
+
+    def _go(self) -> None:
+        """Send all ranks to a new meeting place."""
+        assert self._loss is not None
+        meeting = os.memfd_create("pipeloom-meeting")
+        for tether in self._tethers:
+            tether.send(self._loss._asdict(), [meeting])
+        os.close(meeting)
+        self._loss = None
+
+
+def _can_recover(ranks: Sequence[RankProcess], ended: Mapping[int, int]) -> bool:
+    """Whether a rank was killed, no rank failed otherwise, and all had begun."""
+    killed = any(code < 0 for code in ended.values())
+    return (
+        killed
+        and all(code < 0 or code in _GIVEN_UP for code in ended.values())
+        and all(rank.black_box.phase for rank in ranks)
+    )
