@@ -42,7 +42,8 @@ with launcher.last_words(member):
 LAUNCH = """\
 import sys
 from pipeloom.processes.launcher import launch
-code = launch([f"rank {rank}" for rank in range(int(sys.argv[1]))], sys.argv[2:])
+names = [f"rank {rank}" for rank in range(int(sys.argv[1]))]
+code = launch(names, sys.argv[2:], recoveries=globals().get("RECOVERIES", 0))
 assert "torch" not in sys.modules
 sys.exit(code)
 """
@@ -132,6 +133,47 @@ time.sleep(60)
     assert code == 1
     assert err.startswith("pipeloom: error: rank 1 was killed by SIGKILL")
     assert err.endswith("; also killed: rank 2 by SIGKILL; all ranks were ended\n")
+
+
+def test_a_killed_rank_is_started_again_and_so_is_one_that_does_not_come(start: Start) -> None:
+    body = """
+line = member.lifeline
+box.phase = "step 12"
+if line.generation == 0:
+    wait_for_all()
+    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2: time.sleep(60)
+    assert line.noticed(PeerLost(""))
+else:
+    (here / f"again-{rank}").touch()
+before = os.fstat(line.copies[1]).st_size
+os.truncate(line.copies[1], before + 1)
+meeting, loss = line.meet()
+os.write(1, f"{os.stat(meeting.removeprefix('file://')).st_ino} {before} {loss.text}\\n".encode())
+"""
+    before = "from pipeloom.processes import recovery\nrecovery._READY_SECONDS = 0.5\nRECOVERIES = 1\n"
+    process = start(body, 3, before=before)
+    here = Path(str(process.args[-1]))  # type: ignore[index]
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert sorted(path.name for path in here.glob("again-*")) == ["again-1", "again-2"]
+    (line,) = set(out.splitlines())  # of all ranks: they meet in one place
+    assert re.fullmatch(r"\d+ 0 rank 1 was killed by SIGKILL \(out of memory\?\) in step 12", line)
+    assert err.count("\n") == 1
+    assert "; it is started again, and the other ranks keep their processes (recovery 1 of at most 1)" in err
+
+
+def test_a_rank_that_is_killed_again_and_again_ends_the_run(start: Start) -> None:
+    body = """
+box.phase = "step 12"
+if member.lifeline.generation == 0: wait_for_all()
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    code, _, err = finish(start(body, before="RECOVERIES = 2\n"))
+    assert code == 1
+    assert err.count("\n") == 2
+    assert err.endswith("error: rank 1 was killed by SIGKILL (out of memory?) in step 12; all ranks were ended\n")
 
 
 def test_the_rank_that_hangs_is_named_and_not_who_says_so(start: Start) -> None:

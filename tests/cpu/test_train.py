@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeloom.chaos.fault import VARIABLE, Fault, Order
 from pipeloom.cli import main
 from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint import verify
@@ -202,6 +203,23 @@ def test_a_killed_run_goes_on_to_the_last_bit(text: Path, whole: Path, tmp_path:
     assert resumed.returncode == 0, resumed.stderr
     assert story(killed) == story(whole)
     assert not list(killed.glob("previous-*"))
+
+
+def test_a_killed_rank_is_started_again_and_all_go_on_to_the_last_bit(
+    text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0, which writes the metrics, is killed in step 10; each step has 16 actions."""
+    order = Order(str(tmp_path / "record"), Fault(kind="kill", rank=0, at=16 * 9 + 5))
+    monkeypatch.setenv(VARIABLE, order.to_json())
+    done = run(text, tmp_path / "out", *DROPOUT, "--recover", "--copy_steps=4")
+    assert done.returncode == 0, done.stderr
+    # Rank 1 knows that step 10 had begun: it is the same process.
+    assert re.search(
+        r"\nstep 8  recovered: rank 0 was killed by SIGKILL .* in step 10, last action 0.*; all ranks went back to the "
+        r"copies in memory of step 8; 2 steps again, [\d.]+ s\n",
+        done.stdout,
+    ), done.stdout
+    assert story(tmp_path / "out") == story(whole)
 
 
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGINT, "launcher"), (signal.SIGKILL, "rank")])
