@@ -151,7 +151,7 @@ os.truncate(line.copies[1], before + 1)
 meeting, loss = line.meet()
 os.write(1, f"{os.stat(meeting.removeprefix('file://')).st_ino} {before} {loss.text}\\n".encode())
 """
-    before = "from pipeloom.processes import recovery\nrecovery._READY_SECONDS = 0.5\nRECOVERIES = 1\n"
+    before = "from pipeloom.processes.recovery import recoveries\nrecoveries._READY_SECONDS = 0.5\nRECOVERIES = 1\n"
     process = start(body, 3, before=before)
     here = Path(str(process.args[-1]))  # type: ignore[index]
     code, out, err = finish(process)

@@ -54,16 +54,17 @@ def test_a_copy_comes_back_in_another_process(memories: list[int]) -> None:
     torch.manual_seed(1)
     run, copies = Run(), StateCopies(memories)
     assert copies.steps == []
-    assert not copies.opened
+    assert copies.first_step is None
     copies.write(0, run.contents())  # the optimizer has no state yet
-    copies.opened = True
+    copies.begin(0)
+    copies.begin(2)  # does not begin again
     losses = []
     for step in range(1, 5):
         losses.append(run.step())
         if step in (2, 3):
             copies.write(step, run.contents())
     found = StateCopies([os.dup(memory) for memory in memories])
-    assert (found.steps, found.opened) == ([2, 3], True)
+    assert (found.steps, found.first_step) == ([2, 3], 0)
     other, copy = Run(), found.read(2)
     other.step()  # has state that is replaced
     copy.load_model(other.model.state_dict())

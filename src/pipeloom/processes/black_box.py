@@ -77,7 +77,7 @@ class BlackBox:
         patient: 1 in a phase that may make no progress for long, such as a save, else 0.
         limit_seconds: without progress, after which the rank counts as hung; 0: it is not watched.
         ending: 1 once the watchdog ends the process, else 0.
-        ready: the generation of the run's ranks that this process can join (`processes/recovery.py`).
+        ready: the generation of the run's ranks that this process can join (`processes/recovery/`).
         observer: receives actions and phases as they begin; None, as in ordinary runs: nothing does.
     """
 

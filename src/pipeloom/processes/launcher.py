@@ -26,7 +26,8 @@ from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.preemption import PREEMPTED, Request
-from pipeloom.processes.recovery import Lifeline, Recoveries, Tether
+from pipeloom.processes.recovery.lifeline import Lifeline
+from pipeloom.processes.recovery.recoveries import Recoveries, Tether
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
@@ -166,7 +167,7 @@ def launch(
 
     When a rank fails or is killed, the launcher ends the other ranks and prints one line: which rank, how, and in which
     step and action. With `recoveries`, a rank that was killed is started again, while the others keep their processes
-    (`processes/recovery.py`). SIGINT, SIGTERM and SIGHUP end all ranks too, except where the launcher itself ignores
+    (`processes/recovery/`). SIGINT, SIGTERM and SIGHUP end all ranks too, except where the launcher itself ignores
     them (SIGHUP under nohup). With `preempt_seconds`, the first SIGTERM or SIGUSR1 asks the ranks to save and to end
     (`processes/preemption.py`). When a rank is stopped, the launcher prints a warning and waits. It leaves no process
     and no file.

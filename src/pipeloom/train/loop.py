@@ -9,7 +9,7 @@ from pipeloom.errors import InputError, RunError
 from pipeloom.parallel import run_threads
 from pipeloom.processes.launcher import Membership
 from pipeloom.processes.preemption import Preemption, allowed_seconds
-from pipeloom.processes.recovery import Lifeline
+from pipeloom.processes.recovery.lifeline import Lifeline
 from pipeloom.processes.rendezvous import leave, open_sockets
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path
@@ -109,7 +109,7 @@ def train_group(
         found = _train_on(config, layout, member, checkpoint, planner, recovery, restart)
         if found is None:
             return
-        config, checkpoint = found
+        (config, checkpoint), restart = found, None
 
 
 def _train_on(
@@ -134,7 +134,7 @@ def _train_on(
     with Trainer(config, group, member, recovery) as trainer:
         done = trainer.resume(checkpoint if restart is None else restart.source)
         if recovery is not None:
-            recovery.begin(trainer.run, done)
+            recovery.begin(trainer.run, done, restart)
         if config.data.packing:
             check_packing(trainer.run)
         try:
@@ -168,7 +168,9 @@ def _train_on(
     return None
 
 
-def _steps_until(trainer: Trainer, shown: Display, last: int, planner: "RunPlanner | None") -> Path | None:
+def _steps_until(
+    trainer: Trainer, shown: Display, last: int, planner: "RunPlanner | None", recovery: RunRecovery | None
+) -> Path | None:
     """All steps up to `last`, or fewer after a signal; the checkpoint that a spike takes the run back to."""
     while trainer.done < last and not trainer.group.preemption.agreed:
         row: dict[str, Any] = {}
@@ -181,6 +183,8 @@ def _steps_until(trainer: Trainer, shown: Display, last: int, planner: "RunPlann
         if "spike" in row and trainer.config.on_spike == "rewind":
             for line in trainer.saves.finish():
                 shown.say(line)
+            if recovery is not None:
+                recovery.copies.drop_after(-1)  # they are of steps that the run goes back over
             target, line = rewind(trainer.run, trainer.done, row["spike"])
             shown.say(line)
             if target is not None:
@@ -203,7 +207,7 @@ def _steps(
         copies = recovery is not None and recovery.is_due(last)
         if not (evaluates or saves or copies or last == config.steps):
             continue
-        target = _steps_until(trainer, shown, last, planner)
+        target = _steps_until(trainer, shown, last, planner, recovery)
         preemption = trainer.group.preemption
         if target is not None:
             if not preemption.agreed:

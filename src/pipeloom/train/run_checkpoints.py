@@ -95,6 +95,8 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     """Restore everything that `save` wrote."""
     saved = checkpoint.load(path)
     same_text = restore(run, saved)
+    if path.absolute().parent == run.output_dir.absolute():
+        run.sampler = with_rewinds(run.sampler, _rewinds(run))
     run.notices += resume_notices(run.config, saved.state["config"], path, saved.step, other_text=not same_text)
     limit = run.config.save_total_limit
     if limit is not None and path.absolute().parent == run.output_dir.absolute():
@@ -129,8 +131,6 @@ def restore(run: RunParts, saved: checkpoint.Checkpoint | StateCopy) -> bool:
         run.samples_seen = sampler["samples_seen"]
         if "recent_steps" in saved.state:
             run.band.load(saved.state["recent_steps"])
-    if path.absolute().parent == run.output_dir.absolute():
-        run.sampler = with_rewinds(run.sampler, _rewinds(run))
     random = saved.random(group.rank, group.size) if same_places(saved.layout, _layout(run)) else None
     if random is not None:
         checkpoint.restore_random_state(random)

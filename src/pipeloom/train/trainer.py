@@ -104,10 +104,10 @@ class Trainer:
             if not self._launched:  # else the launcher holds it
                 self._held.enter_context(in_use(output_dir))
             with writing(output_dir):
-                goes_on = recovery is not None and recovery.copies.opened
+                goes_on = recovery is not None and recovery.copies.first_step is not None
                 moved, written = prepare_output(self.config, self._resumed, self._first_step - 1, goes_on=goes_on)
             if recovery is not None:
-                recovery.copies.opened = True
+                recovery.copies.begin(self._first_step - 1)
             if moved:
                 shown.say(moved)
             names, options = self.config.reporters, self.config.to_mapping()

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeloom.common.quantities import counted
-from pipeloom.processes.recovery import Loss
+from pipeloom.processes.recovery.lifeline import Loss
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path, latest
+from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.config.schedule import is_stream, schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.samples import Samples
@@ -55,7 +56,7 @@ class RunRecovery:
     def __init__(self, config: TrainConfig, copies: StateCopies) -> None:
         self._every, self._save_steps = config.copy_steps, config.save_steps
         self._streams = is_stream(schedule_name(config))
-        self._steps, self._output_dir = config.steps, Path(config.output_dir)
+        self._config, self._output_dir = config, Path(config.output_dir)
         self.copies = copies
         self.loss: Loss | None = None
         self.begun = 0
@@ -65,9 +66,11 @@ class RunRecovery:
         """Whether the steps are interrupted after `step` for a copy; a stream, which would drain, is not."""
         return bool(self._every) and step % self._every == 0 and not self._streams
 
-    def begin(self, run: RunParts, step: int) -> None:
+    def begin(self, run: RunParts, step: int, restart: Restart | None) -> None:
         """Make the first copy, of the state after `step`; a collective call, after which all processes have one."""
         self.samples = run.samples
+        if restart is None:  # earlier copies are of before a rewind
+            self.copies.drop_after(-1)
         if self._every and step not in self.copies.steps:
             self._copy(run, step)
         run.group.all_gather(b"")
@@ -83,23 +86,24 @@ class RunRecovery:
 
     def restart(self, group: Group) -> Restart | None:
         """Where all processes go on, a collective call; None: as if the run had not begun."""
-        rows = group.gather_json([self.copies.steps, self.begun, self.copies.opened])
-        if not rows[0][2]:
+        rows = group.gather_json([self.copies.steps, self.begun, self.copies.first_step])
+        if (first := rows[0][2]) is None:
             return None
         begun = max(row[1] for row in rows)
         common = max(set.intersection(*(set(row[0]) for row in rows)), default=-1)
         found = latest(self._output_dir) if group.rank == 0 else None
         saved = group.gather_json(found.name if found else "")[0]
         saved_step = int(saved.rpartition("-")[2]) if saved else -1
-        step = max(common, saved_step, 0)
+        step = max(common, saved_step)
+        source: Path | StateCopy | None
+        if step < 0:  # neither copies nor checkpoints yet
+            source = run_checkpoints.agreed_checkpoint(self._config, group)
+            step = 0 if source is None else read_manifest(source).step
+        else:
+            source = self.copies.read(step) if common == step else checkpoint_path(self._output_dir, step)
         self.copies.drop_after(step)
-        due = bool(self._save_steps) and step > 0 and (step % self._save_steps == 0 or step == self._steps)
-        source: Path | StateCopy | None = None
-        if common == step:
-            source = self.copies.read(step)
-        elif saved_step == step:
-            source = checkpoint_path(self._output_dir, step)
-        return Restart(source, step, max(0, begun - step), due and saved_step < step)
+        due = bool(self._save_steps) and (step % self._save_steps == 0 or step == self._config.steps)
+        return Restart(source, step, max(0, begun - step), due and max(first, saved_step) < step)
 
     def line(self, restart: Restart) -> str:
         """The line about a recovery."""

@@ -1,7 +1,7 @@
 """`StateCopies`: the last two states of one process, in memory that outlives it.
 
-    memory 0   | seal | length | opened |   | JSON | tensors, each aligned to 64 bytes |     state after step 20
-    memory 1   | seal | length |            | JSON | tensors                           |     state after step 10
+    memory 0   | seal | length | first |   | JSON | tensors, each aligned to 64 bytes |     state after step 20
+    memory 1   | seal | length |           | JSON | tensors                           |     state after step 10
 
 The launcher made the memory, and holds it (`pipeloom.processes.recovery`). A seal is the step + 1; it is 0 while a copy
 is written, so that a process that is killed meanwhile leaves the other copy. Content is that of a checkpoint.
@@ -20,7 +20,7 @@ from pipeloom.errors import RunError
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState, like, name_of, unwrapped
 
 _HEAD_BYTES = 4096
-_SEAL, _LENGTH, _OPENED = range(3)  # int64 numbers of a head
+_SEAL, _LENGTH, _FIRST = range(3)  # int64 numbers of a head
 _ALIGNMENT_BYTES = 64
 
 
@@ -89,13 +89,14 @@ class StateCopies:
         return sorted(memory.head[_SEAL] - 1 for memory in self._memories if memory.head[_SEAL])
 
     @property
-    def opened(self) -> bool:
-        """Whether the run has its output directory; kept in the same memory."""
-        return bool(self._memories[0].head[_OPENED])
+    def first_step(self) -> int | None:
+        """After which step the run began, once it has its output directory; kept in the same memory."""
+        found = self._memories[0].head[_FIRST]
+        return found - 1 if found else None
 
-    @opened.setter
-    def opened(self, value: bool) -> None:
-        self._memories[0].head[_OPENED] = int(value)
+    def begin(self, step: int) -> None:
+        """The run has its output directory, and begins after `step`, unless it has begun before."""
+        self._memories[0].head[_FIRST] = self._memories[0].head[_FIRST] or step + 1
 
     def write(self, step: int, contents: Mapping[str, Any]) -> None:
         """Copy a state, in place of the older copy.

@@ -1,17 +1,4 @@
-"""Recovery of a run whose rank was killed: the launcher starts that rank again, the others keep their processes.
-
-    launcher                               rank 0, rank 1                    rank 2
-       │                                      │ steps                          ✗ killed
-       │ ── lost: rank 2 was killed ────────▶ │ PeerLost: leave the groups
-       │ ── starts ──────────────────────────────────────────────────────────▶ rank 2
-       │ ◀── ready, in the black box ──────── │ ◀───────────────────────────── │
-       │ ── go: a new meeting place ────────▶ │ ─────────────────────────────▶ │
-                                              └────────── meet again ──────────┘
-
-The launcher also holds the anonymous memory into which each rank copies its state (`train/recovery/state_copies.py`),
-so that the copies outlive the rank. Therefore a rank that is not ready in time, or fails on the way, can be killed and
-started again too. No torch.
-"""
+"""`Recoveries`: the launcher's part: starts killed ranks again, and sends all to a new meeting place. No torch."""
 
 import json
 import os
@@ -21,77 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import suppress
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from pipeloom.errors import PeerLost
 from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.recovery.lifeline import Loss
 
-NUM_COPIES = 2  # per rank: while one is written, the other is whole
+_NUM_COPIES = 2  # per rank: while one is written, the other is whole
 _READY_SECONDS = 30.0  # from a loss until a surviving rank has left its process groups
-_NOTICE_SECONDS = 10.0  # from an error about another rank to the launcher's message
-_OTHER_ERROR_SECONDS = 1.0  # the same for other errors, which the loss may have caused
-_MESSAGE_BYTES = 1 << 16
 _GIVEN_UP = (0, 3)  # exit codes of ranks that may be started again beside one that was killed: success, PEER_LOST
-
-
-class Loss(NamedTuple):
-    """Which rank was lost, how and where, as the launcher tells it; and when (time.monotonic, seconds)."""
-
-    text: str
-    at: float
-
-
-# A rank's part
-
-
-class Lifeline:
-    """The end of a rank: what the launcher tells it, and the memory that outlives it.
-
-    Args:
-        text: of `Tether.text`.
-        black_box: of this rank.
-
-    Attributes:
-        copies: descriptors of the memory for copies of this rank's state.
-        generation: how often the run's ranks have met anew when this process joins.
-    """
-
-    def __init__(self, text: str, black_box: BlackBox) -> None:
-        line, *copies, self.generation = (int(number) for number in text.split(":"))
-        self.copies, self._black_box = tuple(copies), black_box
-        self._socket = socket.socket(fileno=line)
-
-    def noticed(self, error: Exception) -> bool:
-        """Whether an error comes from the loss of a rank from which the run recovers; waits for the launcher's word."""
-        self._socket.settimeout(_NOTICE_SECONDS if isinstance(error, PeerLost) else _OTHER_ERROR_SECONDS)
-        try:
-            self.generation = json.loads(self._socket.recv(_MESSAGE_BYTES))["generation"]
-        except (TimeoutError, ValueError):
-            return False
-        return True
-
-    def meet(self) -> tuple[str, Loss]:
-        """Say that this process is ready, and wait until all are.
-
-        Returns:
-            The ``init_method`` of torch.distributed, and the rank that was lost.
-        """
-        self._black_box.steps = 0.0  # its next steps warm up like those of a new process
-        self._black_box.ready = float(self.generation)
-        self._socket.settimeout(None)
-        # The descriptor stays open: the store of a process group opens its file again and again.
-        data, (meeting,), _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
-        return f"file:///proc/self/fd/{meeting}", Loss(**json.loads(data))
-
-
-# The launcher's part
 
 
 class Tether:
     """The launcher's end of a rank's `Lifeline`, over all processes that take this rank one after another."""
 
     def __init__(self) -> None:
-        self._copies = [os.memfd_create("pipeloom-copy") for _ in range(NUM_COPIES)]
+        self._copies = [os.memfd_create("pipeloom-copy") for _ in range(_NUM_COPIES)]
         self._socket, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def renew(self) -> None:
