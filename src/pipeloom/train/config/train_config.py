@@ -71,10 +71,8 @@ class TrainConfig:
     sample_prompt: str = option("def ", "prompt of the generated text", group="output")
     sample_temperature: float = option(0.8, "sampling temperature; 0: greedy", group="output")
     recover: bool = option(False, "start a killed rank again while the others keep running", group="faults")
-    copy_steps: int = option(
-        10, "with --recover: steps between copies of the state in memory; 0: use checkpoints alone", group="faults"
-    )
-    max_recoveries: int = option(3, "with --recover: most recoveries of a run", group="faults")
+    copy_steps: int = option(10, "steps between copies for --recover; 0: use checkpoints", group="faults")
+    max_recoveries: int = option(3, "most recoveries of a run", group="faults")
     preempt_seconds: float = option(30.0, "seconds to save in after SIGTERM; 0: end at once", group="faults")
     watchdog: bool = option(True, "end the run when a rank hangs; off: wait", group="faults")
     watchdog_seconds: float | None = option(
