@@ -32,8 +32,8 @@ _SHOWN = 3  # plans that are compared in words
 _DESCRIPTION = """\
 Choose everything for training a model on a cluster: pipeline-, data-, tensor-, sequence-, context- and
 expert-parallel degrees and their order over links, schedule, virtual stages, blocks per stage, micro-batches, slices,
-recomputation per stage, ZeRO stage and granularity. Times and memory are predicted, and every plan keeps the rules of a
-run."""
+recomputation per stage, ZeRO stage and granularity, offload of activations. Times and memory are predicted, and every
+plan keeps the rules of a run."""
 _EXAMPLES = """
 pipeloom plan --model.config gpt3-175b --cluster dgx-a100-80 --devices 384 --batch.size 1536
 pipeloom plan --model.config llama3-405b --cluster dgx-h100 --devices 16384 --batch.size 2048 --top 5 --out plan.json
@@ -59,6 +59,11 @@ def main(argv: Sequence[str]) -> int:
     else:
         planned = _planned(options, cluster, fixed)
     costs = planned.costs
+    if fixed.get("offload") is not None and not costs.can_offload:
+        raise InputError(
+            f"--fix offload={fixed['offload']}: cluster {cluster.name} has no known bandwidth from devices to a host "
+            "with memory of its own. Remove offload, or add `host_bytes_per_second` to the device of the cluster file."
+        )
     request = Request(
         devices=options.devices,
         batch_size=options.batch.size,

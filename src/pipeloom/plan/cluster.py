@@ -10,7 +10,7 @@
 Optional keys of `device`: `host_bytes_per_second`, the bandwidth to host memory, for offloaded activations;
 `memory_bytes`, the capacity of its memory; `multiprocessors`, with which times of products depend on their shapes;
 `fp32_operations_per_second`; and `host_seconds`, the host's time per kernel. `between_nodes` may have `cards`, the
-number of network cards of a node.
+number of network cards of a node. `host_memory_bytes` is the memory of a node's host, which offloaded activations use.
 
 All rates are peak rates except `sum_bytes_per_second`, which is measured. `efficiency` is the fraction of the peaks
 that programs reach; data sheets do not list it. `memory_efficiency` and `link_efficiency` are those of device memory
@@ -19,11 +19,14 @@ figures of its device.
 """
 
 import json
+import math
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.plan.local.measured import Measured, Rates
+
+_HOST_PART = 0.8  # of host memory: the rest is for processes, data and files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,7 @@ class Cluster:
         inside_node, between_nodes: the links.
         efficiency: fraction of the peak rates that programs reach.
         memory_efficiency, link_efficiency: the same of device memory, and of links; None: `efficiency`.
+        host_memory_bytes: of a node; None: unknown.
         measured: tables of the machine that replace figures of the device; None: there are none.
         processes: that compute side by side, for a machine with tables.
     """
@@ -113,6 +117,7 @@ class Cluster:
     efficiency: float
     memory_efficiency: float | None = None
     link_efficiency: float | None = None
+    host_memory_bytes: float | None = None
     measured: Measured | None = field(default=None, hash=False)
     processes: int = 1
 
@@ -120,6 +125,13 @@ class Cluster:
     def rates(self) -> Rates | None:
         """Tables for the processes that compute side by side; None without tables."""
         return None if self.measured is None else self.measured.of(self.processes)
+
+    @property
+    def host_bytes_per_device(self) -> float:
+        """Host memory that offload may use per device; infinite if unknown."""
+        return (
+            math.inf if self.host_memory_bytes is None else _HOST_PART * self.host_memory_bytes / self.devices_per_node
+        )
 
     def beside(self, processes: int) -> Self:
         """The cluster while so many processes compute; one without tables is the same for any number."""

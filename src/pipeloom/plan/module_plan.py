@@ -45,7 +45,7 @@ def plan_module(
     """Measure every layer of a model, and search for the fastest plan on a cluster whose devices are like this one.
 
     ``pipeloom.plan(...)`` calls this function. The search is that of `pipeloom plan`, over pipeline and data degrees,
-    schedule, virtual stages, layers per stage, micro-batches, full recomputation per stage, and ZeRO.
+    schedule, virtual stages, layers per stage, micro-batches, full recomputation per stage, ZeRO and offload.
     ``pipeloom.Pipeline(model, plan, loss_fn=loss_fn)`` runs the plan.
 
     Args:
@@ -83,7 +83,7 @@ def plan_module(
         batch_size=global_batch_size,
         memory_bytes=_memory(where, count) if memory_bytes is None else memory_bytes,
         fixed=parse_fixed(fix) if fix else {},
-        forbidden=(parse_forbidden(forbid) if forbid else frozenset()) | {*WHOLE, "offload"},
+        forbidden=(parse_forbidden(forbid) if forbid else frozenset()) | set(WHOLE),
         optimizer=optimizer,
         objective=objective,
         top=1,

@@ -32,7 +32,7 @@ class Configuration:
         blocks: per stage; None: even.
         order: mesh axes, outermost first.
         imbalance: load of the busiest expert-parallel process over the mean load.
-        offload: activations that a rank keeps while it offloads others; None: it offloads none.
+        offload: activations that a rank keeps while it offloads others, 0: as few as possible; None: it offloads none.
     """
 
     schedule: str = "1f1b"

@@ -68,6 +68,7 @@ class CostModel(StepCosts):
         default_factory=dict, repr=False, compare=False
     )
 
+    _memories: dict[object, list[LayerMemory]] = field(default_factory=dict, repr=False, compare=False)
     _networks: dict[object, Network] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -177,7 +178,10 @@ class CostModel(StepCosts):
 
     def layers(self, of: Configuration) -> list[list[LayerMemory]]:
         """The layers of every stage on one process."""
-        layers = transformer_layers(self.model, of.microbatch_size, of.element, of.inside, of.imbalance, self.software)
+        key = of.microbatch_size, of.element, of.inside, of.imbalance
+        layers = self._memories.get(key)
+        if layers is None:
+            layers = self._memories[key] = transformer_layers(self.model, *key, self.software)
         found = consecutive(layers[1:-2], of.blocks_of(self.model.layers))
         found[0].insert(0, layers[0])
         found[-1] += layers[-2:]

@@ -9,6 +9,8 @@
                   multiprocessors), DGX H100 data sheet (8 cards of 400 Gbit/s)
     dgx-h200      8 H200-SXM-141GB: NVIDIA H200 data sheet (as H100, with 4,800 GB/s and 141 GB)
 
+Hosts have 2 TB (DGX data sheets) and 488 GiB (p3.16xlarge).
+
 Data sheets have no efficiencies. docs/explanation/predictions.md has them, and the runs that they were chosen with.
 """
 
@@ -33,6 +35,7 @@ def _dgx(name: str, device: Device, nvlink: float, card: float, efficiency: floa
         efficiency=efficiency,
         memory_efficiency=0.75,
         link_efficiency=0.75,
+        host_memory_bytes=2e12,
     )
 
 
@@ -85,6 +88,7 @@ CLUSTERS: Mapping[str, Cluster] = {
             efficiency=0.84,
             memory_efficiency=0.8,
             link_efficiency=0.8,
+            host_memory_bytes=488 * _GIB,
         ),
         _dgx("dgx-a100-80", _A100, 300e9, 25e9, 0.735),
         _dgx("dgx-h100", _hopper("H100-SXM5-80GB", 3.35e12, 80), 450e9, 50e9, 0.67),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pipeloom import schedules
 from pipeloom.ir import Op, Placement, Program, Schedule
 from pipeloom.passes import insert_offload, lower, merge_backwards
+from pipeloom.passes.offload import least_held
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.shared_sums import shared_sum_seconds
@@ -57,6 +58,11 @@ class StepCosts(ABC):
     def unknown(self, of: Configuration) -> str | None:
         """Why the costs of a degree inside a stage or of a micro-batch size are unknown; None: they are not."""
         return None
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether devices have a link of known bandwidth to a host with memory of its own."""
+        return self.cluster.measured is None and self.cluster.device.host_bytes_per_second is not None
 
     @abstractmethod
     def check(self, of: Configuration) -> None:
@@ -145,7 +151,7 @@ class StepCosts(ABC):
         if self.merges_backwards:
             schedule = merge_backwards(schedule)
         program = lower(schedule, data=of.data_axis())
-        return program if of.offload is None else insert_offload(program, of.offload)
+        return program if of.offload is None else insert_offload(program, of.offload or least_held(program))
 
     def shared_sum_seconds(self, of: Configuration, placement: Placement) -> float:
         """Seconds of the sums of gradients between ranks of a pipeline that hold the same stage."""

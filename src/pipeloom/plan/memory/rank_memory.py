@@ -278,6 +278,7 @@ class _Walk:
         stream = self._program.schedule.microbatches_per_update is not None
         activations = skipping = of_slices = 0.0
         skip_bytes = {stage: self._skip_bytes(stage) for stage in self._held}
+        of_gathers: dict[int, tuple[float, float, float]] = {}
         gathered: dict[int, float] = {}
         coming: dict[int, list[float]] = {}  # of stages whose first computation has not run
         full: dict[int, float] = {}  # gradients
@@ -295,7 +296,9 @@ class _Walk:
                 of_slices += shared[stage][0] if index == 0 else 0.0
                 skipping += skip_bytes[stage]
             if op is Op.UNSHARD:
-                gathered[stage], *coming[stage] = self._gathered(stage)
+                if stage not in of_gathers:
+                    of_gathers[stage] = self._gathered(stage)
+                gathered[stage], *coming[stage] = of_gathers[stage]
             elif op in (Op.F, Op.B, Op.I) and stage in coming:
                 gathered[stage] = coming[stage][0]
             before = sum(full.values()) + sum(reduced.values())

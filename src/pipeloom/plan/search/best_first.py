@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
-from math import inf, prod
+from itertools import chain, count
+from math import ceil, inf, prod
 from typing import Any
 
 from pipeloom.common.quantities import bytes_text
@@ -23,6 +23,7 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.live_moments import Moments, moments_of
 from pipeloom.plan.search.memory_choice import Choice, MemoryChoices
+from pipeloom.plan.search.offload_bound import lowest_cap, offloaded_of
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import MANY_DEVICES, Shape, candidate_seconds
 from pipeloom.plan.search.simulated import Simulated, Step
@@ -254,11 +255,23 @@ class _Search:
             return
         first: dict[object, Candidate] = {}  # by recomputation
         memory = MemoryChoices(self.costs, shape, moments, self.request)
+        kept: dict[object, float] = {}  # by recomputation, the most activations that stay on a rank
         for way in ways:
             of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
             choices, least = memory.found(of, self._reserve(moments), every=self.exhaustive)
-            if not choices:
-                self.refusals.too_large(least)
+            offloaded = {}
+            if self._takes_all or inf not in [kept.get(each) for each in memory.uniform()[:1]]:
+                offloaded = memory.offloaded(of, self._reserve(moments), every=self.exhaustive)
+            if not choices and not any(offloaded.values()):
+                self.refusals.too_large(min(least, memory.least_offloaded(of)))
+            for recompute, others in offloaded.items():
+                # An earlier data strategy that keeps as many communicates less.
+                if self._takes_all or not others or others[0].kept > kept.get(recompute, -1):
+                    kept[recompute] = others[0].kept if others else inf
+                    for choice in others:
+                        self._offer(
+                            Candidate(shape=shape, of=of, choice=choice, memory=memory, least_seconds=way.seconds)
+                        )
             for choice in choices:
                 found = Candidate(shape=shape, of=of, choice=choice, memory=memory, least_seconds=way.seconds)
                 before = first.setdefault(choice.of.recompute, found)
@@ -280,6 +293,13 @@ class _Search:
         of = found.choice.of
         update = self.costs.update_seconds(of, found.shape.placement.stages_of)
         least, likely = candidate_seconds(self.costs, found.shape._replace(of=of))
+        if of.offload is not None:
+            offloaded = offloaded_of(self.costs, of, found.shape.placement.stages_of)
+            if offloaded.host_bytes > self.costs.cluster.host_bytes_per_device:
+                self.refusals.add("offloaded activations need more memory than the host has")
+                return
+            least = max(least, offloaded.seconds)
+            likely = max(least, likely)
         bound = self._bound(found, least + update)
         penalty = _PENALTIES[of.granularity] * self._bound(found, likely + update) / bound
         self._push(bound, 3, self._simulate, found, penalty=penalty)
@@ -324,15 +344,37 @@ class _Search:
         if candidate.instead:
             first, *others = candidate.instead
             self._offer(replace(first, instead=others))
+        if candidate.choice.of.offload is not None:
+            self._keep_fewer(candidate, max(peaks) - self.request.memory_bytes)
+            return
         if candidate.tries == (_MOST_TRIES if self._left == inf else _FEW_TRIES) or "recompute" in self.request.fixed:
             return
         most = self.request.memory_bytes
         before = candidate.beside or [0.0] * len(peaks)
+        closed = candidate.memory.closed_bytes(candidate.of, candidate.choice.of)
         factor = _MORE if self._left == inf else _MUCH_MORE
-        more = [size + factor * max(0.0, peak - most) for size, peak in zip(before, peaks, strict=True)]
+        more = [
+            max(size + factor * (peak - most), peak - known) if peak > most else size
+            for size, peak, known in zip(before, peaks, closed, strict=True)
+        ]
+        offloaded = candidate.memory.offloaded(candidate.of, more, every=self.exhaustive)
+        for choice in chain.from_iterable(offloaded.values()):
+            if choice.of.recompute == candidate.choice.of.recompute:
+                self._offer(replace(candidate, choice=choice, instead=[]))
         choices, _ = candidate.memory.found(candidate.of, more)
         if choices:
             self._offer(replace(candidate, choice=choices[0], instead=[], beside=more, tries=candidate.tries + 1))
+
+    def _keep_fewer(self, candidate: "Candidate", missing: float) -> None:
+        """Offload more, where a rank has too little memory by `missing` bytes."""
+        of = candidate.choice.of
+        if self.exhaustive or "offload" in self.request.fixed or not of.offload or candidate.tries == _FEW_TRIES:
+            return
+        kept = max(self.costs.kept_bytes(of)) / of.slices
+        number = of.offload - max(1, ceil(missing / kept))
+        if number >= lowest_cap(of):
+            choice = replace(candidate.choice, of=replace(of, offload=number))
+            self._offer(replace(candidate, choice=choice, tries=candidate.tries + 1))
 
 
 @dataclass(kw_only=True)

@@ -54,6 +54,7 @@ def usual_plan(costs: CostModel, request: Request, **asked: Any) -> Simulated | 
         "microbatch_size": 1,
         "data_strategy": "zero1",
         "recompute": ("full",),
+        "offload": None,
     }
     fixed = {**usual, **request.fixed}
     for pipeline in [request.fixed["pipeline"]] if "pipeline" in request.fixed else range(1, costs.num_blocks + 1):

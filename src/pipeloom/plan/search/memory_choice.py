@@ -19,6 +19,8 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.live_moments import Moment, Moments
+from pipeloom.plan.search.offload_bound import lowest_cap, most_live
+from pipeloom.plan.search.offload_room import OffloadRoom
 from pipeloom.plan.search.request import Request
 from pipeloom.plan.search.shapes import Shape
 from pipeloom.plan.search.space import state_bytes_per_parameter
@@ -26,6 +28,7 @@ from pipeloom.split.chain_partition import consecutive
 
 Fixed = Sequence[Sequence[float]]  # of each rank, bytes beside activations at each of its moments
 _TRIES = 8
+_FEWER = 0.95  # of the bytes of an activation: less recomputation with offload is as good
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,11 @@ class Choice:
     schedule_limit: float | None = None
     least_bytes: float = 0.0
 
+    @property
+    def kept(self) -> float:
+        """Activations that stay on a rank."""
+        return inf if self.of.offload is None else self.of.offload
+
 
 class MemoryChoices:
     """What the stages of a shape recompute.
@@ -56,6 +64,8 @@ class MemoryChoices:
     def __init__(self, costs: StepCosts, shape: Shape, moments: Moments, request: Request) -> None:
         self._costs, self._shape, self._moments, self._request = costs, shape, moments, request
         of, self._kinds = shape.of, request.kinds
+        free = "offload" not in request.fixed and request.allows("offload", 0)
+        self._offloads = free and costs.can_offload and not schedules.find(of.schedule).to_measure
         self._kept = {
             kind: [size / of.slices for size in costs.kept_bytes(replace(of, recompute=kind))] for kind in self._kinds
         }
@@ -67,6 +77,7 @@ class MemoryChoices:
         for kind in self._kinds:
             stages = consecutive(list(map(sub, every, costs.kept_bytes(replace(block, recompute=kind)))), counts)
             self._again[kind] = [stage[-1] if stage and of.slices == 1 else 0.0 for stage in stages[:-1]] + [0.0]
+        self._room = OffloadRoom(costs, shape, moments, self._kept)
 
     @cached_property
     def _seconds(self) -> dict[Recompute, list[float]]:
@@ -89,21 +100,82 @@ class MemoryChoices:
         fixed = fixed_bytes(self._costs, of, self._shape, self._moments)
         more = beside or [0.0] * len(fixed)
         tight = [[size + extra for size in sizes] for sizes, extra in zip(fixed, more, strict=True)]
-        stages, given = self._shape.placement.num_stages, self._request.fixed.get("recompute")
-        if given is not None and len(given) not in (1, stages):
+        uniform, offload = self.uniform(), self._request.fixed.get("offload")
+        if not uniform:
             return [], inf
-        if given is not None:
-            kinds = tuple(map(Recompute, given))
-            candidates = [kinds * stages if len(kinds) == 1 else kinds]
+        if "recompute" in self._request.fixed or offload is not None:
+            candidates = uniform
         else:
-            uniform = [(kind,) * stages for kind in self._kinds]
             least = uniform[-1] if self._request.objective == "memory" else self._least(tight)
             candidates = [least] if least else uniform[-1:]
             if every:
                 candidates = list(dict.fromkeys([*candidates, *uniform]))
-        choices = [self._choice(of, each, fixed) for each in candidates]
+        choices = [self._choice(of, each, fixed, offload) for each in candidates]
         most = self._request.memory_bytes
         return [each for each in choices if each.least_bytes <= most], min(each.least_bytes for each in choices)
+
+    def offloaded(
+        self, of: Configuration, beside: Sequence[float] | None = None, *, every: bool = False
+    ) -> dict[tuple[Recompute, ...], list[Choice]]:
+        """For each recomputation with which not all activations fit, choices that keep as many as fit by closed forms.
+
+        Nothing with more recomputation than what fits: offload is there to recompute less.
+
+        Args:
+            of, beside: as for `found`.
+            every: whether to return those that keep fewer too.
+        """
+        if not self._offloads:
+            return {}
+        fixed = fixed_bytes(self._costs, of, self._shape, self._moments)
+        more = beside or [0.0] * len(fixed)
+        found: dict[tuple[Recompute, ...], list[Choice]] = {}
+        tight = [[size + extra for size in sizes] for sizes, extra in zip(fixed, more, strict=True)]
+        smallest = self._request.objective == "memory"
+        for recompute in self.uniform()[-1:] if smallest else self._offloadable:
+            number = 0 if smallest else self._room.number(tight, recompute, self._request.memory_bytes)
+            if number is None:
+                found[recompute] = []
+                break
+            numbers = [number] if number >= lowest_cap(self._shape.of) or smallest else []
+            if every:
+                numbers = [*range(most_live(self._shape.of) - 1, lowest_cap(self._shape.of) - 1, -1), *numbers]
+            if numbers:
+                found[recompute] = [self._choice(of, recompute, fixed, each) for each in dict.fromkeys(numbers)]
+        return found
+
+    @cached_property
+    def _offloadable(self) -> list[tuple[Recompute, ...]]:
+        """Of `uniform`, those that keep clearly fewer bytes than all with less recomputation."""
+        found: list[tuple[Recompute, ...]] = []
+        least = inf
+        for recompute in self.uniform():
+            size = sum(self._kept[kind][stage] for stage, kind in enumerate(recompute))
+            if size < _FEWER * least:
+                found.append(recompute)
+                least = size
+        return found
+
+    def least_offloaded(self, of: Configuration) -> float:
+        """Bytes that some rank needs at least with offload; infinite where there is none."""
+        if not self._offloads:
+            return inf
+        fixed, lowest = fixed_bytes(self._costs, of, self._shape, self._moments), lowest_cap(of)
+        return min((self._room.bytes(fixed, each, lowest) for each in self.uniform()[-1:]), default=inf)
+
+    def closed_bytes(self, of: Configuration, choice: Configuration) -> list[float]:
+        """Bytes of every rank by closed forms, with the recomputation of a choice of `of` without offload."""
+        fixed = fixed_bytes(self._costs, of, self._shape, self._moments)
+        recompute = [choice.recompute_of(stage) for stage in range(choice.stages)]
+        return [self._bytes(rank, sizes, recompute) for rank, sizes in enumerate(fixed)]
+
+    def uniform(self) -> list[tuple[Recompute, ...]]:
+        """The same kind for all stages, the least recomputation first; of fixed kinds, those of the stages."""
+        stages, given = self._shape.placement.num_stages, self._request.fixed.get("recompute")
+        if given is None:
+            return [(kind,) * stages for kind in self._kinds]
+        kinds = tuple(map(Recompute, given))
+        return [kinds * stages] if len(kinds) == 1 else [kinds] if len(kinds) == stages else []
 
     def _bytes(self, rank: int, sizes: Sequence[float], recompute: Sequence[Recompute]) -> float:
         """Of a rank with `sizes` beside activations, at the moment at which they are most."""
@@ -122,11 +194,12 @@ class MemoryChoices:
                 most, at = size, number
         return at, most
 
-    def _choice(self, of: Configuration, recompute: tuple[Recompute, ...], fixed: Fixed) -> Choice:
-        of = replace(of, recompute=recompute, offload=self._request.fixed.get("offload"))
-        held = [max(sizes) for sizes in fixed]
-        if of.offload is None:
-            held = [self._bytes(rank, sizes, recompute) for rank, sizes in enumerate(fixed)]
+    def _choice(self, of: Configuration, recompute: tuple[Recompute, ...], fixed: Fixed, offload: int | None) -> Choice:
+        of = replace(of, recompute=recompute, offload=offload)
+        if offload is None:
+            least = max(self._bytes(rank, sizes, recompute) for rank, sizes in enumerate(fixed))
+        else:
+            least = self._room.least(fixed, recompute)
         limit = None
         if schedules.find(of.schedule).to_measure and self._request.memory_bytes < inf:
             share = max(
@@ -136,7 +209,7 @@ class MemoryChoices:
             parameters = max(self._costs.held_parameters(of, held) for held in self._shape.placement.stages_of)
             always = (state_bytes_per_parameter(of) + gradients) * parameters
             limit = max(0.0, self._request.memory_bytes - always) / share if share else None
-        return Choice(of=of, schedule_limit=limit, least_bytes=max(held))
+        return Choice(of=of, schedule_limit=limit, least_bytes=least)
 
     def _least(self, fixed: Fixed) -> tuple[Recompute, ...] | None:
         """The least recomputation that fits; None where nothing does."""

@@ -23,7 +23,7 @@ def _whole(word: str) -> int:
 
 
 def _kept(word: str) -> int | None:
-    return None if word == "none" else _whole(word)
+    return None if word == "none" else 0 if word == "0" else _whole(word)
 
 
 def _flag(word: str) -> bool:

@@ -25,14 +25,14 @@ _LEAST = 0.0005  # of a step: smaller parts are not shown
 def table_of(rows: Sequence[Row]) -> list[str]:
     """The plans as lines, best first."""
     cells = cells_of(rows)
-    left = [i for i, head in enumerate(cells[0]) if head in ("schedule", "recompute", "sharded")]
+    left = [i for i, head in enumerate(cells[0]) if head in ("schedule", "recompute", "offload", "sharded")]
     return table_lines(cells, left=left)
 
 
 def cells_of(rows: Sequence[Row]) -> list[list[str]]:
     """The heads of the table, and a row per plan."""
     cells = [["", "pipeline", "data", "tensor", "context", "expert", "schedule", "micro-batches", "recompute"]]
-    cells[0] += ["sharded", "step", "MFU", "peak"]
+    cells[0] += ["offload", "sharded", "step", "MFU", "peak"]
     for number, row in enumerate(rows, 1):
         cells.append(
             [
@@ -43,6 +43,7 @@ def cells_of(rows: Sequence[Row]) -> list[list[str]]:
                 schedule_text(row),
                 f"{row['microbatches']} x {row['microbatch_size']}",
                 recompute_text(row),
+                offload_text(row),
                 strategy_text(row),
                 seconds_text(row["step_seconds"]),
                 "" if row["model_flops_utilization"] is None else percent_text(row["model_flops_utilization"]),
@@ -55,7 +56,7 @@ def cells_of(rows: Sequence[Row]) -> list[list[str]]:
 
 def _says_nothing(head: str, cells: Sequence[Sequence[str]]) -> bool:
     column = cells[0].index(head)
-    empty = {"context": "1", "expert": "1", "MFU": ""}.get(head)
+    empty = {"context": "1", "expert": "1", "MFU": "", "offload": "-"}.get(head)
     return all(line[column] == empty for line in cells[1:])
 
 
@@ -73,6 +74,12 @@ def recompute_text(row: Row) -> str:
     if isinstance(given, str):
         return given
     return ", ".join(f"{word} on {given.count(word)} stages" for word in dict.fromkeys(given))
+
+
+def offload_text(row: Row) -> str:
+    """Such as ``all but 4``."""
+    kept = row["offload"]
+    return "-" if kept is None else f"all but {kept}" if kept else "all that can"
 
 
 def strategy_text(row: Row) -> str:

@@ -1,0 +1,103 @@
+"""Offload as an axis of `pipeloom plan`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.cli import main
+from pipeloom.errors import InputError
+from pipeloom.ir import Op
+from pipeloom.passes import insert_offload, lower
+from pipeloom.passes.offload import least_held
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.search.answer import plan_of
+from pipeloom.plan.search.best_first import Answer, find_plans
+from pipeloom.plan.search.offload_bound import least_moves, lowest_cap, most_live
+from pipeloom.plan.search.request import Request, parse_fixed
+from pipeloom.schedules import find
+from tests.pure.published_runs import cost_model, gpt
+
+GIB = 2.0**30
+MODEL = gpt(8, 2048, 16, sequence=2048, vocabulary=8000)
+PIPELINE = "context=1,slices=1,tensor=1,sequence=false,data=1,pipeline=8,microbatch_size=2"
+
+
+def search(memory: float, fixed: str, *, model=MODEL, host=None, exhaustive=False, **more) -> Answer:
+    costs = cost_model(model, "dgx-a100-80", "pipeloom")
+    if host is not None:
+        costs = replace(costs, cluster=replace(costs.cluster, host_memory_bytes=host))
+    request = Request(devices=8, batch_size=32, memory_bytes=memory, fixed=parse_fixed(fixed), top=1, **more)
+    return find_plans(costs, request, exhaustive=exhaustive)
+
+
+@pytest.mark.parametrize("memory", [2.5 * GIB, 3 * GIB])
+def test_what_only_offload_fits_is_as_good_as_simulating_everything(memory):
+    fixed = f"{PIPELINE},schedule=1f1b,recompute=none"
+    best, every = (search(memory, fixed, exhaustive=each) for each in (False, True))
+    found = best.plans[0]
+    assert found.of.offload is not None
+    assert found.peak <= memory
+    assert found.step_seconds <= 1.01 * every.plans[0].step_seconds
+    plan = plan_of(cost_model(MODEL, "dgx-a100-80", "pipeloom"), found.of)
+    assert (plan.offload, plan.offload_activations) == ("cpu", found.of.offload)
+    with pytest.raises(InputError, match="no plan fits"):
+        search(memory, fixed, forbidden=frozenset({"offload"}))
+    with pytest.raises(InputError, match="offloaded activations need more memory than the host has"):
+        search(memory, fixed, host=1e9)
+
+
+def test_offload_that_computations_hide_is_better_than_recomputation():
+    wide = gpt(8, 8192, 64, sequence=2048, vocabulary=8000)
+    fixed = f"{PIPELINE},schedule=1f1b"
+    best, without = (search(20 * GIB, fixed, model=wide, forbidden=frozenset(each)) for each in ((), ("offload",)))
+    assert best.plans[0].of.offload is not None
+    assert best.plans[0].step_seconds < 0.97 * without.plans[0].step_seconds
+
+
+def test_more_is_recomputed_where_closed_forms_lack_much():
+    wide = gpt(8, 8192, 64, sequence=2048, vocabulary=8000)  # gradients of a block are 1.5 GiB
+    found = search(19 * GIB, f"{PIPELINE},schedule=1f1b", model=wide, forbidden=frozenset({"offload"}))
+    assert found.plans[0].peak <= 19 * GIB
+
+
+def test_nothing_is_offloaded_where_all_fits():
+    found = search(80 * GIB, f"{PIPELINE},schedule=1f1b")
+    assert found.plans[0].of.offload is None
+
+
+def test_least_memory_offloads_all_that_it_can():
+    fixed = f"{PIPELINE},schedule=1f1b"
+    least, usual = (search(80 * GIB, fixed, objective=each) for each in ("memory", "time"))
+    assert least.plans[0].of.offload == 0
+    assert least.plans[0].peak < usual.plans[0].peak
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipev", 2)]
+)
+def test_moves_are_never_fewer_than_the_bound(name, chunks):
+    of = Configuration(schedule=name, pipeline=4, chunks=chunks, microbatches=12)
+    family = find(name)
+    schedule = family(num_ranks=4, num_microbatches=12, num_chunks=None if family.chunks else chunks)
+    program = lower(schedule)
+    assert lowest_cap(of) == max(least_held(program))
+    assert most_live(of) > lowest_cap(of)
+    for cap in range(lowest_cap(of), most_live(of)):
+        orders = insert_offload(program, cap).orders
+        moved = [sum(action.op is Op.OFFLOAD for action in order) for order in orders]
+        bounds = least_moves(of, cap)
+        assert all(number >= bound for number, (bound, _) in zip(moved, bounds, strict=True))
+        assert max(bound for bound, _ in bounds) >= 0.5 * max(moved)
+
+
+def test_offload_needs_a_link_to_the_host(capsys, tmp_path):
+    file = tmp_path / "cluster.json"
+    cluster = cost_model(MODEL, "dgx-a100-80", "pipeloom").cluster
+    file.write_text(replace(cluster, device=replace(cluster.device, host_bytes_per_second=None)).to_json())
+    words = ["--devices", "8", "--batch.size", "16", "--cluster", str(file), "--vocabulary_size", "1000"]
+    assert main(["plan", *words, "--fix", "offload=2"]) == 2
+    error = capsys.readouterr().err
+    assert "--fix offload=2: cluster dgx-a100-80 has no known bandwidth" in error
+    assert error.count("\n") == 1
