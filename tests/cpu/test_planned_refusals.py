@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 
 import pytest
@@ -213,6 +214,43 @@ def test_check_compares_with_the_model():
     assert model.training
     with pytest.raises(InputError, match="the model is given in parts"):
         pl.Pipeline(list(model)[:2], schedule, check=x)
+
+
+@pytest.mark.parametrize(
+    ("changed", "act", "words"),
+    [
+        (1, nn.Identity(), "check: 'b.bias' has other values in the model of rank 1 than in that of rank 0"),
+        (None, nn.Tanh(), "the first layer that differs is 'b', on rank 1"),
+    ],
+)
+def test_a_check_tells_all_ranks_of_the_first_layer_that_differs(changed, act, words):
+    x, schedule = torch.randn(4, 4), pl.schedules.build("1f1b", num_ranks=3, num_microbatches=2)
+
+    class Longer(Misdeclared):
+        pipeline_layers = ("a", "b", "c")
+
+        def __init__(self):
+            super().__init__()
+            self.act, self.c = act, nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.c(super().forward(x))
+
+    models = [Longer()] * 3
+    if changed is not None:
+        models[changed] = copy.deepcopy(models[0])
+        models[changed].b.bias.data[0] += 1e-5
+
+    def run():
+        with pl.Mesh(pp=3) as mesh:
+            model = copy.deepcopy(models[mesh.rank])
+            try:
+                pl.Pipeline(model, schedule, loss_fn=F.mse_loss, mesh=mesh, check=x).close()
+            except InputError as error:
+                return str(error)
+
+    with pytest.warns(UserWarning, match="will not run"):
+        assert all(words in str(said) for said in pl.run_threads(3, run))
 
 
 def test_a_sample_that_the_model_does_not_take():

@@ -4,7 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from pipeloom.autograd.loss_metrics import loss_in
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError, PipeloomError, folded, one_line
+from pipeloom.processes.agreement import gather_json
+from pipeloom.processes.members import Members
 from pipeloom.split.closeness import close
 from pipeloom.split.stage_module import StageModule
 from pipeloom.split.traced.inputs import Arguments, Signature
@@ -43,6 +45,8 @@ class ModelCheck:
             raise InputError("check: compares with the uncut model, and the model is given in parts. Remove check.")
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise InputError("check: the model is on the meta device, without values. Load it first, or remove check.")
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._weights = {name: _number_of(tensor) for name, tensor in named}
         inputs, targets = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
         self.inputs = plain_batch(inputs)
         num_microbatches = min(num_microbatches, samples_of(self.inputs, "check: inputs"))
@@ -90,19 +94,74 @@ class ModelCheck:
         with _recorded(layers, found):
             yield
 
-    def compare(self, output: Value | None, layers: Mapping[str, Any]) -> None:
-        """Raises InputError where the pipeline's output differs, with the first layer that does."""
+    def compare(
+        self, output: Value | None, layers: Mapping[str, Any], members: Members | None, line: Sequence[int]
+    ) -> None:
+        """Compare what the pipeline computed on all its ranks; every process calls it.
+
+        Args:
+            output: of the pipeline; None: this process does not have it.
+            layers: as `watching` recorded them.
+            members: all processes; None: this process holds all ranks.
+            line: the processes of this pipeline among `members`, by rank.
+
+        Raises:
+            InputError: the models of two ranks have different weights, or the pipeline's output differs from the
+                model's, with the first layer that does; on all ranks.
+        """
+        different = output is not None and _differ(output, self._output)
         differing = [name for name in self._layers if name in layers and _differ(layers[name], self._layers[name])]
-        if output is None and not differing:
-            return
-        if output is not None and not _differ(output, self._output):
-            return
-        parts = [name for name in differing if not any(other.startswith(f"{name}.") for other in differing)]
-        where = f"the first layer that differs is {parts[0]!r}" if parts else "its layers on this rank are equal"
-        raise InputError(
-            f"check: the pipeline computes another result than the model; {where}. Its stages do not run what its "
-            "forward does there: pass other layers, or a model whose forward calls its modules in order."
-        )
+        found = [_Finding(different, differing, self._weights)]
+        if members is not None:
+            every = gather_json(found[0]._asdict(), members, lost="another rank ended or timed out during its check")
+            found = [_Finding(**every[process]) for process in line]
+        first = found[0].weights
+        for rank, each in enumerate(found):
+            name = next((name for name in {**first, **each.weights} if each.weights.get(name) != first.get(name)), None)
+            if name is not None:
+                raise InputError(
+                    f"check: {name!r} has other values in the model of rank {rank} than in that of rank 0: all ranks "
+                    "must pass the same model. Call torch.manual_seed with the same number on every process before "
+                    "the model is made, or load the same weights."
+                )
+        if any(each.output for each in found):
+            raise InputError(
+                f"check: the pipeline computes another result than the model; {self._first_of(found)}. Its stages do "
+                "not run what its forward does there: pass other layers, or a model whose forward calls its modules in "
+                "order."
+            )
+
+    def _first_of(self, found: Sequence["_Finding"]) -> str:
+        ranks = {name: rank for rank, each in enumerate(found) for name in each.layers}
+        differing = [name for name in self._layers if name in ranks]
+        first = next((n for n in differing if not any(other.startswith(f"{n}.") for other in differing)), None)
+        if first is None:
+            return "its layers are equal"
+        return f"the first layer that differs is {first!r}" + (f", on rank {ranks[first]}" if len(found) > 1 else "")
+
+
+class _Finding(NamedTuple):
+    """What a rank has found.
+
+    Attributes:
+        output: whether the pipeline's output differs from the model's; False where the rank does not have it.
+        layers: names of its layers with another result.
+        weights: by name of the uncut model's parameters and buffers, a number of their values.
+    """
+
+    output: bool
+    layers: list[str]
+    weights: dict[str, list[Any]]
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _number_of(tensor: Tensor) -> list[Any]:
+    """Shape, dtype and the sum of a tensor's bits as integers, which depends on no order."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = plain.detach().contiguous().view(_INTEGERS[plain.element_size()])
+    return [list(tensor.shape), str(tensor.dtype), int(bits.sum(dtype=torch.int64))]
 
 
 @contextmanager

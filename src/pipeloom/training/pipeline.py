@@ -80,8 +80,8 @@ class Pipeline:
             and `loss_fn` is the mean over a rank's tokens. Inputs may be a dict with "attention_mask" (0 for padding)
             and "document_ids", both [samples, tokens].
         check: a small batch of inputs, or (inputs, targets): before training, the pipeline's outputs are compared with
-            those of the model, in evaluation mode, and a loss_fn that would be a mean of means is reported. Every
-            process passes it.
+            those of the model, in evaluation mode, and the weights of the models of all ranks; the first layer that
+            differs is named. A loss_fn that would be a mean of means is reported. Every process passes it.
         compile: whether ``torch.compile`` compiles every block of the stages, or a stage without blocks as a whole.
         graphs: whether forwards and backwards are recorded as CUDA graphs in the third step and replayed in later ones,
             which saves the host's time per kernel. Every step then has the same shapes; stages and loss read no value
@@ -174,7 +174,8 @@ class Pipeline:
         with self.executor.ended_by_errors(), evaluation_mode(self.modules()):
             with expected.watching(stages, found):
                 output = self.forward(expected.inputs)
-            expected.compare(output, found)
+            connection = self.executor.connection
+            expected.compare(output, found, connection.members, connection.own_replica)
 
     # Runs
 

@@ -45,6 +45,12 @@ class Connection:
     replicas: Sequence[Sequence[int]] = ()
     batches: Sequence[Sequence[int]] = ()
 
+    @property
+    def own_replica(self) -> Sequence[int]:
+        """The processes of this one's replica; empty where it holds all ranks."""
+        process = None if self.members is None else self.members.rank
+        return next((replica for replica in self.replicas if process in replica), ())
+
     def sum_over_processes(self, values: Tensor) -> Tensor:
         """The sum of a small CPU tensor over the processes of all ranks and replicas, in place.
 
