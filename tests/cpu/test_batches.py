@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipeloom as pl
@@ -55,6 +56,8 @@ def loss_fn(output: Tensor, target: Any) -> Tensor:
 
 
 X, Y = make_batch()
+ENDLESS: dict[str, Any] = {"x": X}
+ENDLESS["again"] = ENDLESS
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,13 @@ def test_ranks_pass_none_for_what_they_do_not_read() -> None:
         (Sample(X, Y), Y, r"inputs hold a value of type Sample: .* Convert it with vars\(x\), or take its tensors\."),
         ({X}, Y, r"inputs hold a value of type set: .* Convert it with list\(x\) or dict\(x\)"),
         (X.to_sparse(), Y, "Convert it to a dense tensor"),
+        (X.to("meta"), Y, "inputs hold a tensor on the meta device, which has no values"),
+        (
+            {"x": pack_sequence([X, X[:3]])},
+            Y,
+            "inputs hold a PackedSequence, .* pack them in a layer",
+        ),
+        (ENDLESS, Y, "inputs hold a value that contains itself"),
     ],
 )
 def test_other_batches_are_refused_with_the_fix(inputs: Any, targets: Any, message: str) -> None:

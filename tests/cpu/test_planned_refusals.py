@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import pipeloom as pl
 from pipeloom.errors import InputError, SplitError, StageError
 from pipeloom.models import GPT, GPTConfig
+from pipeloom.pipe import Pipe
 
 
 class Residual(nn.Module):
@@ -251,6 +252,74 @@ def test_a_check_tells_all_ranks_of_the_first_layer_that_differs(changed, act, w
 
     with pytest.warns(UserWarning, match="will not run"):
         assert all(words in str(said) for said in pl.run_threads(3, run))
+
+
+class Packs(nn.Module):
+    def forward(self, given):
+        return pack_padded_sequence(*given, batch_first=True, enforce_sorted=False)
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, packed):
+        return super().forward(packed)[0]
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.packs, self.first, self.second = Packs(), Recurrent(4, 4), Recurrent(4, 4)
+
+    def forward(self, x, lengths):
+        return self.second(self.first(self.packs((x, lengths))))
+
+
+def test_packed_sequences_are_told_where_stages_do_not_carry_them():
+    batch = torch.randn(4, 5, 4), torch.tensor([5, 3, 4, 2])
+    model, schedule = Reader(), pl.schedules.build("gpipe", num_ranks=3, num_microbatches=2)
+    with (
+        pl.Pipeline(nn.Sequential(*model.children()), schedule) as pipe,
+        pytest.raises(InputError, match=r"the model returns a PackedSequence, .* Return padded tensors and lengths"),
+    ):
+        pipe.forward(batch)
+    pipe = pl.Pipeline(model, schedule, layers=["packs", "first", "second"])
+    with pipe, pytest.raises(StageError, match="the shape of what a Packs of another stage returns is not known"):
+        pipe.forward({"x": batch[0], "lengths": batch[1]})
+    with pytest.raises(SplitError, match="the example holds a PackedSequence, and a trace takes tensors"):
+        pl.Pipeline(Recurrent(4, 4), schedule, example=model.packs(batch))
+
+
+def test_an_error_of_the_last_layer_of_a_stage_is_told_in_the_first_forward():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise ValueError("no such row")
+
+    model = Residual()
+    model.a = Fails(4, 4)
+    schedule = pl.schedules.build("gpipe", num_ranks=2, num_microbatches=2)
+    pipe = pl.Pipeline(model, schedule, layers=["a", "b"], transport="threads")
+    with pipe, pytest.raises(StageError, match="action 0F0, micro-batch 0: ValueError: no such row"):
+        pipe.forward(torch.randn(4, 4))
+
+
+def test_models_on_the_meta_device_are_told_what_to_do():
+    x, schedule = torch.randn(4, 4), pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    with torch.device("meta"):
+        model = Residual()
+    chain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    for given, layers in ((model, ["a", "b"]), (chain, None)):
+        with pl.Pipeline(given, schedule, loss_fn=F.mse_loss, layers=layers) as pipe:
+            for run in (pipe.step, pipe.evaluate):
+                with pytest.raises(InputError, match=r"weight' of stage [01] is on the meta device: "):
+                    run(x, x)
+            for module in pipe.modules():
+                module.to_empty(device="cpu")
+            pipe.step(x, x)
+    with torch.device("meta"):
+        model = Residual()
+    with pytest.raises(SplitError, match="Residual is on the meta device and the example is not"):
+        pl.Pipeline(model, schedule, loss_fn=F.mse_loss, example=x)
+    with pytest.raises(InputError, match="layer 1 is on the meta device"):
+        Pipe(nn.Sequential(nn.Linear(4, 4), model.b), balance=[1, 1], devices=["cpu", "cpu"])
 
 
 def test_a_sample_that_the_model_does_not_take():

@@ -161,7 +161,7 @@ class Executor:
         self._threads: RankThreads | None = None
         if isinstance(self._transport, OneProcessTransport) and self._transport.blocking and len(self.local_ranks) > 1:
             self._threads = RankThreads(devices, self._transport)
-        self._running = False
+        self._running = self._has_values = False
         self.num_calls = 0
         self.before_call: Callable[[], None] | None = None
         self.last_run: Mapping[int, Callable[[], Iterable[Record]]] = {}
@@ -298,10 +298,17 @@ class Executor:
         training = kind is Call.STEP
         call, alone = call_number(self.num_calls + 1, kind), training and self._refuses_in_messages
         agreement = None if alone else self._agreement
+
+        def read_with_values() -> tuple[Value, Value]:
+            if not self._has_values:
+                self._state.check_values()
+                self._has_values = True
+            return read()
+
         try:
             with self._ended_by_lost_peers():
                 batch = self._reader.read(
-                    read, agreement, call, training=training, with_loss=with_loss, settings=settings
+                    read_with_values, agreement, call, training=training, with_loss=with_loss, settings=settings
                 )
             if self._graphs is not None and training:
                 self._graphs.check(batch)

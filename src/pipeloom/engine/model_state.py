@@ -109,6 +109,17 @@ class ModelState:
         """By canonical name, the elements that each sharded main parameter holds; full parameters are left out."""
         return {name: span for store in self.stores.values() for name, span in store.ranges.items()}
 
+    def check_values(self) -> None:
+        """Raises InputError where a parameter or buffer held here is on the meta device, where nothing has a value."""
+        for stage, module in sorted(self.stages.items()):
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if tensor.is_meta:
+                    raise InputError(
+                        f"{name!r} of stage {stage} is on the meta device: it has a shape and no values. Before the "
+                        "Pipeline is made, give the model or its stages values, with to_empty(device=...) and "
+                        "load_state_dict(), with pipeloom.models.materialize, or load it with pipeloom.from_pretrained."
+                    )
+
     def check_equal(self) -> None:
         """Raises InputError where ranks of this process hold different values of one parameter."""
         held = self.ownership.held

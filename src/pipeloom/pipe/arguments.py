@@ -42,6 +42,11 @@ def check_module(module: Any) -> None:
         for tensor in (*layer.parameters(), *layer.buffers()):
             if is_lazy(tensor):
                 raise InputError("a layer is lazy: its parameters have no shapes. Run the model once before.")
+            if tensor.is_meta:
+                raise InputError(
+                    f"layer {index} is on the meta device: its tensors have shapes and no values. Call "
+                    "to_empty(device='cpu') and load_state_dict() on the model before."
+                )
             if homes.setdefault(id(tensor), index) != index:
                 first = layers[homes[id(tensor)]]
                 rule = "module with duplicate children is not supported"

@@ -80,7 +80,10 @@ def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         return _layout(_TENSOR, ((value.shape, value.dtype, value.requires_grad),)), [value]
     tensors: list[Tensor] = []
-    structure = _encoded(_strip(value, tensors, what))
+    try:
+        structure = _encoded(_strip(value, tensors, what))
+    except RecursionError:
+        raise InputError(f"{what} a value that contains itself. Take it out.") from None
     return _layout(structure, tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
 
 
@@ -174,6 +177,10 @@ def _fill(structure: Any, tensors: Any) -> Value:
     return items if kind == "list" else tuple(items)
 
 
+def _holds_packed(layout: Layout) -> bool:
+    return '["packed", ' in layout.structure
+
+
 class MicroBatches(list[Any]):
     """A batch that is cut into micro-batches already, such as of sequences of different lengths: a value for each.
 
@@ -207,7 +214,7 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
         InputError: the batch has no tensor, tensors of different length, or fewer samples than micro-batches.
     """
     layout, tensors = flatten(value, f"{what} hold")
-    length = _num_samples(tensors, what)
+    length = _num_samples(layout, tensors, what)
     if length < num_microbatches:
         raise InputError(too_few_samples(what, length, num_microbatches))
     if num_microbatches == 1:
@@ -223,7 +230,7 @@ def samples_of(value: Value, what: str) -> int:
     """The number of samples in a batch. Raises InputError as `split_batch`."""
     if isinstance(value, MicroBatches):
         return sum(sizes_of(value, len(value), what))
-    return _num_samples(flatten(value, f"{what} hold")[1], what)
+    return _num_samples(*flatten(value, f"{what} hold"), what)
 
 
 def too_few_samples(what: str, num_samples: int, num_microbatches: int) -> str:
@@ -234,7 +241,14 @@ def too_few_samples(what: str, num_samples: int, num_microbatches: int) -> str:
     )
 
 
-def _num_samples(tensors: Sequence[Tensor], what: str) -> int:
+def _num_samples(layout: Layout, tensors: Sequence[Tensor], what: str) -> int:
+    if _holds_packed(layout):
+        raise InputError(
+            f"{what} hold a PackedSequence, which cannot be split into micro-batches. Pass the padded tensor and the "
+            "lengths, and pack them in a layer of the model: stages may exchange a PackedSequence."
+        )
+    if any(t.is_meta for t in tensors):
+        raise InputError(f"{what} hold a tensor on the meta device, which has no values. Pass the batch itself.")
     lengths = {t.shape[0] if t.dim() else -1 for t in tensors}
     if len(lengths) != 1 or -1 in lengths:
         if not lengths:
@@ -264,7 +278,16 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 def join_batch(values: Sequence[Value]) -> Value:
-    """Concatenate the outputs of micro-batches along dimension 0; tensors without dimensions are stacked."""
+    """Concatenate the outputs of micro-batches along dimension 0; tensors without dimensions are stacked.
+
+    Raises:
+        InputError: there are several, and they hold a PackedSequence.
+    """
     layouts, tensors = zip(*map(flatten, values), strict=True)
+    if len(values) > 1 and _holds_packed(layouts[0]):
+        raise InputError(
+            "the model returns a PackedSequence, which cannot be joined from micro-batches. Return padded tensors and "
+            "lengths (torch.nn.utils.rnn.pad_packed_sequence)."
+        )
     joined = [torch.cat(column) if column[0].dim() else torch.stack(column) for column in zip(*tensors, strict=True)]
     return unflatten(layouts[0], joined)

@@ -165,7 +165,6 @@ class ForwardRun:
         place, name = self._place, self._place.names[index]
         if index in self.done or (self.done and index < self.done[-1]):
             raise place.in_another_order(name)
-        self.done.append(index)
         if self._extras:
             prefix = f"{name}|"
             given = {k.removeprefix(prefix): v for k, v in self._extras.items() if k.startswith(prefix)}
@@ -184,6 +183,7 @@ class ForwardRun:
             origins.quiet = True
         with self.draws.paused():
             result = layer(*args, **settings)
+        self.done.append(index)
         for where, container in containers.items():
             for entry, value in entries_of(container).items():
                 if before[where].get(entry) is not value:
@@ -351,7 +351,12 @@ class ForwardRun:
         if self.origins is None:
             return shaped_like_result(twin, args, settings, self._formats())
         self.origins.quiet = True
-        result = shaped_like_result(twin, args, settings, self._formats())
+        try:
+            result = shaped_like_result(twin, args, settings, self._formats())
+        except Exception as error:
+            if self.explores:
+                raise
+            raise self._place.without_shape(type(twin).__name__, error) from error
         self.origins.quiet = False
         self.origins.mark(result, origin)
         return result

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeloom.errors import SplitError
+from pipeloom.errors import SplitError, one_line
 from pipeloom.split.planned.layouts import Layout
 
 OTHER_WAYS = "trace the model with example= (Pipeline, split), declare its order with register_layout, or use one stage"
@@ -95,6 +95,14 @@ class StagePlace:
         return SplitError(
             f"the forward of {self._model} went another way than with earlier inputs of the same shapes: it did not "
             f"compute {name!r}, which later stages read. Use another way in: {OTHER_WAYS}."
+        )
+
+    def without_shape(self, module: str, error: Exception) -> SplitError:
+        """The error for a module of another stage that does not say the shape of its result without values."""
+        return SplitError(
+            f"the shape of what a {module} of another stage returns is not known without values, as with packed "
+            f"sequences ({one_line(error).rstrip('.')}): stages that run the forward of {self._model} need it. Pass an "
+            "nn.Sequential of such layers, whose stages exchange PackedSequences, or use one stage."
         )
 
     def reads_parameters(self) -> SplitError:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from pipeloom.errors import SplitError
 from pipeloom.split.traced.export import Trace, trace_modes
@@ -57,6 +58,17 @@ def traced_stages(
     Raises:
         SplitError: the model cannot be traced, or not cut into so many stages.
     """
+    if any(isinstance(leaf, PackedSequence) for leaf in tree_leaves(example, lambda x: isinstance(x, PackedSequence))):
+        raise SplitError(
+            "the example holds a PackedSequence, and a trace takes tensors. Pass an nn.Sequential that packs padded "
+            "tensors in a layer: its stages exchange PackedSequences."
+        )
+    without_values = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    if without_values and any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(example)):
+        raise SplitError(
+            f"{type(model).__name__} is on the meta device and the example is not: torch.export runs the model on it. "
+            "Give the model values before, or pass an example on the meta device (x.to('meta')) and cut='parameters'."
+        )
     traces = trace_modes(model, example)
     first = operations(traces[True].graph_module.graph)
     starts: list[int] = []

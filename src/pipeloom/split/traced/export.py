@@ -189,6 +189,8 @@ def _explained(model: nn.Module, error: Exception) -> SplitError:
     called = [frame for frame in inner if frame.name == "forward" or frame is inner[-1]] if inner else []
     where = f"{called[-1].filename}:{called[-1].lineno}, {called[-1].line!r}" if called else "its forward"
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    if any(frame.filename.endswith(("nn/modules/rnn.py", "nn/utils/rnn.py")) for frame in frames):
+        reason += "; packed sequences depend on the lengths in them"
     if isinstance(error, DataDependentOutputException):
         reason = f"{error.func} returns a value of tensors to Python"
     return SplitError(

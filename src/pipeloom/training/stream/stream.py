@@ -152,6 +152,7 @@ class Stream:
         count = self._count(batches, num_batches)
         executor = self._pipeline.executor
         executor.check_free()
+        self._pipeline.state.check_values()
         rates = self._check_ready()
         program, used = self._prepared(count)
         taken = StreamBatches(batches, count, program.schedule, executor.local_ranks, executor.loss_fn)
