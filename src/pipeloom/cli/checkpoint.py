@@ -8,6 +8,7 @@ from typing import Any
 from pipeloom.cli.common.parser import Parser, did_you_mean
 from pipeloom.cli.common.resharding import print_resharded
 from pipeloom.cli.common.upcycling import add_upcycle_options, check_no_upcycling, print_upcycled
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import bytes_text, table_lines
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, has_configuration, model_tensors
@@ -24,6 +25,7 @@ pipeloom checkpoint convert runs/tuned tuned --config DIR   a directory that tra
 pipeloom checkpoint convert runs/corpus runs/eight --plan plan.json     as the processes of a plan would have saved it
 pipeloom checkpoint convert runs/corpus runs/mixture --upcycle 8 --experts_every 2      a mixture of 8 experts
 """
+_KEY_HELP = "file of the key that the checkpoint must be signed with (default: signatures are not read)"
 _DIR_HELP = "a checkpoint-N directory, or the output directory of a run"
 
 
@@ -72,13 +74,17 @@ def _ls(argv: list[str]) -> int:
 
 
 def _verify(argv: list[str]) -> int:
-    options = _parser("verify", "Read every file of a checkpoint and compare its size and SHA-256.").parse_args(argv)
+    parser = _parser("verify", "Read every file of a checkpoint and compare its size and SHA-256.")
+    parser.add_argument("--checkpoint_key_file", metavar="FILE", default=None, help=_KEY_HELP)
+    options = parser.parse_args(argv)
     checkpoint = resolve(Path(options.dir))
-    manifest = verify(checkpoint)
-    model_tensors(checkpoint, verify_files=False)  # check that no element is missing or duplicated
+    key = CheckpointKey.read(options.checkpoint_key_file)
+    manifest = verify(checkpoint, key)
+    model_tensors(checkpoint, verify_files=False, key=key)  # check that no element is missing or duplicated
     total_bytes = sum(record.bytes for record in manifest.files.values())
     step = f"step {manifest.step}{' (its name has another step)' if is_misnamed(checkpoint, manifest.step) else ''}"
-    print(f"{checkpoint}: ok, {step}, {len(manifest.files)} files, {bytes_text(total_bytes)}")
+    signed = "" if key is None else ", signed"
+    print(f"{checkpoint}: ok{signed}, {step}, {len(manifest.files)} files, {bytes_text(total_bytes)}")
     return 0
 
 
@@ -93,6 +99,7 @@ def _convert(argv: list[str]) -> int:
     parser.add_argument("--config", metavar="DIR", default=None, help=config_help)
     plan_help = "plan file: the checkpoint as the processes of this plan would have saved it"
     parser.add_argument("--plan", metavar="FILE", default=None, help=plan_help)
+    parser.add_argument("--checkpoint_key_file", metavar="FILE", default=None, help=_KEY_HELP)
     add_upcycle_options(parser)
     options = parser.parse_args(argv)
     if options.plan is not None:
@@ -107,13 +114,14 @@ def _convert(argv: list[str]) -> int:
         Path(options.out),
         1 if options.ranks is None else options.ranks,
     )
-    config = has_configuration(checkpoint) if options.config is None else Path(options.config)
+    key = CheckpointKey.read(options.checkpoint_key_file)
+    config = has_configuration(checkpoint, key) if options.config is None else Path(options.config)
     if config is None:
-        written = convert(checkpoint, out, number)
+        written = convert(checkpoint, out, number, key)
     else:
         from pipeloom.train.checkpoint.huggingface import convert_to_directory  # loads torch
 
-        written = convert_to_directory(checkpoint, out, config, number)
+        written = convert_to_directory(checkpoint, out, config, number, key)
     for path in written:
         print(f"{path}  {bytes_text(path.stat().st_size)}")
     return 0

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.errors import CheckpointError
 from pipeloom.ir.versions import check_drained
 from pipeloom.parallel import run_threads
@@ -51,7 +52,7 @@ class Resharded:
     num_processes: int
 
 
-def reshard(source: Path, plan_file: Path, out: Path) -> Resharded:
+def reshard(source: Path, plan_file: Path, out: Path, key: CheckpointKey | None = None) -> Resharded:
     """Write a checkpoint in the layout of a plan to ``out/checkpoint-N``, with the step and data position of `source`.
 
     The memory that this takes is that of one process of the plan: its parameters and optimizer states.
@@ -60,19 +61,20 @@ def reshard(source: Path, plan_file: Path, out: Path) -> Resharded:
         source: a checkpoint of `pipeloom train`, or its output directory.
         plan_file: a file of `Plan.save`.
         out: a new output directory.
+        key: that the checkpoint must be signed with, and which signs the new one.
 
     Raises:
         InputError: `out` is not empty, or `pipeloom train` cannot run the plan with this model.
         CheckpointError: the checkpoint is damaged, was not written by `pipeloom train`, or has optimizer state that the
             plan would shard and that cannot be.
     """
-    plan, saved = Plan.load(plan_file), checkpoint.load(source)
+    plan, saved = Plan.load(plan_file), checkpoint.load(source, key=key)
     if not isinstance(saved.state.get("model"), Mapping) or "config" not in saved.state:
         raise CheckpointError(f"{saved.path}: was not written by `pipeloom train`. Name one that was.")
     check_new(out)
     config = _planned_config(saved.state["config"], plan, plan_file, out)
     validate_settings(config)
-    verify(saved.path)
+    verify(saved.path, key)
     ranks, told = _planned_ranks(config, saved)
     same = len(ranks) == saved.num_parts and same_places(saved.layout, told["layout"])
 
@@ -84,7 +86,7 @@ def reshard(source: Path, plan_file: Path, out: Path) -> Resharded:
         return model, optimizer, saved.random(rank, len(ranks)) if same else None
 
     state = {**saved.state, "config": config.to_mapping()}
-    path = save_in_turn(out, saved.step, ranks, read, state=state, others=_other_files(saved), **told)
+    path = save_in_turn(out, saved.step, ranks, read, state=state, others=_other_files(saved), key=key, **told)
     return Resharded(path=path, step=saved.step, config=config, num_processes=len(ranks))
 
 

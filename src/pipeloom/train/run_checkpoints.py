@@ -67,6 +67,7 @@ def contents(run: RunParts) -> dict[str, Any]:
         "random": checkpoint.random_state(),
         "state": state,
         "total_limit": config.save_total_limit,
+        "key": run.checkpoint_key,
         **held(run),
     }
 
@@ -93,7 +94,7 @@ def held(run: RunModel) -> dict[str, Any]:
 
 def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     """Restore everything that `save` wrote."""
-    saved = checkpoint.load(path)
+    saved = checkpoint.load(path, key=run.checkpoint_key)
     same_text = restore(run, saved)
     if path.absolute().parent == run.output_dir.absolute():
         run.sampler = with_rewinds(run.sampler, _rewinds(run))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.models.gpt import SEES_THE_FUTURE
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.rendezvous import open_store
@@ -56,6 +57,7 @@ class RunParts(RunModel):
         predictor: of steps, from the costs of earlier ones.
         sampler: the order of samples.
         samples_seen: samples trained on so far, over all runs, without those that are passed over.
+        checkpoint_key: signs checkpoints; None: they have no signature.
         band: losses and gradient norms of recent steps.
         notices: lines to show before the first step.
     """
@@ -80,6 +82,7 @@ class RunParts(RunModel):
             self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps)
         self.predictor = Predictor(measure_data_costs(self.pipeline, group) if config.parameter_replicas > 1 else None)
         self.sampler = Sampler(self.samples.num_samples(), config.seed)
+        self.checkpoint_key = CheckpointKey.read(config.checkpoint_key_file)
         self.samples_seen = 0
         self.band = RecentBand()
         self.notices = list(self.samples.notices)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.models import GPTConfig, init_parameters
 from pipeloom.models.experts import Experts
@@ -63,6 +64,7 @@ def upcycle(
     experts: int,
     optimizer: Literal["copy", "drop"] = "copy",
     seed: int = 0,
+    key: CheckpointKey | None = None,
     **settings: Any,
 ) -> Upcycled:
     """Write the mixture of a dense checkpoint to ``out/checkpoint-N``, with the step and the data position of `source`.
@@ -76,13 +78,14 @@ def upcycle(
         optimizer: "copy" gives every expert the optimizer state of its MLP; "drop" starts all states anew. A router has
             none at first.
         seed: of the routers.
+        key: that the checkpoint must be signed with, and which signs the new one.
         settings: more fields of `GPTConfig`: experts_every, router, top_k, capacity_factor, ...
 
     Raises:
         InputError: `out` is not empty, or the settings change the model's output.
         CheckpointError: the checkpoint is damaged, was not written by `pipeloom train`, or has experts already.
     """
-    saved = checkpoint.load(source)
+    saved = checkpoint.load(source, key=key)
     dense, mixture = _sizes(saved, experts, settings)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not an empty directory. Choose another name.")
@@ -109,6 +112,7 @@ def upcycle(
         layout={"ranks": 1, "upcycled": experts},
         ties=saved.manifest.ties,
         compute_type=saved.compute_type,
+        key=key,
     )
     return Upcycled(path=path, step=saved.step, dense=dense, mixture=mixture, blocks=blocks, largest_difference=largest)
 

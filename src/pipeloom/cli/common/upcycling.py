@@ -6,6 +6,7 @@ from typing import Any
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import train_command
 from pipeloom.cli.common.train_options import difference
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import counted, number_text
 from pipeloom.errors import InputError
 from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
@@ -46,6 +47,7 @@ def print_upcycled(options: Any) -> int:
         experts=options.upcycle,
         optimizer=options.optimizer or "copy",
         seed=options.seed or 0,
+        key=CheckpointKey.read(options.checkpoint_key_file),
         **{name: value for name in _SETTINGS if (value := getattr(options, name)) is not None},
     )
     mixture = found.mixture
@@ -59,6 +61,8 @@ def print_upcycled(options: Any) -> int:
     usual = TrainConfig().gpt_sizes
     changed = difference({name: getattr(mixture, name) for name in usual}, usual)
     chosen = {"output_dir": options.out, "resume_from_checkpoint": "latest"}
+    if options.checkpoint_key_file is not None:
+        chosen["checkpoint_key_file"] = options.checkpoint_key_file
     chosen |= {f"model.{name}": value for name, value in changed.items()}
     print(f"train it: {train_command(chosen)}")
     return 0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, InputError
@@ -32,13 +33,15 @@ class ModelTensor(NamedTuple):
     pieces: list[Piece]
 
 
-def model_tensors(checkpoint: Path, *, verify_files: bool = True) -> dict[str, ModelTensor]:
+def model_tensors(
+    checkpoint: Path, *, verify_files: bool = True, key: CheckpointKey | None = None
+) -> dict[str, ModelTensor]:
     """All tensors of the model by name, in stage order.
 
     Raises:
         CheckpointError: a file is missing or, with `verify_files`, damaged, or elements of a tensor are missing.
     """
-    manifest = read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint, key)
     files = [part.model for part in manifest.parts]
     records = manifest.files if verify_files else {}
     try:
@@ -93,7 +96,7 @@ def _joined_boxes(
     return TensorSource(dtype, shape, read)
 
 
-def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
+def convert(checkpoint: Path, out: Path, num_files: int = 1, key: CheckpointKey | None = None) -> list[Path]:
     """Write the model of a checkpoint as `num_files` safetensors files with an index, to a new directory `out`.
 
     A single file is named `model.safetensors`. Several files hold consecutive layers, with about the same number of
@@ -104,10 +107,10 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1) -> list[Path]:
 
     Raises:
         InputError: `out` is not empty or cannot be written, or `num_files` is out of range.
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged, or not signed with the key.
     """
-    tensors = {name: tensor.source for name, tensor in model_tensors(checkpoint).items()}
-    adapters = _model_state(checkpoint).get("adapters")
+    tensors = {name: tensor.source for name, tensor in model_tensors(checkpoint, key=key).items()}
+    adapters = _model_state(checkpoint, key).get("adapters")
     if adapters is not None and num_files > 1:
         raise InputError(f"--ranks={num_files}: adapters are one file, as peft reads it. Remove it.")
     if not 1 <= num_files <= max(1, len(tensors)):
@@ -151,20 +154,20 @@ def check_new(out: Path) -> None:
         raise InputError(f"{out} exists and is not an empty directory. Choose another name.")
 
 
-def has_configuration(checkpoint: Path) -> Path | None:
+def has_configuration(checkpoint: Path, key: CheckpointKey | None = None) -> Path | None:
     """Where the config.json of a checkpoint's model is: in the checkpoint, or in the directory that was fine-tuned."""
-    if "config.json" in read_manifest(checkpoint).files:
+    if "config.json" in read_manifest(checkpoint, key).files:
         return checkpoint
-    model = _model_state(checkpoint)
+    model = _model_state(checkpoint, key)
     home = model.get("pretrained")
     if home is None or model.get("adapters") is not None or not (Path(home) / "config.json").is_file():
         return None
     return Path(home)
 
 
-def _model_state(checkpoint: Path) -> dict[str, Any]:
+def _model_state(checkpoint: Path, key: CheckpointKey | None) -> dict[str, Any]:
     """What `pipeloom train` says about the model of a checkpoint."""
-    state = read_manifest(checkpoint).state.get("model")
+    state = read_manifest(checkpoint, key).state.get("model")
     return state if isinstance(state, dict) else {}
 
 

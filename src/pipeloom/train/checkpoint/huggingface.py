@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.tensor_file import TensorSource, TensorWriter
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.pretrained.files import CONFIG_NAME, INDEX_NAME, TORCH_TYPES, tensor_source
@@ -62,7 +63,9 @@ def read_directory(path: Path) -> Directory:
     return Directory(manifest, pieces, frozenset(conversions.of.keys() - pieces.keys()))
 
 
-def convert_to_directory(checkpoint: Path, out: Path, config: Path, num_files: int = 1) -> list[Path]:
+def convert_to_directory(
+    checkpoint: Path, out: Path, config: Path, num_files: int = 1, key: CheckpointKey | None = None
+) -> list[Path]:
     """Write the model of a checkpoint as a new directory that transformers reads, one tensor in memory at a time.
 
     Args:
@@ -70,6 +73,7 @@ def convert_to_directory(checkpoint: Path, out: Path, config: Path, num_files: i
         out: new.
         config: the model's config.json, or a directory with it, whose tokenizer is copied.
         num_files: of tensors.
+        key: that the checkpoint must be signed with.
 
     Returns:
         The paths of the written files.
@@ -80,9 +84,9 @@ def convert_to_directory(checkpoint: Path, out: Path, config: Path, num_files: i
     """
     home = config.parent if config.name == CONFIG_NAME else config
     model = empty_model(home)
-    tensors = {name: tensor.source for name, tensor in model_tensors(checkpoint).items()}
+    tensors = {name: tensor.source for name, tensor in model_tensors(checkpoint, key=key).items()}
     check_new(out)
-    ties = read_manifest(checkpoint).ties
+    ties = read_manifest(checkpoint, key).ties
     _check_fits(checkpoint, model, tensors, ties)
     groups = saved_by(model, ties, [{name: [list(each.shape), each.dtype] for name, each in tensors.items()}])[0]
     if not 1 <= num_files <= max(1, len(groups)):
@@ -97,12 +101,12 @@ def convert_to_directory(checkpoint: Path, out: Path, config: Path, num_files: i
             writer = TensorWriter(partial / file.name, file.tensors)
             for saved in chunk:
                 made = saved.make({name: _tensor(tensors[name]) for name in saved.names})
-                for key, value in made.items():
-                    writer.write(key, tensor_source(key, value).read())
+                for name, value in made.items():
+                    writer.write(name, tensor_source(name, value).read())
             writer.close()
         if num_files > 1:
             write_whole(partial / INDEX_NAME, index_text(files))
-        _copy_others(home, checkpoint, partial)
+        _copy_others(home, checkpoint, partial, key)
         write_configuration(model, partial, {kind for file in files for kind, _ in file.tensors.values()})
         put_in_place(partial, out, overwrite=False)
     except OSError as error:
@@ -139,9 +143,9 @@ def _check_fits(checkpoint: Path, model: Any, tensors: Mapping[str, TensorSource
         raise CheckpointError(f"{type(model).__name__} has no tensor {extra} of {checkpoint}. Pass its own --config.")
 
 
-def _copy_others(home: Path, checkpoint: Path, partial: Path) -> None:
+def _copy_others(home: Path, checkpoint: Path, partial: Path, key: CheckpointKey | None) -> None:
     """Copy the tokenizer's files that lie with the configuration; of a checkpoint, those that belong to it."""
-    manifest = read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint, key)
     written = {name for part in manifest.parts for name in (part.model, part.optimizer, part.random)} | {INDEX_NAME}
     inside = os.path.samefile(home, checkpoint)
     for path in sorted(home.iterdir()):

@@ -7,6 +7,7 @@ hash of the manifest and is written last.
       optimizer-00001-of-00002.safetensors   NAME/exp_avg, NAME[0:96]/exp_avg, NAME/step, ...
       random-00001-of-00002.safetensors      generator states of the rank
       manifest.json, manifest.json.sha256
+      manifest.json.hmac-sha256              with a key: see `pipeloom.common.checkpoint_key`
 
 A rank may hold the elements start..stop of a flattened parameter. It writes this shard as a one-dimensional tensor
 ``NAME[start:stop]``, called a piece here; a shard with all elements is written as a tensor ``NAME`` of full shape. Of a
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.field_types import check_fields
 from pipeloom.common.json_reader import parse_json
 from pipeloom.common.recorded_file import FileRecord, RecordedFile
@@ -147,11 +149,12 @@ def seal(manifest: bytes) -> bytes:
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST_NAME}\n".encode()
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Read the manifest and compare it with its hash.
+def read_manifest(checkpoint: Path, key: CheckpointKey | None = None) -> Manifest:
+    """Read the manifest and compare it with its hash, and with its signature if there is a key.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of an unsupported version; the message has the file.
+        CheckpointError: it is missing, damaged, not signed with the key, or of an unsupported version; the message has
+            the file.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} is not a directory. Pass a checkpoint-N directory that pipeloom wrote.")
@@ -164,6 +167,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(
             f"{checkpoint / MANIFEST_NAME} is damaged: its hash differs from {SEAL_NAME}. Use another checkpoint."
         )
+    if key is not None:
+        key.check(checkpoint, text)
     try:
         data = parse_json(text)
         found = (data["format"], data["version"])
@@ -226,9 +231,13 @@ def missing_or_cut(checkpoint: Path, manifest: Manifest) -> str | None:
     return None
 
 
-def verify(checkpoint: Path) -> Manifest:
-    """Compare size and SHA-256 of every file with the manifest. Raises CheckpointError for the first mismatch."""
-    manifest = read_manifest(checkpoint)
+def verify(checkpoint: Path, key: CheckpointKey | None = None) -> Manifest:
+    """Compare size and SHA-256 of every file with the manifest, and its signature if there is a key.
+
+    Raises:
+        CheckpointError: the first mismatch.
+    """
+    manifest = read_manifest(checkpoint, key)
     for name, record in manifest.files.items():
         verify_file(checkpoint, name, record)
     return manifest

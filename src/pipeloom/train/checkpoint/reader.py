@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.placed import PlacedBlock
@@ -49,9 +50,16 @@ class Checkpoint:
         num_parts: the number of ranks that wrote the checkpoint.
     """
 
-    def __init__(self, path: Path, *, verify_files: bool = True, of: Directory | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        verify_files: bool = True,
+        of: Directory | None = None,
+        key: CheckpointKey | None = None,
+    ) -> None:
         self.path, self._directory = path, of
-        self.manifest = manifest = read_manifest(path) if of is None else of.manifest
+        self.manifest = manifest = read_manifest(path, key) if of is None else of.manifest
         self.step, self.state, self.layout = manifest.step, manifest.state, manifest.layout
         self.compute_type, self.num_parts = manifest.compute_type, len(manifest.parts)
         self._records = manifest.files if verify_files else {}
@@ -308,18 +316,25 @@ def _parts(
     return {**spans, **{name: BlockShard(block, spans.get(name)) for name, block in (blocks or {}).items()}}
 
 
-def load(path: Path, *, verify_files: bool = True) -> Checkpoint:
+def load(path: Path, *, verify_files: bool = True, key: CheckpointKey | None = None) -> Checkpoint:
     """Open a checkpoint, or the latest one in an output directory. Tensors are read lazily.
 
     Args:
         path: the checkpoint, the output directory, or a Hugging Face directory, which has a model alone: of step 0, by
             the names of its tensors in the model.
         verify_files: whether to compare what is read with its hashes, in memory, before it is used.
+        key: that the checkpoint must be signed with; None: signatures are not read.
 
     Raises:
-        CheckpointError: the directory is missing, damaged, not a checkpoint, or of an unsupported version.
+        CheckpointError: the directory is missing, damaged, not signed with the key, not a checkpoint, or of an
+            unsupported version.
     """
     path = Path(path)
     if is_huggingface_directory(path) and not is_ours(path):
+        if key is not None:
+            raise CheckpointError(
+                f"{path} is a Hugging Face directory, which has no signature, and checkpoint_key_file={key.path} "
+                "asks for one. Remove checkpoint_key_file if you trust it."
+            )
         return Checkpoint(path, of=read_directory(path))
-    return Checkpoint(resolve(path), verify_files=verify_files)
+    return Checkpoint(resolve(path), verify_files=verify_files, key=key)

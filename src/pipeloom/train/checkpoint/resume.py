@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, checkpoints, fsync_directory, resolve
 from pipeloom.train.checkpoint.manifest import Manifest, verify
@@ -19,7 +20,7 @@ class Resumed(NamedTuple):
     notices: list[str]
 
 
-def find_good(wanted: str | None, output_dir: Path, *, leads: bool) -> Resumed | None:
+def find_good(wanted: str | None, output_dir: Path, *, leads: bool, key: CheckpointKey | None = None) -> Resumed | None:
     """The checkpoint to resume from, as option ``resume_from_checkpoint`` says; None: the run starts anew.
 
     `auto` passes over damaged checkpoints if there is a good one before them; they are kept under other names.
@@ -28,6 +29,7 @@ def find_good(wanted: str | None, output_dir: Path, *, leads: bool) -> Resumed |
         wanted: a checkpoint or the output directory of a run, `latest`, `auto` or None.
         output_dir: of this run.
         leads: whether this process renames the damaged ones, for all.
+        key: with which checkpoints are signed; one without its signature counts as damaged.
 
     Raises:
         CheckpointError: it is damaged; the message names the newest good one, if there is one. Or `latest` finds none.
@@ -36,11 +38,11 @@ def find_good(wanted: str | None, output_dir: Path, *, leads: bool) -> Resumed |
         return None
     if wanted not in OWN_CHECKPOINT:
         path = resolve(Path(wanted))
-        return Resumed(path, verify(path), [])
+        return Resumed(path, verify(path, key), [])
     found, damaged, first = None, list[tuple[Path, str]](), None
     for path in checkpoints(output_dir):
         try:
-            found = Resumed(path, verify(path), [])
+            found = Resumed(path, verify(path, key), [])
             break
         except CheckpointError as error:
             damaged.append((path, str(error)))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from pipeloom.common.checkpoint_key import SIGNATURE_NAME, CheckpointKey
 from pipeloom.common.recorded_file import FileRecord
 from pipeloom.common.tensor_file import write_bytes
 from pipeloom.engine.stores.parameter_range import Range
@@ -49,6 +50,7 @@ def save(
     exchange: Exchange | None = None,
     total_limit: int | None = None,
     others: Mapping[str, bytes] | None = None,
+    key: CheckpointKey | None = None,
 ) -> Path:
     """Write `output_dir/checkpoint-{step}`. A collective call of all ranks of `exchange`, on a shared file system.
 
@@ -69,6 +71,7 @@ def save(
         exchange: the ranks that save together; defaults to a single process.
         others: other files by name, such as config.json of a model of transformers and those of its tokenizer. Rank 0's
             are saved; ``pipeloom checkpoint convert`` writes them to the converted model.
+        key: signs the checkpoint; rank 0's is used.
         total_limit: after the save, delete the checkpoints of the lowest steps until this number is left.
 
     Returns:
@@ -99,7 +102,9 @@ def save(
         def finish() -> None:
             if leads:
                 more = {name: write_bytes(partial / name, data) for name, data in (others or {}).items()}
-                _write_manifest(partial, written, more, step=step, ties=all_ties, compute_type=compute_type, **known)
+                _write_manifest(
+                    partial, written, more, key, step=step, ties=all_ties, compute_type=compute_type, **known
+                )
                 keep_at_most(output_dir, total_limit, newest=put_in_place(partial, output_dir, step))
 
         _agree(group, finish)
@@ -126,11 +131,12 @@ def save_in_turn(
     layout: Mapping[str, Any],
     compute_type: str | None,
     others: Mapping[str, bytes],
+    key: CheckpointKey | None = None,
 ) -> Path:
     """Write what all `ranks` write in `save`, from one process that has the tensors of one rank at a time.
 
     Args:
-        output_dir, step, state, layout, compute_type, others: see `save`.
+        output_dir, step, state, layout, compute_type, others, key: see `save`.
         ranks: what each rank holds.
         read: the values of a rank's model and optimizer, and its generators.
 
@@ -155,7 +161,7 @@ def save_in_turn(
                 written.append(files.write(partial, place, random, models[number], optimizers[number]))
             known = {"layout": dict(layout), "state": dict(state), "compute_type": compute_type}
             more = {name: write_bytes(partial / name, data) for name, data in others.items()}
-            _write_manifest(partial, written, more, step=step, ties=all_ties, **known)
+            _write_manifest(partial, written, more, key, step=step, ties=all_ties, **known)
             put_in_place(partial, output_dir, step)
 
     try:
@@ -209,8 +215,14 @@ def _merged_ties(held: list[dict[str, Any]]) -> dict[str, str]:
     return merged
 
 
-def _write_manifest(partial: Path, written: list[dict[str, Any]], others: dict[str, FileRecord], **known: Any) -> None:
-    """Write the files of rank 0: index, manifest and, last, the hash of the manifest; `known` are its other fields."""
+def _write_manifest(
+    partial: Path,
+    written: list[dict[str, Any]],
+    others: dict[str, FileRecord],
+    key: CheckpointKey | None,
+    **known: Any,
+) -> None:
+    """Write the files of rank 0: index, manifest, its signature and, last, its hash; `known` are its other fields."""
     files = {
         name: FileRecord.from_dict(record) for answer in written for name, record in answer["files"].items()
     } | others
@@ -220,4 +232,6 @@ def _write_manifest(partial: Path, written: list[dict[str, Any]], others: dict[s
     parts = tuple(Part.from_dict(answer["part"]) for answer in written)
     text = Manifest(files=files, parts=parts, **known).to_bytes()
     write_bytes(partial / MANIFEST_NAME, text)
+    if key is not None:
+        write_bytes(partial / SIGNATURE_NAME, key.sign(text))
     write_bytes(partial / SEAL_NAME, seal(text))

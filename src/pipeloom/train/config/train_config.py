@@ -63,6 +63,9 @@ class TrainConfig:
     resume_from_checkpoint: str | None = option(
         None, "checkpoint directory, latest or auto", value="DIR", unset="a new run", group="output"
     )
+    checkpoint_key_file: str | None = option(
+        None, "key that signs checkpoints", value="FILE", unset="no signatures", group="output"
+    )
     eval_steps: int = option(50, "steps between evaluations; 0: none", group="output")
     eval_batches: int = option(4, "batches per evaluation", group="output")
     report_to: str = option("none", "tensorboard, wandb, trackio: where metrics also go", value="NAMES", group="output")

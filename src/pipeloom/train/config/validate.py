@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import CheckpointError, DataError, InputError
 from pipeloom.ir.versions import check_drained
@@ -56,7 +57,8 @@ def validate(config: TrainConfig, *, world_size: int | None, leads: bool = True)
             under_cap(config, run_tokenizer(config).vocabulary_size, device=device)
     check_processes(config, world_size)
     output_dir = Path(config.output_dir)
-    resumed = find_good(config.resume_from_checkpoint, output_dir, leads=leads)
+    key = CheckpointKey.read(config.checkpoint_key_file)
+    resumed = find_good(config.resume_from_checkpoint, output_dir, leads=leads, key=key)
     if resumed is not None:
         _check_checkpoint(config, resumed.path, resumed.manifest)
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]

@@ -115,7 +115,7 @@ def _record(run: RunParts, step: int, spike: str) -> tuple[str | None, str, bool
     path = next(checkpoints(directory), None)
     if path is None:
         return None, f"step {step}  {spike}; update left out, because this run has no checkpoint yet", False
-    manifest = read_manifest(path)
+    manifest = read_manifest(path, run.checkpoint_key)
     saved = manifest.state["sampler"]
     same_order = (saved["num_windows"], saved["seed"]) == sampler.order
     first = saved["samples_seen"] if same_order else 0
