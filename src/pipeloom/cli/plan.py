@@ -25,7 +25,15 @@ from pipeloom.plan.search import words
 from pipeloom.plan.search.answer import json_of, plan_of, predicted, row_of
 from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.comparison import USUAL_NAME, more_memory, usual_plan
-from pipeloom.plan.search.request import FIXABLE, USUAL, Objective, Request, parse_fixed, parse_forbidden
+from pipeloom.plan.search.request import (
+    FIXABLE,
+    USUAL,
+    Objective,
+    Request,
+    parse_fixed,
+    parse_forbidden,
+    parse_precisions,
+)
 
 _USABLE = 0.92  # of a device's memory: the rest is for messages, workspaces and fragments
 _SHOWN = 3  # plans that are compared in words
@@ -54,6 +62,9 @@ def main(argv: Sequence[str]) -> int:
     forbidden = frozenset[str]() if options.forbid is None else parse_forbidden(options.forbid)
     if (both := next((key for key in fixed if key in forbidden), None)) is not None:
         raise InputError(f"--forbid={options.forbid}: {both} is in --fix too. Remove it from one of them.")
+    precisions: tuple[str, ...] = () if options.precision is None else parse_precisions(options.precision)
+    if precisions and "precision" in fixed:
+        raise InputError(f"--precision={options.precision}: precision is in --fix too. Remove it from one of them.")
     if options.profile is not None:
         planned = planned_profile(options.as_dict(), cluster, fixed)
     else:
@@ -74,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         objective=options.objective,
         top=options.top,
         ends_alone=planned.ends_alone,
+        precisions=precisions,
     )
     asked: dict[str, Any] = {"can_run": planned.can_run, "accept": planned.accept}
     answer = find_plans(costs, request, exhaustive=options.exhaustive, **asked)
@@ -155,6 +167,8 @@ def _parser() -> Parser:
     option = group.add_argument
     option("--fix", type=str, metavar="KEY=VALUE,..", help=f"values that plans must have: {', '.join(FIXABLE)}")
     option("--forbid", type=str, metavar="KEY,..", help=f"what plans must not have: {', '.join(USUAL)}")
+    formats = "number formats to choose from, such as fp32,bf16 (default: bf16; on CPUs fp32)"
+    option("--precision", type=str, metavar="NAME,..", help=formats)
     option("--objective", choices=list(get_args(Objective)), default="time", help="what is minimized")
     option("--memory.cap", type=Bytes | None, help="bytes per device (default: 92 % of the device's memory)")
     option("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="optimizer, for memory and updates")

@@ -30,7 +30,7 @@ def planned_profile(given: Mapping[str, Any], cluster: Cluster, fixed: Mapping[s
     from pipeloom.plan.profile_units import has_kept_bytes, units_of
 
     others = [f"model.{name}" for name in ("config", "pretrained") if given["model"][name] is not None]
-    check_file_alone(given, _OPTION, ("vocabulary_size", *others), "the layers")
+    check_file_alone(given, _OPTION, ("vocabulary_size", "precision", *others), "the layers")
     check_whole(fixed, f"--fix={given['fix']}")
     path = given["profile"]
     profile = parse_file(_OPTION, path, parse_profile_file)

@@ -168,7 +168,8 @@ def _steps(devices: int) -> float:
 
 def _kind(of: Configuration) -> tuple[object, ...]:
     """What plans that are shown side by side differ in."""
-    return of.inside, of.pipeline, of.data, of.schedule, of.chunks, of.slices, of.microbatch_size
+    sizes = of.inside, of.pipeline, of.data, of.chunks, of.slices, of.microbatch_size
+    return *sizes, of.schedule, of.precision.dtype
 
 
 class _Search:

@@ -111,6 +111,17 @@ def parse_forbidden(text: str) -> frozenset[str]:
     return frozenset(keys)
 
 
+def parse_precisions(text: str) -> tuple[str, ...]:
+    """The number formats of ``--precision fp32,bf16``. Raises InputError for an unknown one, and for one twice."""
+    names, known = [word.strip() for word in text.split(",")], get_args(DType)
+    for name in names:
+        if name not in known:
+            raise InputError(f"--precision={text}: {name!r} must be one of {', '.join(known)}.")
+        if names.count(name) > 1:
+            raise InputError(f"--precision={text}: {name} is duplicated. Remove one.")
+    return tuple(names)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is planned.
@@ -125,6 +136,7 @@ class Request:
         objective: what is minimized: seconds per step, the largest peak, or device-seconds per step.
         top: number of plans.
         ends_alone: whether embedding and head can be stages without a block.
+        precisions: number formats that plans may have; empty: the usual one of the cluster.
     """
 
     devices: int
@@ -136,6 +148,7 @@ class Request:
     objective: Objective = "time"
     top: int = 3
     ends_alone: bool = True
+    precisions: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> tuple[Recompute, ...]:

@@ -174,7 +174,8 @@ class Shapes:
     def bound(self, shape: Shape) -> float:
         """`pipeline_seconds` without recomputation."""
         of = shape.of
-        key = of.inside, of.microbatch_size, of.pipeline, of.data, of.order, of.slices, of.blocks, shape[1:]
+        sizes = of.inside, of.microbatch_size, of.element, of.pipeline, of.data
+        key = *sizes, of.order, of.slices, of.blocks, shape[1:]
         if key not in self._bounds:
             self._bounds[key] = pipeline_seconds(self._costs, shape)
         return self._bounds[key]

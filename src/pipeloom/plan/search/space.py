@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataStrategy, Granularity
@@ -86,11 +86,8 @@ class Space:
         """Configurations with degrees inside a stage and a micro-batch size, and their number of devices."""
         request, node = self.request, self.costs.cluster.devices_per_node
         numbers = divisors(request.devices) if request.objective == "cost" else [request.devices]
-        precision = Precision(
-            request.fixed.get("precision", self._precision()), request.fixed.get("gradients", "float32")
-        )
         sizes = [n for n in divisors(request.batch_size) if request.allows("microbatch_size", n)]
-        for inside in self._insides(node, precision):
+        for precision, inside in self._with_precisions(node):
             for devices in numbers:
                 if devices % inside.processes:
                     continue
@@ -106,6 +103,21 @@ class Space:
                         yield of, devices
                     else:
                         self.refusals.add(unknown)
+
+    def _with_precisions(self, node: int) -> Iterator[tuple[Precision, InsideStage]]:
+        """Number formats, with the degrees inside a stage of each."""
+        request = self.request
+        names: tuple[Any, ...] = request.precisions or (request.fixed.get("precision", self._precision()),)
+        for name in names:
+            try:
+                precision = Precision(name, request.fixed.get("gradients", "float32"))
+            except InputError as error:
+                if len(names) == 1:
+                    raise
+                self.refusals.add(str(error).partition(":")[0])
+                continue
+            for inside in self._insides(node, precision):
+                yield precision, inside
 
     def _precision(self) -> str:
         """Tensor cores compute with 16-bit numbers."""

@@ -24,15 +24,15 @@ _LEAST = 0.0005  # of a step: smaller parts are not shown
 
 def table_of(rows: Sequence[Row]) -> list[str]:
     """The plans as lines, best first."""
-    cells = cells_of(rows)
-    left = [i for i, head in enumerate(cells[0]) if head in ("schedule", "recompute", "offload", "sharded")]
+    cells, words = cells_of(rows), ("schedule", "recompute", "offload", "precision", "sharded")
+    left = [i for i, head in enumerate(cells[0]) if head in words]
     return table_lines(cells, left=left)
 
 
 def cells_of(rows: Sequence[Row]) -> list[list[str]]:
     """The heads of the table, and a row per plan."""
     cells = [["", "pipeline", "data", "tensor", "context", "expert", "schedule", "micro-batches", "recompute"]]
-    cells[0] += ["offload", "sharded", "step", "MFU", "peak"]
+    cells[0] += ["offload", "precision", "sharded", "step", "MFU", "peak"]
     for number, row in enumerate(rows, 1):
         cells.append(
             [
@@ -44,6 +44,7 @@ def cells_of(rows: Sequence[Row]) -> list[list[str]]:
                 f"{row['microbatches']} x {row['microbatch_size']}",
                 recompute_text(row),
                 offload_text(row),
+                str(row["precision"]),
                 strategy_text(row),
                 seconds_text(row["step_seconds"]),
                 "" if row["model_flops_utilization"] is None else percent_text(row["model_flops_utilization"]),
@@ -56,6 +57,8 @@ def cells_of(rows: Sequence[Row]) -> list[list[str]]:
 
 def _says_nothing(head: str, cells: Sequence[Sequence[str]]) -> bool:
     column = cells[0].index(head)
+    if head == "precision":
+        return len({line[column] for line in cells[1:]}) == 1
     empty = {"context": "1", "expert": "1", "MFU": "", "offload": "-"}.get(head)
     return all(line[column] == empty for line in cells[1:])
 
@@ -121,8 +124,8 @@ def lines_of(rows: Sequence[Row], memory_bytes: float) -> list[str]:
     lines = [
         *table_of(rows),
         "",
-        f"plan 1: {number_text(best[f'{unit}_per_second'])} {unit}/s; {bytes_text(max(best['peak_bytes']))}{of} per "
-        "device",
+        f"plan 1: {number_text(best[f'{unit}_per_second'])} {unit}/s in {best['precision']}; "
+        f"{bytes_text(max(best['peak_bytes']))}{of} per device",
         f"time: {', '.join(parts_of(best))}",
     ]
     axes = [axis for axis in best["order"].split(",") if best[_DEGREES[axis]] > 1]
