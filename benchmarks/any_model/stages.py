@@ -96,7 +96,8 @@ def measure(num_rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     """For each model, CPU seconds of a forward and backward of the module and of its stage, round by round."""
     found = {}
     for name, case in cases().items():
-        plain, stage = case.module, split(copy.deepcopy(case.module), 1, **case.options).modules[0]
+        plain, kept = case.module, copy.deepcopy(case.module)  # kept, as in training: a stage follows its attributes
+        stage = split(kept, 1, **case.options).modules[0]
         runs = ((plain, case.call), (stage, {}))
         outputs = [_step(run, case, call) for run, call in runs]
         own = dict(stage.named_parameters())

@@ -13,7 +13,7 @@ from pipeloom.ir import SkippingValue
 from pipeloom.split.chain_partition import Tie, consecutive, find_ties
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
 from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find_layers
-from pipeloom.split.planned.collected import install_hooks
+from pipeloom.split.planned.collected import hooks_installed
 from pipeloom.split.planned.layouts import Layout, find_layout, runs_in_order
 from pipeloom.split.planned.stage import PlannedStage
 from pipeloom.split.planned.stand_ins import without_memory
@@ -238,8 +238,12 @@ def _find_chain(
         if way.declared == "layers":
             check_complete(model, chain, runs_others=True)
         order = [(name, counted) for name, _, counted in chain]
-        install_hooks(model)
-        return chain, lambda piece: PlannedStage([(name, module) for name, module, _ in piece], model, order, way)
+
+        def make_planned(piece: Sequence[ChainLayer]) -> nn.Module:
+            with hooks_installed(model):
+                return PlannedStage([(name, module) for name, module, _ in piece], model, order, way)
+
+        return chain, make_planned
     chain = find_layers(model, way.layers if way else layers)
     check_complete(model, chain, replicated=way.shared if way else ())
     skips = skip_names((name, module) for name, module, _ in chain)

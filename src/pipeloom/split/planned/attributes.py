@@ -1,18 +1,23 @@
-"""Attributes of the modules that stages copy: copies take what is set on the model, and keep what a forward sets."""
+"""Attributes and buffers of the modules that stages copy: what is set on the model, and what a forward sets."""
 
 import copy
 import weakref
+from collections.abc import Iterable
+from itertools import compress
+from operator import is_
 from types import MethodType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.split.attribute_contents import OF_TORCH, contents_of, same
+from pipeloom.split.planned.collected import INSTALLED
 from pipeloom.split.planned.origins import EARLIER, LATER, Origins
 
 _ABSENT = object()
-_FIXED = OF_TORCH | {"forward"}  # a stage runs the forward that was there when it was made
+_FIXED = OF_TORCH | {"forward", INSTALLED}  # a stage runs the forward that was there when it was made
 
 
 class AttributeLink:
@@ -23,22 +28,27 @@ class AttributeLink:
     Args:
         module: of the model; it may be freed.
         twin: has its attributes as they are now.
+
+    Attributes:
+        module: of the model; returns None once it is freed.
+        twin: the copy.
+        seen: attributes of the module at the last look: their number, the name of the last one, which of them may be
+            taken, and the values of these.
     """
 
     def __init__(self, module: nn.Module, twin: nn.Module) -> None:
-        self._module, self.twin = weakref.ref(module), twin
+        self.module, self.twin = weakref.ref(module), twin
         self._taken = {name: value for name, value in vars(module).items() if name not in _FIXED}
+        self.seen = _look(vars(module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         link = object.__new__(type(self))
-        link._module, link.twin, link._taken = self._module, copy.deepcopy(self.twin, memo), dict(self._taken)
+        link.module, link.twin = self.module, copy.deepcopy(self.twin, memo)
+        link._taken, link.seen = dict(self._taken), self.seen
         return link
 
-    def update(self) -> bool:
+    def update(self, module: nn.Module) -> bool:
         """Take the attributes that were set or deleted on the module since the last call; whether there are any."""
-        module = self._module()
-        if module is None:
-            return False
         changed = False
         now, taken, own = vars(module), self._taken, vars(self.twin)
         for name, value in now.items():
@@ -49,7 +59,13 @@ class AttributeLink:
             del taken[name]
             own.pop(name, None)
             changed = True
+        self.seen = _look(now)
         return changed
+
+
+def _look(attributes: dict[str, Any]) -> tuple[int, str, list[bool], list[Any]]:
+    is_free = [name not in _FIXED for name in attributes]
+    return len(is_free), next(reversed(attributes)), is_free, list(compress(attributes.values(), is_free))
 
 
 def bound_to(twin: nn.Module, value: Any, module: nn.Module) -> Any:
@@ -76,7 +92,21 @@ class ContainerAttributes:
 
     def update(self) -> bool:
         """Take the attributes that were set on the model's modules since the last call; whether there are any."""
-        return True in [link.update() for link in self._links]
+        changed = False
+        for link in self._links:
+            module = link.module()
+            if module is None:
+                continue
+            number, last, is_free, values = link.seen
+            now = vars(module)
+            # In almost all forwards nothing was set. A look at the values, in their order, finds that out soonest.
+            if (
+                len(now) != number
+                or next(reversed(now)) != last
+                or not all(map(is_, compress(now.values(), is_free), values))
+            ):
+                changed = link.update(module) or changed
+        return changed
 
     def begin(self, origins: Origins | None) -> None:
         """Note the attributes before a forward that is watched."""
@@ -94,3 +124,28 @@ class ContainerAttributes:
 
     def _contents(self) -> list[dict[str, Any]]:
         return [contents_of(vars(link.twin)) for link in self._links]
+
+
+class KeptBuffers:
+    """The values of buffers, to be restored where they change.
+
+    Args:
+        homes: of each module its dict of buffers.
+    """
+
+    def __init__(self, homes: Iterable[dict[str, Any]]) -> None:
+        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._values: list[tuple[Tensor, Tensor, int]] = []
+        for home in homes:
+            self._kept.append((home, dict(home)))
+            tensors = (tensor for tensor in home.values() if tensor is not None and not tensor.is_meta)
+            self._values += [(tensor, tensor.detach().clone(), tensor._version) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Give the modules their buffers back, with the values that they had."""
+        for home, kept in self._kept:
+            home.update(kept)
+        with torch.no_grad():
+            for tensor, value, version in self._values:
+                if tensor._version != version:
+                    tensor.copy_(value)

@@ -1,11 +1,14 @@
 """Outputs that transformers collects from hooks inside a model, such as router logits of all layers."""
 
 import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-_INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark on a model whose hooks are installed
+INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark on a model whose hooks are installed
 
 
 def collector() -> dict[str, Any] | None:
@@ -35,11 +38,55 @@ def install_hooks(model: nn.Module) -> None:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
     except ImportError:
         return
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    for module in models:
-        if any(getattr(part, _INSTALLED, False) for part in module.modules()):
-            setattr(
-                module, _INSTALLED, True
-            )  # a forward of a model inside has installed them; twice would collect twice
+    for module in [part for part in model.modules() if isinstance(part, PreTrainedModel)]:
+        if any(getattr(part, INSTALLED, False) for part in module.modules()):
+            # A forward of a model inside has installed them; twice would collect twice.
+            setattr(module, INSTALLED, True)
         else:
             maybe_install_capturing_hooks(module)
+
+
+@contextmanager
+def hooks_installed(model: nn.Module) -> Iterator[None]:
+    """In the block, a model has the hooks that collect; afterwards those that it had before."""
+    before = [(part, set(part._forward_hooks), INSTALLED in vars(part)) for part in model.modules()]
+    install_hooks(model)
+    try:
+        yield
+    finally:
+        for part, kept, was_installed in before:
+            for key in part._forward_hooks.keys() - kept:
+                del part._forward_hooks[key]
+            if not was_installed:
+                vars(part).pop(INSTALLED, None)
+
+
+class HooksOnDemand:
+    """Is transformers' mark on a stage's copies of a model's containers, and installs the hooks where it is read.
+
+    transformers reads the mark in a forward that returns outputs of its layers. All other forwards call modules without
+    hooks, which takes less time.
+
+    Args:
+        model: may be freed.
+        modules: those that the stage runs, which have the hooks now.
+    """
+
+    __slots__ = ("_hooks", "_model")  # and no attributes, which a forward may change
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+        self._model = weakref.ref(model)
+        found = [(part, collecting_hooks(part), INSTALLED in vars(part)) for part in modules]
+        self._hooks = [each for each in found if each[1] or each[2]]
+
+    def __bool__(self) -> bool:
+        model = self._model()
+        if model is not None:
+            install_hooks(model)
+        for part, hooks, is_model in self._hooks:
+            if not collecting_hooks(part):
+                for hook in hooks:
+                    part.register_forward_hook(hook)
+            if is_model:
+                vars(part)[INSTALLED] = True
+        return True

@@ -4,23 +4,19 @@ from collections.abc import Mapping, MutableMapping
 from types import NoneType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 _CONTAINERS = (MutableMapping, list)
-_UNCHANGED = (Tensor, NoneType, bool, int, tuple)  # asked first: the other question is slow
+UNCHANGED = frozenset((Tensor, nn.Parameter, NoneType, bool, int, float, str, tuple, torch.Size))
 
 
 def containers_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The dicts and lists among the arguments of a call, which its module may change."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if not isinstance(value, _UNCHANGED) and isinstance(value, _CONTAINERS):
-            found[name] = value
-    for index, value in enumerate(args):
-        if not isinstance(value, _UNCHANGED) and isinstance(value, _CONTAINERS):
-            found[str(index)] = value
-    return found
+    named = (*settings.items(), *((str(index), value) for index, value in enumerate(args)))
+    # The type is asked first: whether an object is a mapping takes long to find out.
+    return {name: value for name, value in named if type(value) not in UNCHANGED and isinstance(value, _CONTAINERS)}
 
 
 def entries_of(container: Any) -> dict[Any, Any]:

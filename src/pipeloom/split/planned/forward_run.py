@@ -1,16 +1,16 @@
 """`ForwardRun`: one forward of a planned stage: what happens where the model calls its parts, and how it ends."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, Self
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from pipeloom.split.planned.attributes import KeptBuffers
 from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
 from pipeloom.split.planned.draws import SharedDraws
-from pipeloom.split.planned.kept_buffers import KeptBuffers
 from pipeloom.split.planned.origins import (
     DRAWN,
     EARLIER,
@@ -23,68 +23,116 @@ from pipeloom.split.planned.origins import (
     with_tensors,
 )
 from pipeloom.split.planned.place import Leave, StagePlace
-from pipeloom.split.planned.stand_ins import Format, shaped_like_result, zeros_like
+from pipeloom.split.stage_module import running
 
-_RESULT = "="  # in front of a module's name: its result, which another stage reads
+RESULT = "="  # in front of a module's name: its result, which another stage reads
+
+
+class Known(NamedTuple):
+    """What the first forward of a form of inputs has found.
+
+    Attributes:
+        sends: keys of the values that later stages need.
+        plain: own parts that only run: nothing of them is sent, and the forward goes on behind them.
+    """
+
+    sends: tuple[str, ...]
+    plain: frozenset[int]
+
+    @classmethod
+    def of(cls, place: StagePlace, sends: tuple[str, ...]) -> Self:
+        """Knowledge of a stage at `place`."""
+        ends = place.last - place.first if place.last < place.end else None
+        plain = (i for i, name in enumerate(place.names) if i != ends and RESULT + name not in sends)
+        return cls(sends, frozenset(plain))
+
+
+_NOTHING_KNOWN = Known((), frozenset())
 
 
 class ForwardRun:
     """One forward of a stage.
 
     Args:
+        stage: runs it.
         place: of the stage.
         inputs: keyword arguments of the model.
         arrived: the message of the previous stage; empty on the first.
-        sends: keys of the values that later stages need; None: unknown, so this forward finds them.
-        formats: returns the dtype that the model's parameters had, and the one that they have now.
+        known: of this form of inputs; None: unknown, so this forward finds what later stages need.
+        draws: whether the forward is known to draw between its parts.
+        around: returns a part with what runs around it, such as recomputation; None: parts are called directly.
 
     Attributes:
-        draws: draws alike on all stages what the forward draws between its parts, inside its block.
+        draws: draws alike on all stages what the forward draws between its parts; None: it is known to draw nothing.
         origins: follows values, in the first forward of a form of inputs.
         found: the values that later stages need: arguments of parts, "part|place", and results of modules, "=module".
         done: own parts that have run.
         result: of the last own part.
+        plain: own parts that only run; of the others, arguments or results may belong to other stages.
     """
 
     def __init__(
         self,
+        stage: Any,
         place: StagePlace,
         inputs: dict[str, Any],
         arrived: Mapping[str, Any],
-        sends: Sequence[str] | None,
-        formats: Callable[[], tuple[Format, Format]],
+        known: Known | None,
+        draws: bool,
+        around: Callable[[int, Any], Callable[..., Any]] | None,
     ) -> None:
-        self.inputs, self.arrived, self._formats = inputs, arrived, formats
-        self.origins = Origins() if sends is None else None
+        self.inputs, self.arrived = inputs, arrived
+        self.origins = Origins() if known is None else None
         self.found: dict[str, Any] = {}
         self.done: list[int] = []
         self.result: Any = None
-        self._place, self._sends = place, sends or ()
-        self._extras = all_of(arrived.get("extras", {}), arrived.get("same", {}))
-        self._passed: set[str] = set()
-        self._entries: dict[str, dict[Any, Any]] = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
+        self.draws = SharedDraws(arrived.get("seed"), self.origins) if draws or known is None else None
+        self.stage, self.place, self._around = stage, place, around
+        self.extras: dict[str, Any] = {}
+        self._entries: dict[str, dict[Any, Any]] = {}
         self._collected: dict[str, Any] = {}
         self._kept: KeptBuffers | None = None  # before the exploration
-        self._forms: dict[str, Any] = {}  # of what blocks of other stages return, by list
-        self._left: Any = None  # the last own result, as the rest of the forward gets it
+        self.left: Any = None  # the last own result, as the rest of the forward gets it
         self._received: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # id of zeros -> these, and what a part got in their place
-        results = {key.removeprefix(_RESULT): value for key, value in self._extras.items() if key.startswith(_RESULT)}
-        if place.before is not None and "value" in arrived:
-            results[place.before] = arrived["value"]
-        self.draws = SharedDraws(arrived.get("seed"), self.origins)
-        if sends is None:
-            assert self.origins is not None
+        self.sends, self.plain = known or _NOTHING_KNOWN
+        self._thread = vars(running)  # of this thread, which looking up takes long
+        if arrived:
+            self._take_arrived()
+        if self.extras or self.draws is not None or around is not None:
+            self.plain = frozenset()
+        if self.origins is not None:
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
-        else:
-            self.found = {_RESULT + name: value for name, value in results.items() if _RESULT + name in sends}
+
+    def _take_arrived(self) -> None:
+        """Take what the previous stage sends, and pass on what later stages need of it."""
+        arrived, sends = self.arrived, self.sends
+        self.extras = all_of(arrived.get("extras", {}), arrived.get("same", {}))
+        self._entries = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
+        if sends:
+            results = {key: value for key, value in self.extras.items() if key.startswith(RESULT)}
+            if self.place.before is not None and "value" in arrived:
+                results[RESULT + self.place.before] = arrived["value"]
+            self.found = {key: value for key, value in results.items() if key in sends}
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """In the block, origins of values are followed where they are unknown, and draws are those of all stages."""
+        with self.origins or nullcontext(), self.draws or nullcontext():
+            yield
+
+    @property
+    def seed(self) -> int | None:
+        """Of what the micro-batch draws between parts, on this stage and earlier ones; None: nothing was drawn."""
+        seed: int | None = self.arrived.get("seed") if self.draws is None else self.draws.seed
+        return seed
 
     def message(self) -> dict[str, Any]:
         """What the next stage receives."""
-        missing = [key for key in self._sends if key not in self.found]
+        missing = [key for key in self.sends if key not in self.found]
         if missing:
-            raise self._place.not_found(missing[0].removeprefix(_RESULT))
+            raise self.place.not_found(missing[0].removeprefix(RESULT))
         extras, same = each_once(self.found)
         message: dict[str, Any] = {"value": self.result, "inputs": self.inputs}
         optional = {
@@ -92,14 +140,14 @@ class ForwardRun:
             "same": same,
             "entries": self._entries,
             "collected": self._collected,
-            "seed": self.draws.seed,
+            "seed": self.seed,
         }
         return message | {name: value for name, value in optional.items() if value}
 
     @property
     def explores(self) -> bool:
         """Whether all own parts have run, and the rest of the forward only shows what later stages need."""
-        place = self._place
+        place = self.place
         return self.origins is not None and len(self.done) == len(place.names) and place.last != place.end
 
     def add_results_in(self, value: Any) -> None:
@@ -110,8 +158,8 @@ class ForwardRun:
     def _add_results(self, origins: int) -> None:
         assert self.origins is not None
         for name, result in self.origins.results_in(origins).items():
-            if name != self._place.names[-1]:  # the next stage gets it anyway
-                self.found[_RESULT + name] = result
+            if name != self.place.names[-1]:  # the next stage gets it anyway
+                self.found[RESULT + name] = result
 
     def finished(self, output: Any) -> Any:
         """What the model returns, where its forward came to its end.
@@ -119,7 +167,7 @@ class ForwardRun:
         Raises:
             SplitError: some part did not run, or the result follows from zeros.
         """
-        place = self._place
+        place = self.place
         if len(self.done) != len(place.names) or place.last != place.end:
             missing = next((n for i, n in enumerate(place.names) if i not in self.done), place.names[-1])
             raise place.not_called(missing)
@@ -141,33 +189,34 @@ class ForwardRun:
     @property
     def decides(self) -> bool:
         """Whether the next forward may need other values: it branches on what parts computed, or on what it draws."""
-        return self.origins is not None and (self.origins.decided != 0 or self.draws.others)
+        drawn = self.draws is not None and self.draws.others
+        return self.origins is not None and (self.origins.decided != 0 or drawn)
 
     def _check_decisions(self) -> None:
         if self.origins is not None and self.origins.decided & EARLIER:
-            raise self._place.decides_by_earlier()
+            raise self.place.decides_by_earlier()
 
     # Parts of the stage
 
-    def run_part(
-        self,
-        index: int,
-        layer: Callable[..., Any],
-        args: tuple[Any, ...],
-        settings: dict[str, Any],
-        stage: Any,
-    ) -> Any:
+    def enter(self, index: int, layer: Any) -> None:
+        """Note that a part runs now; the caller adds it to `done` afterwards."""
+        done = self.done
+        if done and index <= done[-1]:
+            raise self.place.in_another_order(self.place.names[index])
+        self._thread["layer"] = layer
+
+    def run_part(self, index: int, layer: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """Run a part: `layer`, with the arguments of the model's call, as far as they are not those of zeros.
 
         Raises:
             Leave: it was the last part, and nothing else is to be found.
         """
-        place, name = self._place, self._place.names[index]
-        if index in self.done or (self.done and index < self.done[-1]):
-            raise place.in_another_order(name)
-        if self._extras:
+        place, name = self.place, self.place.names[index]
+        self.enter(index, layer)
+        run = layer if self._around is None else self._around(index, layer)
+        if self.extras:
             prefix = f"{name}|"
-            given = {k.removeprefix(prefix): v for k, v in self._extras.items() if k.startswith(prefix)}
+            given = {k.removeprefix(prefix): v for k, v in self.extras.items() if k.startswith(prefix)}
             if given:
                 zeros = {where: tensor for where, tensor in tensors_of(args, settings) if where in given}
                 self._received.update({id(tensor): (tensor, given[where]) for where, tensor in zeros.items()})
@@ -181,36 +230,47 @@ class ForwardRun:
             origins.check_arguments(name, args, settings)
             self._check_decisions()
             origins.quiet = True
-        with self.draws.paused():
-            result = layer(*args, **settings)
+        if self.draws is None:
+            result = run(*args, **settings)
+        else:
+            with self.draws.paused():
+                result = run(*args, **settings)
         self.done.append(index)
+        if origins is not None:
+            origins.quiet = False
         for where, container in containers.items():
             for entry, value in entries_of(container).items():
                 if before[where].get(entry) is not value:
                     self._entries.setdefault(where, {})[entry] = value
+        if RESULT + name in self.sends:
+            self.found[RESULT + name] = result
         ends = place.first + index == place.last < place.end
-        if origins is not None:
-            origins.quiet = False
-        if _RESULT + name in self._sends:
-            self.found[_RESULT + name] = result
         if ends:
-            self.result = result
-            found = collector()
-            self._collected = {} if found is None else collected_outputs(found)
-            for key in self._sends:
-                parameter = None if key in self.found else stage.own_parameter(key.removeprefix(_RESULT))
-                if parameter is not None:  # which the forward reads behind the last part
-                    self.found[key] = parameter.view_as(parameter)
-            if origins is None and len(self.found) == len(self._sends):
-                raise Leave(stage)
-            if origins is not None:
-                self._kept = KeptBuffers(stage.outer_buffers())
-        self._left = self._given(name, result, LAST if ends else OWN)
-        return self._left
+            self._end(result)
+        self.left = self.given(name, result, LAST if ends else OWN)
+        return self.left
 
-    def _given(self, name: str, result: Any, origin: int) -> Any:
+    def _end(self, result: Any) -> None:
+        """Keep the last part's result, and leave the forward unless it explores.
+
+        Raises:
+            Leave: nothing else is to be found.
+        """
+        self.result = result
+        found = collector()
+        self._collected = {} if found is None else collected_outputs(found)
+        for key in self.sends:
+            parameter = None if key in self.found else self.stage.own_parameter(key.removeprefix(RESULT))
+            if parameter is not None:  # which the forward reads behind the last part
+                self.found[key] = parameter.view_as(parameter)
+        if self.origins is not None:
+            self._kept = KeptBuffers(self.stage.outer_buffers())
+        elif len(self.found) == len(self.sends):
+            raise Leave(self.stage)
+
+    def given(self, name: str, result: Any, origin: int) -> Any:
         """What the forward gets of a module's result: a copy where the result is sent, since it may go on in place."""
-        if self.origins is None and result is not self.result and _RESULT + name not in self._sends:
+        if self.origins is None and result is not self.result and RESULT + name not in self.sends:
             return result
         given = tree_map_only(Tensor, Tensor.clone, result)
         if self.origins is not None:
@@ -219,56 +279,51 @@ class ForwardRun:
                 self.origins.add_result(name, result, given)
         return given
 
-    def run_other(
-        self, name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any], *, everywhere: bool
-    ) -> Any:
+    def run_other(self, name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """Run a module that is no part. What follows from inputs alone need not be sent, if every stage computes it."""
-        key = _RESULT + name
-        if key in self._extras:
-            return self._given(name, self._extras[key], OWN)
-        origins = self.origins
+        key = RESULT + name
+        if key in self.extras:
+            return self.given(name, self.extras[key], OWN)
+        if self.draws is None:
+            result = module(*args, **settings)
+        else:
+            result = self._run_within(name, module, args, settings)
+        if self.origins is None:
+            if key not in self.sends or key in self.found:
+                return result
+            self.found[key] = result
+            return self.given(name, result, 0)
+        known = self.origins.of(result)
+        if known & (OWN | LAST) and not known & (LATER | EARLIER) and not self.origins.has_result(name):
+            return self.given(name, result, known & (OWN | LAST))  # and not what it was computed of
+        return result
+
+    def _run_within(self, name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        """Run a module that is no part and may draw, and note the origins of its result where they are followed."""
+        origins, place, draws = self.origins, self.place, self.draws
+        assert draws is not None
         if origins is None:
-            with self.draws.within(name):
-                result = module(*args, **settings)
-            if key in self._sends and key not in self.found:
-                self.found[key] = result
-                return self._given(name, result, 0)
-            return result
+            with draws.within(name):
+                return module(*args, **settings)
         has_parameters = next(module.parameters(), None) is not None
         given = origins.of((args, settings)) if has_parameters else 0
         origins.quiet = has_parameters
-        with self.draws.within(name):
+        with draws.within(name):
             result = module(*args, **settings)
         origins.quiet = False
         if has_parameters:
-            own = OWN if self._place.blocks & set(self._place.names) and not everywhere else 0
+            own = OWN if place.blocks & set(place.names) and name not in place.everywhere else 0
             origins.mark(result, given if given & ~(DRAWN | IN_UNIT) else given | own)
-        known = origins.of(result)
-        if known & (OWN | LAST) and not known & (LATER | EARLIER) and not origins.has_result(name):
-            return self._given(name, result, known & (OWN | LAST))  # and not what it was computed of
         return result
 
     def read_own(self, key: str, tensor: Tensor) -> Tensor:
         """A parameter of a module that not every stage has, which the forward reads from outside of the module."""
-        if _RESULT + key in self._sends:
-            self.found[_RESULT + key] = tensor.view_as(tensor)
+        if RESULT + key in self.sends:
+            self.found[RESULT + key] = tensor.view_as(tensor)
         if self.origins is not None and not self.origins.has_result(key):
             self.origins.mark(tensor, OWN)
             self.origins.add_result(key, tensor.view_as(tensor), tensor)
         return tensor
-
-    def read_absent(self, key: str, tensor: Tensor) -> Tensor:
-        """What stands for a tensor of a module of another stage: the received one, or zeros without memory."""
-        received = self._extras.get(_RESULT + key)
-        if isinstance(received, Tensor):
-            return received if self.origins is None else self._given(key, received, OWN)
-        before, now = self._formats()
-        device = next((leaf.device for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)), None)
-        dtype = now if now is not None and tensor.dtype == before else tensor.dtype
-        zeros = torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
-        if self.origins is not None:
-            self.origins.mark(zeros, EARLIER)
-        return zeros
 
     def _fill(self, containers: Mapping[str, Any]) -> None:
         """Add the entries that parts of earlier stages left in dicts and lists among their arguments."""
@@ -278,95 +333,3 @@ class ForwardRun:
                 container.update(entries)
             elif isinstance(container, list):
                 container[:] = [entries[index] for index in sorted(entries)]
-
-    # Parts of other stages
-
-    def pass_other(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        """What a module returns that is no part, and is on other stages: what arrived, or zeros."""
-        received = self._extras.get(_RESULT + name)
-        return self.zeros(twin, args, settings, EARLIER) if received is None else self._given(name, received, OWN)
-
-    def pass_earlier(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        """What a part of an earlier stage returns: what arrived, or zeros."""
-        if self.done or name in self._passed:
-            raise self._place.in_another_order(name)
-        self._passed.add(name)
-        if name == self._place.before:
-            found = collector()
-            if found is not None:
-                for key, values in self.arrived.get("collected", {}).items():
-                    found[key] = list(values)
-            return self._given(name, self.arrived["value"], OWN)
-        if _RESULT + name in self._extras:
-            return self._given(name, self._extras[_RESULT + name], OWN)
-        return self._absent(name, twin, (args, settings), EARLIER)
-
-    def pass_later(
-        self, place: int, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any], stage: object
-    ) -> Any:
-        """Where a part of a later stage is called: keeps what it reads and is sent, and returns zeros.
-
-        Raises:
-            Leave: nothing else is to be found.
-        """
-        here, origins = self._place, self.origins
-        if len(self.done) < len(here.names):
-            raise here.in_another_order(name)
-        for where, tensor in tensors_of(args, settings):
-            key = f"{name}|{where}"
-            wanted = key in (self._sends if origins is None else self._extras)
-            if origins is not None and not wanted:
-                origin = origins.of_tensor(tensor)
-                wanted = bool(origin & OWN) or (bool(origin & LAST) and place > here.last + 1)
-                if origin & LATER:
-                    self.add_results_in(tensor)
-                wanted = wanted and not origin & (LATER | EARLIER)
-            if wanted:
-                self.found[key] = self._extras.get(key, tensor)
-        if origins is None:
-            if place == here.end or len(self.found) == len(self._sends):
-                raise Leave(stage)
-        elif not here.combines and (place == here.end or place > here.last_block):
-            raise Leave(stage)  # heads: their arguments follow from the result of the last block
-        return self._absent(name, twin, (args, settings), LATER)
-
-    def _absent(self, name: str, twin: Any, call: tuple[tuple[Any, ...], dict[str, Any]], origin: int) -> Any:
-        """Zeros for what a part of another stage returns; blocks of one list return values of one form."""
-        here, (args, settings) = self._place, call
-        if name not in here.blocks:
-            return self.zeros(twin, args, settings, origin)
-        siblings = here.list_of(name)
-        if siblings not in self._forms:
-            like, form = (here.names[-1], self._left) if origin == LATER else (here.before, self.arrived["value"])
-            one_list = not here.combines or (like is not None and here.list_of(like) == siblings)
-            if one_list or settings.get("past_key_values") is not None:
-                self._forms[siblings] = form if origin == LATER else zeros_like(form)
-            else:
-                self._forms[siblings] = self.zeros(twin, args, settings, origin)
-        form = self._forms[siblings]
-        return form if self.origins is None else self._marked(form, origin)
-
-    def zeros(self, twin: Any, args: tuple[Any, ...], settings: dict[str, Any], origin: int) -> Any:
-        """Zeros in the shapes of what a module of another stage returns."""
-        if self.origins is None:
-            return shaped_like_result(twin, args, settings, self._formats())
-        self.origins.quiet = True
-        try:
-            result = shaped_like_result(twin, args, settings, self._formats())
-        except Exception as error:
-            if self.explores:
-                raise
-            raise self._place.without_shape(type(twin).__name__, error) from error
-        self.origins.quiet = False
-        self.origins.mark(result, origin)
-        return result
-
-    def _marked(self, value: Any, origin: int) -> Any:
-        """Zeros in the form of a value."""
-        if self.origins is None:
-            return zeros_like(value)
-        self.origins.quiet = True
-        result = zeros_like(value)
-        self.origins.quiet = False
-        self.origins.mark(result, origin)
-        return result

@@ -15,8 +15,9 @@ They are found in the first forward of each form of inputs (see `origins`).
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,8 +26,10 @@ from torch.utils._pytree import tree_flatten
 from pipeloom.errors import PipeloomError, SplitError
 from pipeloom.split.planned.attributes import ContainerAttributes
 from pipeloom.split.planned.caches import fill_others, lengths_of
-from pipeloom.split.planned.forward_run import ForwardRun
+from pipeloom.split.planned.collected import INSTALLED, HooksOnDemand
+from pipeloom.split.planned.forward_run import ForwardRun, Known
 from pipeloom.split.planned.layouts import Layout
+from pipeloom.split.planned.other_parts import OtherParts
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import (
     Format,
@@ -36,9 +39,10 @@ from pipeloom.split.planned.stand_ins import (
     shallow_copy,
     shaped_like_result,
 )
-from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace, running
+from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace
 
 _COUNT = "num_items_in_batch"  # differs from batch to batch, and is only divided by
+_CONSTANTS = (bool, int, float, str, NoneType)
 _FIRST = ""  # the key of the model's first argument, given without a name
 
 
@@ -67,10 +71,10 @@ class PlannedStage(StageModule):
         self._containers: list[nn.Module] = []
         self._attributes = ContainerAttributes()
         self._training = model.training
-        self._known: dict[Any, tuple[str, ...]] = {}
+        self._known: dict[Any, Known] = {}
         self._drawing: set[Any] = set()  # forms of inputs with which the forward draws between its parts
-        self._current: ForwardRun | None = None
-        self._run_block: BlockRunner | None = None
+        self.current_run: ForwardRun | None = None
+        self._others: OtherParts | None = None  # in the current forward
         self._cache: Any = None
         self._shell = (self._shell_of(model, ""),)  # in a tuple: it is no submodule
         base: Any = model.get_submodule(layout.base)
@@ -80,6 +84,10 @@ class PlannedStage(StageModule):
         self._arguments_known = frozenset(arguments)
         self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values())
         self._format_of_model = format_of(self)
+        on_demand = HooksOnDemand(model, [*self.modules(), *self._containers])
+        for container in self._containers:
+            if INSTALLED in vars(container):
+                vars(container)[INSTALLED] = on_demand
 
     @property
     def whole_model(self) -> nn.Module:
@@ -118,7 +126,7 @@ class PlannedStage(StageModule):
         """The parameters of a container: the first ones may tell a dtype, all of them are on no stage."""
         yield from type(shell).named_parameters(shell, *args, **settings)
         prefix = f"{name}." if name else ""
-        if self._current is not None and any(part.startswith(prefix) for part in self._where.elsewhere):
+        if self.current_run is not None and any(part.startswith(prefix) for part in self._where.elsewhere):
             raise self._where.reads_parameters()
 
     def _namespace(self, name: str) -> nn.Module:
@@ -141,27 +149,11 @@ class PlannedStage(StageModule):
             return OwnPart(self, name, *self.place(name, module))
         return PassedOver(self, None, name, module)
 
-    def call_own(self, part: int | str, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        """Called by an `OwnPart`: a part by its index, or another module by its name."""
-        call = self._current
-        if isinstance(part, str):
-            module = self.get_submodule(part)
-            return (
-                module(*args, **settings)
-                if call is None
-                else call.run_other(part, module, args, settings, everywhere=part in self._where.everywhere)
-            )
-        modules, key = self._chain[part]
-        layer: Any = modules[key]
-        if call is None:
-            return layer(*args, **settings)
-        running.layer = layer
-        run: Callable[..., Any] = layer
-        if self._run_block is not None and self._is_block[part]:
-            run = partial(self._run_block, [layer], layer)
-        if self.observer is not None:
-            run = partial(self._observed, part, run)
-        return call.run_part(part, run, args, settings, self)
+    def _around(self, run: BlockRunner | None, index: int, layer: Any) -> Callable[..., Any]:
+        """A part with the runner of blocks and the observer around it."""
+        if run is not None and self._is_block[index]:
+            layer = partial(run, [layer], layer)
+        return layer if self.observer is None else partial(self._observed, index, layer)
 
     def _observed(self, index: int, run: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         assert self.observer is not None
@@ -174,14 +166,20 @@ class PlannedStage(StageModule):
         self, place: int | None, name: str, twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
     ) -> Any:
         """Called by a `PassedOver`: a part by its place in the model, or another module."""
-        call = self._current
-        if call is None:
+        others = self._other_parts()
+        if others is None:
             return shaped_like_result(twin, args, settings)
         if place is None:
-            return call.pass_other(name, twin, args, settings)
+            return others.pass_other(name, twin, args, settings)
         if place < self._where.first:
-            return call.pass_earlier(name, twin, args, settings)
-        return call.pass_later(place, name, twin, args, settings, self)
+            return others.pass_earlier(name, twin, args, settings)
+        return others.pass_later(place, name, twin, args, settings)
+
+    def _other_parts(self) -> OtherParts | None:
+        """Those of the current forward; None: there is none."""
+        if self._others is None and self.current_run is not None:
+            self._others = OtherParts(self.current_run)
+        return self._others
 
     def collects(self, name: str) -> bool:
         """Whether what was collected up to the part `name` arrived from the stage before."""
@@ -189,15 +187,15 @@ class PlannedStage(StageModule):
 
     def read(self, part: int | str, name: str, value: Any) -> Any:
         """Called by an `OwnPart` whose attribute the model reads."""
-        call = self._current
+        call = self.current_run
         if call is None or not isinstance(value, nn.Parameter) or part in self._where.everywhere:
             return value
         return call.read_own(f"{part if isinstance(part, str) else self._where.names[part]}.{name}", value)
 
     def read_absent(self, key: str, value: Any) -> Any:
         """Called by a `PassedOver` whose attribute the model reads."""
-        call = self._current
-        return value if call is None or not isinstance(value, Tensor) else call.read_absent(key, value)
+        others = self._other_parts()
+        return value if others is None or not isinstance(value, Tensor) else others.read_absent(key, value)
 
     @property
     def num_blocks(self) -> int:
@@ -235,7 +233,7 @@ class PlannedStage(StageModule):
             SplitError: the forward calls parts in another order than the layout, or a part reads what other stages
                 compute in a way that stages cannot exchange.
         """
-        arrived = {} if self._where.first == 0 else value
+        arrived = value if self._where.first else {}
         inputs = dict(arrived["inputs"]) if arrived else self._arguments(value)
         if self.training != self._training:
             self._training = self.training
@@ -244,29 +242,38 @@ class PlannedStage(StageModule):
         if self._attributes.update():  # the forward may go another way
             self._known.clear()
             self._drawing.clear()
-        form = self._form(inputs)
-        call = ForwardRun(self._where, inputs, arrived, self._known.get(form), self._formats)
-        draws = call.origins is not None or form in self._drawing
-        self._attributes.begin(call.origins)
+        cache, form = self._cache, self._form(inputs)
+        around = None if run is None and self.observer is None else partial(self._around, run)
+        call = ForwardRun(
+            self, self._where, inputs, arrived, self._known.get(form), draws=form in self._drawing, around=around
+        )
+        if call.origins is not None:
+            self._attributes.begin(call.origins)
         settings = dict(inputs)
         first = (settings.pop(_FIRST),) if _FIRST in settings else ()
-        if self._cache is not None:
-            settings.update(past_key_values=self._cache, use_cache=True)
+        if cache is not None:
+            settings.update(past_key_values=cache, use_cache=True)
         elif self._without_cache:
             settings.setdefault("use_cache", False)
-        self._current, self._run_block = call, run
-        lengths = lengths_of(self._cache)
+        lengths = [] if cache is None else lengths_of(cache)
+        own = vars(self)  # nn.Module looks at what is set, which takes long
+        own["current_run"] = call
         try:
-            with call.origins or nullcontext(), call.draws if draws else nullcontext():
+            if call.draws is None:
                 output = self._shell[0](*first, **settings)
-            self._check_keys(lengths)
+            else:
+                with call.followed():
+                    output = self._shell[0](*first, **settings)
+            if cache is not None:
+                self._check_keys(lengths)
             if call.explores:
                 call.add_results_in(output)
                 raise Leave(self)
         except Leave as left:
             if left.stage is not self:
                 raise
-            self._check_keys(lengths)
+            if cache is not None:
+                self._check_keys(lengths)
             return self._message(form, call)
         except PipeloomError:
             raise
@@ -275,8 +282,9 @@ class PlannedStage(StageModule):
                 raise
             return self._message(form, call)
         finally:
-            self._current = self._run_block = None
-            fill_others(self._cache, lengths, inputs.get("input_ids", first[0] if first else None))
+            own["current_run"] = own["_others"] = None
+            if cache is not None:
+                fill_others(cache, lengths, inputs.get("input_ids", first[0] if first else None))
         output = call.finished(output)
         self._learn(form, call)
         return output
@@ -290,8 +298,8 @@ class PlannedStage(StageModule):
     def _learn(self, form: Any, call: ForwardRun) -> None:
         """Keep what an exploring forward has found, unless the next one may go another way."""
         if call.origins is not None and self._attributes.unchanged(call.origins) and not call.decides:
-            self._known[form] = tuple(call.found)
-        if call.draws.seed is not None:
+            self._known[form] = Known.of(self._where, tuple(call.found))
+        if call.seed is not None:
             self._drawing.add(form)
 
     def own_parameter(self, name: str) -> nn.Parameter | None:
@@ -313,13 +321,13 @@ class PlannedStage(StageModule):
     def _check_keys(self, before: list[int]) -> None:
         """Raises SplitError where all blocks of a stage read keys and values of other stages' layers."""
         where = self._where
-        if self._cache is not None and where.blocks & set(where.names) and lengths_of(self._cache) == before:
+        if where.blocks & set(where.names) and lengths_of(self._cache) == before:
             raise SplitError(
                 f"generate: the layers of the stage from {where.names[0]!r} keep no keys of their own, but use "
                 "those of other stages. Use fewer stages, or a cut that keeps these layers together."
             )
 
-    def _formats(self) -> tuple[Format, Format]:
+    def parameter_formats(self) -> tuple[Format, Format]:
         """The dtype that the model's parameters had, and the one that they have since a `Precision` cast them."""
         return self._format_of_model, format_of(self)
 
@@ -331,6 +339,8 @@ class PlannedStage(StageModule):
 
     def _arguments(self, value: Any) -> dict[str, Any]:
         """The keyword arguments of the model: a dict of these, a tuple of all it needs, or its first argument."""
+        if isinstance(value, Tensor):
+            return {_FIRST: value}
         if isinstance(value, Mapping) and (self._takes_any or self._arguments_known.issuperset(value)):
             return dict(value)
         if isinstance(value, tuple):
@@ -345,11 +355,20 @@ class PlannedStage(StageModule):
 
     def _form(self, inputs: Mapping[str, Any]) -> Any:
         """What the way of values through a forward may depend on: structure and shapes of the inputs, and constants."""
-        leaves, structure = tree_flatten({name: value for name, value in inputs.items() if name != _COUNT})
-        kinds = tuple(
-            leaf.shape
-            if isinstance(leaf, Tensor) and self._cache is None
-            else (type(leaf), leaf if isinstance(leaf, bool | int | float | str) else None)
-            for leaf in leaves
-        )
-        return self.training, structure, kinds, None if self._cache is None else any(lengths_of(self._cache))
+        kinds: list[Any] = [self.training]
+        if self._cache is not None:
+            kinds.append(any(lengths_of(self._cache)))
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and name != _COUNT:
+                kinds.append((name, value.shape if self._cache is None else None))
+            elif isinstance(value, _CONSTANTS) and name != _COUNT:
+                kinds.append((name, type(value), value))
+            elif name != _COUNT:
+                leaves, structure = tree_flatten(value)
+                kinds.append((name, structure, *(_kind(leaf) for leaf in leaves)))
+        return tuple(kinds)
+
+
+def _kind(leaf: Any) -> Any:
+    """What the way of values through a forward may depend on of a value inside of an input."""
+    return leaf.shape if isinstance(leaf, Tensor) else (type(leaf), leaf if isinstance(leaf, _CONSTANTS) else None)

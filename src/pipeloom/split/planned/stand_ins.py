@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeloom.split.planned.attributes import bound_to
 from pipeloom.split.planned.collected import collecting_hooks
+from pipeloom.split.planned.containers import UNCHANGED
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -56,7 +57,8 @@ class OwnPart(nn.Module):
     """Stands where a model calls a module that its stage has.
 
     Args:
-        stage: calls ``stage.call_own(part, args, settings)``; in a copy of the stage, the copy.
+        stage: its `current_run` runs the module; without one, the module runs alone. In a copy of the stage, the
+            copy.
         part: index of the part in the stage, or the name of another module.
         home, key: the dictionary with the module, and its key there.
     """
@@ -67,8 +69,23 @@ class OwnPart(nn.Module):
         self._modules["part"] = home[key]
 
     def __call__(self, *args: Any, **settings: Any) -> Any:  # hooks are those of the module
-        stage, part, _, _ = vars(self)["_link"]
-        return stage.call_own(part, args, settings)
+        stage, part, home, key = self._link
+        run: Any = stage.current_run
+        module: Any = home[key]
+        if run is None:
+            return module(*args, **settings)
+        if isinstance(part, str):
+            return run.run_other(part, module, args, settings)
+        if part not in run.plain:
+            return run.run_part(part, module, args, settings)
+        for value in (*args, *settings.values()):
+            if value is not None and type(value) not in UNCHANGED:
+                return run.run_part(part, module, args, settings)
+        # Almost all parts of almost all forwards: nothing arrives for them, and nothing of them is sent.
+        run.enter(part, module)
+        result = module(*args, **settings)
+        run.done.append(part)
+        return result
 
     forward = __call__
 
