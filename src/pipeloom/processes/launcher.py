@@ -26,14 +26,13 @@ from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.preemption import PREEMPTED, Request
-from pipeloom.processes.recovery.lifeline import Lifeline
+from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline
 from pipeloom.processes.recovery.recoveries import Recoveries, Tether
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
 _LIFELINE = "_PIPELOOM_LIFELINE"  # variable: the rank's `Lifeline`, in a run that recovers from the loss of ranks
 PARENT = "_PIPELOOM_PARENT"  # variable: process id of the parent, with which this process ends
-PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
 HUNG = 4  # exit code of ranks that name the one which hangs, in their last words
 _POLL_SECONDS = 0.02
 _WATCHDOG_SECONDS = 15.0  # how much longer than a rank's limit its watchdog may take to end the run

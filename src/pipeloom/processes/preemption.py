@@ -94,6 +94,11 @@ class Preemption:
         if self._pipe is not None:
             os.write(self._pipe[1], bytes([_AGREED]))
 
+    def ask_again(self) -> None:
+        """The processes meet anew after a loss: if they had agreed, they agree again in their next step."""
+        self.asked, self.agreed = self.asked or self.agreed, False
+        self._limited = True
+
     def last_step_done(self) -> None:
         """The steps are complete: a signal no longer limits the time, and the run ends as usual."""
         self._limited = False

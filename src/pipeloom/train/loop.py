@@ -68,6 +68,7 @@ def _train_recovering(config: TrainConfig, member: Membership, lifeline: Lifelin
             if not lifeline.noticed(error):
                 raise
         leave(others)  # here the error is gone, with all that its stack held
+        preemption.ask_again()
         meeting, recovery.loss = lifeline.meet()
 
 

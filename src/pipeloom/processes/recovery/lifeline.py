@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pipeloom.errors import PeerLost
 from pipeloom.processes.black_box import BlackBox
 
+PEER_LOST = 3  # exit code of a rank that failed because it lost another rank
 _MESSAGE_BYTES = 1 << 16
 _NOTICE_SECONDS = 10.0  # from an error about another rank to the launcher's message
 _OTHER_ERROR_SECONDS = 1.0  # the same for other errors, which the loss may have caused

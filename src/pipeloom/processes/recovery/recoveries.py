@@ -6,16 +6,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from pipeloom.processes.black_box import BlackBox
-from pipeloom.processes.recovery.lifeline import Loss
+from pipeloom.processes.recovery.lifeline import PEER_LOST, Loss
 
 _NUM_COPIES = 2  # per rank: while one is written, the other is whole
 _READY_SECONDS = 30.0  # from a loss until a surviving rank has left its process groups
-_GIVEN_UP = (0, 3)  # exit codes of ranks that may be started again beside one that was killed: success, PEER_LOST
+_BESIDE = (0, PEER_LOST)  # exit codes of ranks that may be started again beside one that was killed
 
 
 class Tether:
@@ -110,7 +110,10 @@ class Recoveries(Generic[R]):
         """
         ended = {rank: code for rank, code in enumerate(codes) if code is not None}
         if self._loss is None:
-            if not self._left or not _can_recover(ranks, ended):
+            begun = self._generation > 0 or all(
+                rank.black_box.phase for rank in ranks
+            )  # else all wait for the lost one
+            if not self._left or not begun or not _can_recover(ended.values()):
                 return False
             self._begin(ranks, ended, explain(ended))
         elif any(rank in self._again for rank in ended):
@@ -153,11 +156,6 @@ class Recoveries(Generic[R]):
         self._loss = None
 
 
-def _can_recover(ranks: Sequence[RankProcess], ended: Mapping[int, int]) -> bool:
-    """Whether a rank was killed, no rank failed otherwise, and all had begun."""
-    killed = any(code < 0 for code in ended.values())
-    return (
-        killed
-        and all(code < 0 or code in _GIVEN_UP for code in ended.values())
-        and all(rank.black_box.phase for rank in ranks)
-    )
+def _can_recover(codes: Collection[int]) -> bool:
+    """Whether a rank was killed, and none failed otherwise; from the exit codes of those that have ended."""
+    return any(code < 0 for code in codes) and all(code < 0 or code in _BESIDE for code in codes)
