@@ -2,7 +2,8 @@
 # make test     sets up .venv with the development tools and runs the tests
 # make check    linters and the quick tests, under 90 seconds on two idle cores: run it before every commit
 # make gpu      tests and benchmarks on a CUDA device, in some minutes; skipped where torch finds none
-# make lint     ruff and mypy
+# make lint     ruff, mypy and make audit
+# make audit    looks the pinned versions up in a database of known vulnerabilities; skipped where there is no network
 # make mutants  changes single operators of the code and reports which changes no test notices (an hour or two)
 # make docs     builds the documentation site into site/; broken links are errors
 # make clean    removes .venv and caches
@@ -10,6 +11,7 @@
 #   make train ARGS="--steps 50 --parallel.pipeline 4"     options for `pipeloom train`
 #   make test ARGS="tests/pure -k golden"                  options for pytest
 #   make test WORKERS=0                                    tests one after another, in one process
+#   make audit AUDIT_ARGS="--ignore-vuln ID"             a vulnerability that has no fix yet
 #   make PIP_FLAGS="--index-url URL" train                 where pip takes torch from (the CPU build is enough)
 #   make gpu GPU_PYTHON=python3                            this interpreter has torch and the rest: no set-up, no network
 #   make gpu GPU_ARGS="--cases split,ranks"                options for python -m benchmarks.gpu
@@ -18,6 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS ?=
 ARGS ?=
+AUDIT_ARGS ?=
 WORKERS ?= 2
 # Tests on one GPU run in so many processes.
 GPU_WORKERS ?= 4
@@ -28,7 +31,7 @@ GPU_RUN := $(if $(GPU_PYTHON),PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON),$(BIN)/p
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: train test check gpu lint docs mutants clean
+.PHONY: train test check gpu lint style audit docs mutants clean
 
 train: $(VENV)/.ready-run
 	$(BIN)/pipeloom train $(ARGS)
@@ -36,7 +39,7 @@ train: $(VENV)/.ready-run
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-check: lint
+check: style
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "quick and not whole_grid" $(ARGS)
 
 gpu: $(if $(GPU_PYTHON),,$(VENV)/.ready-dev)
@@ -47,10 +50,17 @@ gpu: $(if $(GPU_PYTHON),,$(VENV)/.ready-dev)
 	echo "torch $${found#* }, CUDA devices: $${found% *}"; \
 	$(GPU_RUN) -m pytest -n $(GPU_WORKERS) --dist worksteal -rs $(ARGS) tests/gpu && $(GPU_RUN) -m benchmarks.gpu $(GPU_ARGS)
 
-lint: $(VENV)/.ready-dev
+lint: style audit
+
+style: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit: $(VENV)/.ready-dev
+	@$(BIN)/python -c 'import pip_audit' 2>/dev/null || $(BIN)/python -m pip install --quiet --retries 1 $(PIP_FLAGS) \
+		--constraint constraints.txt --editable '.[dev,audit]' || true
+	@$(BIN)/python -m tests.audit $(AUDIT_ARGS)
 
 mutants: $(VENV)/.ready-dev
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,mutants]'
