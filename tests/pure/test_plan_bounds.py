@@ -14,6 +14,7 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.search.live_moments import moments_of
 from pipeloom.plan.search.memory_choice import Choice, MemoryChoices
+from pipeloom.plan.search.offload_bound import offloaded_of
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import Shape, candidate_seconds
 from pipeloom.plan.search.simulated import Step
@@ -47,22 +48,23 @@ def samples(space: Space, costs: CostModel, request: Request, rng: random.Random
             ways = list(space.ways(mesh))
             for shape in some(space.shapes.found(mesh), 2 if ways else 0, rng):
                 for way in some(ways, 1, rng):
-                    yield space.group_bound(group, devices), way, shape, choices_of(costs, request, shape, way)
+                    yield space.group_bound(group, devices), way, shape, choices_of(costs, request, shape, way, rng)
 
 
-def choices_of(costs: CostModel, request: Request, shape: Shape, way: Way) -> list[Choice]:
+def choices_of(costs: CostModel, request: Request, shape: Shape, way: Way, rng: random.Random) -> list[Choice]:
     try:
         memory = MemoryChoices(costs, shape, moments_of(shape.of), request)
     except PipeloomError:
         return []
     of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
-    return memory.found(of, every=True)[0]
+    offloaded = memory.offloaded(of, every=True).values()
+    return [*memory.found(of, every=True)[0], *(choice for each in offloaded for choice in some(each, 1, rng))]
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_bounds_are_never_above_what_is_simulated(seed):
-    rng, simulated = random.Random(seed), 0
-    while simulated < 60:
+    rng, simulated, offloaded = random.Random(seed), 0, 0
+    while simulated < 60 or offloaded < 5:
         costs = CostModel(model=random_model(rng), cluster=CLUSTERS[rng.choice(["p3.16xlarge", "dgx-a100-80"])])
         request = Request(
             devices=rng.choice([2, 4, 6, 8, 12, 16]),
@@ -83,8 +85,12 @@ def test_bounds_are_never_above_what_is_simulated(seed):
                 update = costs.update_seconds(choice.of, shape.placement.stages_of)
                 least, likely = candidate_seconds(costs, shape._replace(of=choice.of))
                 bounds = [of_group, space.shapes.bound(shape), least + update]
+                offloads = choice.of.offload is not None
                 if found.peak <= request.memory_bytes:
-                    bounds.append(way.seconds)
+                    bounds.append(way.offloaded if offloads else way.seconds)
+                if offloads:
+                    offloaded += 1
+                    bounds.append(offloaded_of(costs, choice.of, shape.placement.stages_of).seconds)
                 assert max(bounds) <= found.step_seconds * (1 + 1e-9), choice.of
                 assert least <= likely
                 assert choice.least_bytes <= found.peak * (1 + 1e-9), choice.of

@@ -127,6 +127,12 @@ class Cluster:
         return None if self.measured is None else self.measured.of(self.processes)
 
     @property
+    def host_rate(self) -> float | None:
+        """Bytes per second between a device and its host that programs reach; None if unknown."""
+        rate = self.device.host_bytes_per_second
+        return None if rate is None else self.link_part * rate
+
+    @property
     def host_bytes_per_device(self) -> float:
         """Host memory that offload may use per device; infinite if unknown."""
         return (

@@ -101,8 +101,8 @@ def data_links(cluster: Cluster, *, stride: int, replicas: int) -> dict[str, Any
         "data_sum_bytes_per_second": sums.bytes_per_second,
         "data_latency_seconds": gathers.latency_seconds,
     }
-    if cluster.device.host_bytes_per_second is not None:
-        found["memory_bytes_per_second"] = cluster.link_part * cluster.device.host_bytes_per_second
+    if cluster.host_rate is not None:
+        found["memory_bytes_per_second"] = cluster.host_rate
     return found
 
 

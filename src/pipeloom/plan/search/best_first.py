@@ -236,17 +236,21 @@ class _Search:
         for mesh in self.space.meshes(of, devices):
             ways = list(self.space.ways(mesh))
             if ways:
-                penalty = min(_PENALTIES[way.of.granularity] for way in ways)
-                self._push(self._least(ways, 0.0, devices), 1, self._shapes, mesh, ways, penalty=penalty)
+                self._push_ways(ways, 0.0, 1, self._shapes, mesh, ways)
 
-    def _least(self, ways: Sequence[Way], seconds: float, devices: int) -> float:
-        return min(self._score(max(seconds, way.seconds), way.peak, devices) for way in ways)
+    def _push_ways(
+        self, ways: Sequence[Way], seconds: float, level: int, expand: Callable[..., Any], *node: Any
+    ) -> None:
+        """Of a step of at least `seconds`; those of ways that fit without offload come as early as if all did."""
+        devices = ways[0].of.devices
+        bound = min(self._score(max(seconds, way.least), way.peak, devices) for way in ways)
+        usual = min(self._score(max(seconds, way.seconds), way.peak, devices) for way in ways)
+        penalty = min(_PENALTIES[way.of.granularity] for way in ways)
+        self._push(bound, level, expand, *node, penalty=penalty * (usual / bound if bound < usual < inf else 1.0))
 
     def _shapes(self, of: Configuration, ways: Sequence[Way]) -> None:
         for shape in self.space.shapes.found(of):
-            bound = self._least(ways, self.space.shapes.bound(shape), of.devices)
-            penalty = min(_PENALTIES[way.of.granularity] for way in ways)
-            self._push(bound, 2, self._choices, shape, ways, penalty=penalty)
+            self._push_ways(ways, self.space.shapes.bound(shape), 2, self._choices, shape, ways)
 
     def _choices(self, shape: Shape, ways: Sequence[Way]) -> None:
         try:
@@ -270,11 +274,9 @@ class _Search:
                 if self._takes_all or not others or others[0].kept > kept.get(recompute, -1):
                     kept[recompute] = others[0].kept if others else inf
                     for choice in others:
-                        self._offer(
-                            Candidate(shape=shape, of=of, choice=choice, memory=memory, least_seconds=way.seconds)
-                        )
+                        self._offer(Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way))
             for choice in choices:
-                found = Candidate(shape=shape, of=of, choice=choice, memory=memory, least_seconds=way.seconds)
+                found = Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way)
                 before = first.setdefault(choice.of.recompute, found)
                 if before is not found and of.strategy.shards_gradients and not self._takes_all:
                     before.instead.append(found)
@@ -306,7 +308,8 @@ class _Search:
         self._push(bound, 3, self._simulate, found, penalty=penalty)
 
     def _bound(self, found: "Candidate", seconds: float) -> float:
-        return self._score(max(found.least_seconds, seconds), found.choice.least_bytes, found.of.devices)
+        least = found.way.seconds if found.choice.of.offload is None else found.way.offloaded
+        return self._score(max(least, seconds), found.choice.least_bytes, found.of.devices)
 
     def _simulate(self, candidate: "Candidate") -> None:
         choice = candidate.choice
@@ -387,7 +390,7 @@ class Candidate:
         of: with the data strategy.
         choice: with both.
         memory: what the shape can recompute.
-        least_seconds: of a step.
+        way: the data strategy, with bounds of a step.
         instead: those that shard more, and are no faster.
         beside: bytes of each rank that closed forms do not have, found by an attempt to run it with less recomputation.
         tries: attempts so far.
@@ -397,7 +400,7 @@ class Candidate:
     of: Configuration
     choice: Choice
     memory: MemoryChoices
-    least_seconds: float
+    way: Way
     instead: list["Candidate"] = field(default_factory=list)
     beside: Sequence[float] | None = None
     tries: int = 0

@@ -8,6 +8,9 @@ activations in `room` bytes. Bytes times seconds of all activations fit into roo
 
     step >= m * sum over stages (kept bytes * residence) / sum over ranks (room)
 
+An activation that is offloaded is away for its residence at most, and crosses the link to the host twice. So links of
+r bytes per second are like more room: r / 2 times the longest residence, per rank.
+
 Recomputation makes `kept` smaller and the work larger. Every mixture of kinds has work and bytes between those of the
 kinds, so the bound of all mixtures is the least maximum of both along the lines between them.
 
@@ -53,12 +56,16 @@ class Recomputed:
 
     Args:
         seconds, kept: of all stages, by kind; with no kind, residences are shortest.
+
+    Attributes:
+        longest: seconds for which an activation stays at most, of the least that each stays.
     """
 
     def __init__(
         self, seconds: Mapping[Recompute, Sequence[Seconds]], kept: Mapping[Recompute, Sequence[float]]
     ) -> None:
         stays = residences(min(seconds.values(), key=lambda stages: sum(map(sum, stages))))
+        self.longest = stays[0]
         self._points = [
             (sum(map(sum, stages)), sum(size * stay for size, stay in zip(kept[kind], stays, strict=True)))
             for kind, stages in seconds.items()

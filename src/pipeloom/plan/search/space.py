@@ -23,7 +23,7 @@ from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
-from pipeloom.plan.search.bounds import Point, Recomputed, mixed_seconds
+from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import LEAST_TOKENS, Shapes
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
@@ -52,13 +52,20 @@ class Way(NamedTuple):
 
     Attributes:
         of: the configuration.
-        seconds: of a step, at least.
+        seconds: of a step without offload of activations, at least.
         peak: bytes of the rank that needs most, at least.
+        offloaded: seconds of a step with offload, at least; infinite where there is none.
     """
 
     of: Configuration
     seconds: float
     peak: float
+    offloaded: float = inf
+
+    @property
+    def least(self) -> float:
+        """Seconds of a step, at least."""
+        return min(self.seconds, self.offloaded)
 
 
 def divisors(number: int) -> list[int]:
@@ -80,6 +87,9 @@ class Space:
         self.costs, self.request, self.refusals, self._can_run = costs, request, refusals, can_run
         self.shapes = Shapes(costs, request, refusals)
         self._layers = costs.num_blocks
+        kept = request.fixed.get("offload", 0)
+        offloads = kept is not None and request.allows("offload", kept) and costs.can_offload
+        self._host_rate = costs.cluster.host_rate if offloads else None
         self._by_kind: dict[object, Recomputed] = {}
 
     def groups(self) -> Iterator[tuple[Configuration, int]]:
@@ -208,14 +218,21 @@ class Space:
                 continue
             # Gradients are not there yet while the first activations are.
             room = of.pipeline * (self.request.memory_bytes - share * state_bytes_per_parameter(each))
-            work = self._turns(of.devices) * mixed_seconds(self._points(each, room))
-            if work == inf:
+            kinds = self._recomputed(each)
+            sizes = {"microbatches": of.microbatches, "ranks": of.pipeline}
+            work = self._turns(of.devices) * mixed_seconds(kinds.points(**sizes, room=room))
+            other = inf
+            if self._host_rate:
+                more = of.pipeline * self._host_rate * kinds.longest / 2
+                other = mixed_seconds(kinds.points(**sizes, room=room + more))
+            if min(work, other) == inf:
                 self.refusals.too_large(states)
                 continue
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
-            yield Way(each, max(work + fill + update, self._link_bound(each, share)), states)
+            link = self._link_bound(each, share)
+            yield Way(each, max(work + fill + update, link), states, max(other + fill + update, link))
 
-    def _points(self, of: Configuration, room: float) -> list[Point]:
+    def _recomputed(self, of: Configuration) -> Recomputed:
         kinds = self.request.kinds
         key = of.inside, of.microbatch_size, of.element, of.strides["tp"], of.devices
         found = self._by_kind.get(key)
@@ -225,7 +242,7 @@ class Space:
                 {kind: self.costs.stage_seconds(replace(single, recompute=kind)) for kind in kinds},
                 {kind: self.costs.kept_bytes(replace(single, recompute=kind)) for kind in kinds},
             )
-        return found.points(microbatches=of.microbatches, ranks=of.pipeline, room=room)
+        return found
 
     def _link_bound(self, of: Configuration, parameters: float) -> float:
         """Seconds for which the data link of a rank is busy, with the fastest links."""
