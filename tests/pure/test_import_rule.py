@@ -28,9 +28,9 @@ PARALLEL = ENGINE | {"engine", "models"}  # models: experts that processes share
 PRETRAINED = PARALLEL | {"parallel"}
 TRAINING = PRETRAINED | {"pretrained", "plan"}
 PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
-TRAIN = TRAINING | PLAN | {"training", "plan", "report"}
+TRAIN = TRAINING | PLAN | {"training", "plan", "report", "watch"}
 CHAOS = {"processes", "train"}
-CLI = TRAIN | {"train", "pipe", "chaos", "job_files"}
+CLI = TRAIN | {"train", "pipe", "chaos", "job_files", "watch"}
 INTEGRATIONS = TRAINING | {"training", "schedules", "train"}
 ALLOWED = {
     "common": set(),
@@ -52,13 +52,14 @@ ALLOWED = {
     "training": TRAINING,
     "plan": PLAN,
     "report": {"ir", "sim"},
+    "watch": {"report", "processes"},
     "train": TRAIN,
     "chaos": CHAOS,
     "job_files": set(),
     "cli": CLI,
     "integrations": INTEGRATIONS,
 }
-TORCH_FREE = ("ir", "schedules", "passes", "sim", "report")
+TORCH_FREE = ("ir", "schedules", "passes", "sim", "report", "watch")
 
 
 # Files that import each other in a circle until they are mended, and folders that may have more than 15 files.

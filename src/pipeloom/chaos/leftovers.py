@@ -8,6 +8,8 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pipeloom.common.process_place import stat_fields
+
 _PR_SET_CHILD_SUBREAPER = 36
 _SEGMENTS = Path("/dev/shm")
 
@@ -44,11 +46,8 @@ def children(process: int | str = "self") -> list[int]:
 
 
 def _has_ended(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"
+    fields = stat_fields(process)
+    return not fields or fields[0] in "ZX"
 
 
 def reap(known: Container[int]) -> None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "partition": "choose stage boundaries and replicas per stage from layer times",
     "tune": "find the number of micro-batches of a one-process pipeline by experiment",
     "schedules": "list schedules with paper, constraints, and formulas for bubble and peak activations",
+    "watch": "show a run in the browser while it trains",
     "report": "regenerate report.html of a run",
     "chaos": "inject faults into a training job, and compare it with a reference run",
     "checkpoint": "list, verify or convert checkpoints",
@@ -40,6 +41,7 @@ examples:
   pipeloom train --config runs/corpus/config.yaml --resume_from_checkpoint latest --steps 400
   torchrun --nproc-per-node 2 -m pipeloom train         default training under torchrun on one node
   pipeloom simulate 1f1b --ranks 4 --microbatches 8     a timeline in the terminal
+  pipeloom watch runs/corpus                            a page in the browser while it trains
   pipeloom report runs/corpus                           report.html from the metrics of a run
 exit codes: 0 success, 1 failure during the run, 2 invalid input, 75 pre-empted after a save, 128+N ended by signal N
 """

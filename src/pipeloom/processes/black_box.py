@@ -1,7 +1,9 @@
 """`BlackBox`: a page of memory with a rank's step, action, progress and error, which outlives the rank."""
 
 import mmap
+import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -66,9 +68,11 @@ class BlackBox:
     """A page of memory that a rank shares with the launcher. It outlives the rank.
 
     Args:
-        descriptor: of a file of `SIZE` bytes; -1: the page is this process's alone.
+        descriptor: of a file of `SIZE` bytes; -1: of an anonymous file of this process.
+        writable: whether this process writes.
 
     Attributes:
+        descriptor: of the file, by which processes of the same user read it: ``/proc/PROCESS/fd/DESCRIPTOR``.
         action: the last action, such as ``1B3``; empty before the first.
         phase: the rank's current phase, such as ``step 12``.
         last_words: the error that ended the rank.
@@ -86,8 +90,13 @@ class BlackBox:
     clock, steps, patient = _Number(_CLOCK), _Number(_STEPS), _Number(_PATIENT)
     limit_seconds, ending, ready = _Number(_LIMIT), _Number(_ENDING), _Number(_READY)
 
-    def __init__(self, descriptor: int = -1) -> None:
-        self.page = mmap.mmap(descriptor, self.SIZE)
+    def __init__(self, descriptor: int = -1, *, writable: bool = True) -> None:
+        if descriptor < 0 and hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("pipeloom-black-box")
+            os.ftruncate(descriptor, self.SIZE)
+            weakref.finalize(self, os.close, descriptor)
+        self.descriptor = descriptor
+        self.page = mmap.mmap(descriptor, self.SIZE, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         self.numbers = memoryview(self.page)[LABEL_BYTES:_NUMBERS_END].cast("d")
         self.observer: ActionObserver | None = None
 

@@ -1,21 +1,19 @@
 """`HangBoard`: where the watchdogs of all ranks exchange their reports, in the store of the default process group."""
 
 import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple
 from datetime import timedelta
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from pipeloom.processes.hang_report import ProcessPlace, Verdict, stat_fields
+from pipeloom.common.process_place import ProcessPlace
+from pipeloom.processes.hang_report import Verdict
 
 _STORE_SECONDS = 2.0  # for an answer of the store, which may be in a process that is stopped
 _LOOK_SECONDS = 0.05  # between two looks for reports
@@ -44,7 +42,7 @@ class HangBoard:
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         own = f"rank {self.rank}"
         self.name = own if name in (None, own) else f"{own} ({name})"
-        place = ProcessPlace(_host(), os.getpid(), stat_fields(os.getpid())[19], self.name)
+        place = ProcessPlace.own(self.name)
         self._store.set(f"place/{self.rank}", json.dumps(astuple(place)))
         threading.Thread(target=self._serve, args=(self._store,), name="pipeloom-watchdog-store", daemon=True).start()
 
@@ -121,17 +119,13 @@ class HangBoard:
         text = self._get(f"place/{rank}")
         return None if text is None else ProcessPlace(*json.loads(text))
 
-    def is_near(self, place: ProcessPlace) -> bool:
-        """Whether a process runs on this host, in the same process namespace."""
-        return place.host == _host()
-
     def describe(self, rank: int) -> str:
         """What is known of a rank that does not answer."""
         place = self.place(rank)
         if place is None:
             return f"rank {rank} does not answer"
         host = place.host.partition("/")[0]
-        if not self.is_near(place):
+        if not place.is_near:
             return (
                 f"{place.name}, process {place.process} on {host}, does not answer: its host, its link or its process "
                 "is stopped"
@@ -148,12 +142,3 @@ class HangBoard:
 
     def _get(self, key: str) -> bytes | None:
         return self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
-
-
-def _host() -> str:
-    """The name of this host, with what tells it from others and its process namespaces apart."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()

@@ -3,42 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from pipeloom.errors import listed
 from pipeloom.ir import Op
 from pipeloom.ir.text import parse_action
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessPlace:
-    """Where a rank's process runs.
-
-    Attributes:
-        host: identity of its host.
-        process: process number.
-        started: when it started, in clock ticks of its host; tells it from a later process of the same number.
-        name: of the rank, such as ``rank 3``.
-    """
-
-    host: str
-    process: int
-    started: str
-    name: str
-
-    def state(self) -> str | None:
-        """The kernel's letter for the state of the process, T where it is stopped; None: it has ended."""
-        fields = stat_fields(self.process)
-        return fields[0] if fields and fields[19] == self.started else None
-
-
-def stat_fields(process: int) -> list[str]:
-    """The fields of ``/proc/PROCESS/stat`` from the state on; empty: there is no such process."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,7 @@ class Watchdog:
         if leads:
             self._say(f"error: {verdict.line}")
         for rank in verdict.culprits:
-            if rank != report.rank and (place := self._board.place(rank)) is not None and self._board.is_near(place):
+            if rank != report.rank and (place := self._board.place(rank)) is not None and place.is_near:
                 with suppress(OSError):
                     if place.state() is not None:
                         os.kill(place.process, signal.SIGKILL)

@@ -62,7 +62,7 @@ def write_report(output_dir: Path) -> Path:
     metrics = read_metrics(output_dir / "metrics.jsonl")
     timelines = read_timelines(output_dir / "timelines.json")
     report = output_dir / "report.html"
-    page = _page(output_dir, metrics, timelines)
+    page = run_page(output_dir, metrics, timelines)
     try:
         write_whole(report, page)
         if "measured" in timelines:
@@ -88,7 +88,21 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) -> str:
+def run_page(
+    output_dir: Path,
+    metrics: Metrics,
+    timelines: dict[str, Timeline],
+    template: str = "run.html.j2",
+    **more: Any,
+) -> str:
+    """The page of a run.
+
+    Args:
+        output_dir: its directory.
+        metrics, timelines: of it.
+        template: that page, or one that extends it.
+        more: values for the template.
+    """
     lead = f"Training run, steps {metrics.steps[0]['step']} to {metrics.steps[-1]['step']}"
     shown = [timelines[kind] for kind in ("measured", "predicted") if kind in timelines]
     titles = [
@@ -105,7 +119,7 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
     if metrics.evaluations:
         loss.append(Series(label="validation loss", points=metrics.series("eval_loss"), style="b", marks=True))
     return render(
-        "run.html.j2",
+        template,
         title=output_dir.resolve().name,
         lead=lead,
         warnings=_warnings(metrics),
@@ -122,6 +136,7 @@ def _page(output_dir: Path, metrics: Metrics, timelines: dict[str, Timeline]) ->
         configuration=read_configuration(output_dir / "config.yaml"),
         environment=environment,
         environment_note=environment_note,
+        **more,
     )
 
 

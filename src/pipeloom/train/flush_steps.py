@@ -14,6 +14,7 @@ from pipeloom.sim import Timeline, measured_timeline
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
+from pipeloom.train.output.directory import write_timelines
 from pipeloom.train.output.expert_metrics import declared_metrics
 from pipeloom.train.output.line_limit import LineLimit
 from pipeloom.train.output.nonfinite_words import fault_words, stopped_words
@@ -37,6 +38,7 @@ from pipeloom.training.nonfinite import NonFiniteSearch
 from pipeloom.training.observations import Entry, observed_in
 
 _NUM_OFFLOAD_NUMBERS = 4
+_TIMELINE_SECONDS = 30.0  # between two timelines that are written while the run trains
 
 
 class FlushSteps:
@@ -75,6 +77,7 @@ class FlushSteps:
         self._slots = max(parts.group.size, parts.pipeline.schedule.num_ranks)
         self._stragglers = StragglerWatch(parts.pipeline.schedule.num_ranks)
         self._data_seconds = 0.0
+        self._next_timelines = 0.0
         self._steps_here = 0
         self.done = 0
 
@@ -93,6 +96,14 @@ class FlushSteps:
             if self._parts.group.preemption.agreed or ("spike" in row and self._parts.config.on_spike == "rewind"):
                 break
         yield from map(self._finish, self._stepper.settle())
+
+    def _show(self, records: Records) -> None:
+        """Now and then, rank 0 writes the timelines of this step, for who watches the run."""
+        parts, now = self._parts, time.monotonic()
+        if parts.group.rank == 0 and now >= self._next_timelines:
+            measured = measured_timeline(parts.pipeline.schedule, [rows for _, rows in records])
+            write_timelines(parts.output_dir, measured, parts.predictor.predict(parts.pipeline.program))
+            self._next_timelines = now + _TIMELINE_SECONDS
 
     def timelines(self) -> tuple[Timeline, Timeline] | None:
         """The last step, measured and predicted, on process 0; every process calls it."""
@@ -186,7 +197,9 @@ class FlushSteps:
         self._steps_here += 1
         # The first step warms up, and message times cost a collective.
         if 2 <= self._steps_here <= 6 or self._steps_here % 20 == 0:
-            parts.predictor.observe_messages(gathered_records(parts.group, self._records))
+            records = gathered_records(parts.group, self._records)
+            parts.predictor.observe_messages(records)
+            self._show(records)
         row = {"step": step, "loss": loss, "grad_norm": norm, "lr": rate}
         if self._scaler is not None:
             row |= {"loss_scale": scale, "skipped_steps": self._scaler.num_skipped}

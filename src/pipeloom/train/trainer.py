@@ -1,6 +1,5 @@
 """`Trainer`: one process of a run of `pipeloom train`."""
 
-import json
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,14 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 
-from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.quantities import counted
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.launcher import Membership
 from pipeloom.report import write_report
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import in_use
-from pipeloom.train.config.schedule import samples_of_replica
+from pipeloom.train.config.schedule import process_names, samples_of_replica
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Part
 from pipeloom.train.data.text import MODEL_DIR
@@ -27,7 +25,7 @@ from pipeloom.train.fine_tuning.saving import save_pretrained
 from pipeloom.train.flush_steps import FlushSteps
 from pipeloom.train.generation import generate
 from pipeloom.train.memory_probe import MemoryProbe
-from pipeloom.train.output.directory import prepare_output, writing
+from pipeloom.train.output.directory import prepare_output, write_timelines, writing
 from pipeloom.train.output.display import Display
 from pipeloom.train.output.reporters import Reporters
 from pipeloom.train.output.saves import Saves
@@ -37,6 +35,7 @@ from pipeloom.train.recovery.state_copies import StateCopy
 from pipeloom.train.run_parts import RunParts, TokenBatch
 from pipeloom.train.stream_steps import StreamSteps
 from pipeloom.transport.values import MicroBatches
+from pipeloom.watch.rank_states import place_of, write_places
 
 
 class Trainer:
@@ -112,7 +111,12 @@ class Trainer:
                 shown.say(moved)
             names, options = self.config.reporters, self.config.to_mapping()
             self.run.journal.reporters = Reporters(names, output_dir, options, self._first_step - 1, written)
-        self.group.all_gather(b"")  # no process saves or logs before the directory is ready
+        # No process saves or logs before the directory is ready.
+        name = "all ranks" if self.group.size == 1 else process_names(self.config)[self.group.rank]
+        places = self.group.gather_json(place_of(name, self.group.black_box))
+        if self.group.rank == 0:
+            with writing(output_dir):
+                write_places(output_dir, places)
         if recovery is None or recovery.loss is None:
             self._show_settings(shown)
 
@@ -166,13 +170,7 @@ class Trainer:
         self._probe.write()
         timelines = self._steps.timelines()
         if timelines is not None:
-            texts = {
-                name: json.loads(each.to_json())
-                for name, each in zip(("measured", "predicted"), timelines, strict=True)
-            }
-            path = self.run.output_dir / "timelines.json"
-            with writing(path):
-                write_whole(path, json.dumps(texts))
+            write_timelines(self.run.output_dir, *timelines)
             shown.say(f"report: {write_report(self.run.output_dir)}")
 
     def sample(self) -> str:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipeloom.errors import DataError
 from pipeloom.train.checkpoint.manifest import SEAL_NAME
+from pipeloom.watch.rank_states import PROCESSES_NAME
 
 # Common names of the end-of-text token.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eos|>", "[SEP]")
@@ -29,7 +30,7 @@ PLAN_NAME, PLAN_TIMES_NAME = "plan.json", "plan_times.json"
 REWINDS_NAME = "rewinds.json"
 RUN_FILES = (
     *(PLAN_NAME, PLAN_TIMES_NAME),
-    *("metrics.jsonl", "config.yaml", "environment.json", "memory.json", "report.html"),
+    *("metrics.jsonl", "config.yaml", "environment.json", "memory.json", "report.html", PROCESSES_NAME),
     *("timelines.json", "timeline.json.gz", "tracking.json", "tensorboard", REWINDS_NAME),
     MODEL_DIR,
 )

@@ -19,6 +19,7 @@ from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import RunError
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.schedules import user_defined as own_schedule
+from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, clean, list_checkpoints
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.text import CONFIG_HEAD, RUN_FILES
@@ -85,6 +86,14 @@ def writing(path: Path) -> Iterator[None]:
             f"{error.filename or path} cannot be written: {error.strerror or error}. Free space, then resume with "
             "--resume_from_checkpoint latest."
         ) from error
+
+
+def write_timelines(directory: Path, measured: Timeline, predicted: Timeline) -> None:
+    """Write ``timelines.json``, of which the report and `pipeloom watch` make pictures."""
+    texts = {name: json.loads(each.to_json()) for name, each in (("measured", measured), ("predicted", predicted))}
+    path = directory / "timelines.json"
+    with writing(path):
+        write_whole(path, json.dumps(texts))
 
 
 def _cut_metrics(path: Path, step: int) -> set[Entry]:

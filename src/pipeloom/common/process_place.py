@@ -1,0 +1,56 @@
+"""`ProcessPlace`: where a process runs, and what the kernel says of it."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Where a rank's process runs.
+
+    Attributes:
+        host: identity of its host.
+        process: process number.
+        started: when it started, in clock ticks of its host; tells it from a later process of the same number.
+        name: of the rank, such as ``rank 3``.
+    """
+
+    host: str
+    process: int
+    started: str
+    name: str
+
+    @classmethod
+    def own(cls, name: str) -> Self:
+        """The place of this process."""
+        return cls(_host(), os.getpid(), stat_fields(os.getpid())[19], name)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the process runs on this host, in the same process namespace."""
+        return self.host == _host()
+
+    def state(self) -> str | None:
+        """The kernel's letter for the state of the process, T where it is stopped; None: it has ended."""
+        fields = stat_fields(self.process)
+        return fields[0] if fields and fields[19] == self.started else None
+
+
+def stat_fields(process: int) -> list[str]:
+    """The fields of ``/proc/PROCESS/stat`` from the state on; empty: there is no such process."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _host() -> str:
+    """The name of this host, with what tells it from others and its process namespaces apart."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
