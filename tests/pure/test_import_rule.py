@@ -52,7 +52,7 @@ ALLOWED = {
     "training": TRAINING,
     "plan": PLAN,
     "report": {"ir", "sim"},
-    "watch": {"report", "processes"},
+    "watch": {"sim", "report", "processes"},
     "train": TRAIN,
     "chaos": CHAOS,
     "job_files": set(),

@@ -143,7 +143,7 @@ class Timeline:
         """Idle time as a fraction of `span_seconds`: what remains if neighbouring steps overlap."""
         return 1 - self.ideal_seconds / self.span_seconds if self.span_seconds else 0.0
 
-    @property
+    @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """For each rank, the peak of live activations, in rank-shares of one micro-batch."""
         return tuple(map(_peak, self.memory))

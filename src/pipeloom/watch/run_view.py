@@ -12,9 +12,11 @@ from markupsafe import Markup
 from pipeloom.errors import InputError
 from pipeloom.report.html import render, run_page
 from pipeloom.report.run_files import read_metrics, read_timelines
+from pipeloom.sim.timeline import Timeline
 from pipeloom.watch.rank_states import RankState, read_states
 
-_FILES = ("metrics.jsonl", "timelines.json", "config.yaml", "environment.json")
+_TIMELINES = "timelines.json"
+_FILES = ("metrics.jsonl", _TIMELINES, "config.yaml", "environment.json")
 _TEMPLATE = "watch.html.j2"
 
 
@@ -29,6 +31,7 @@ class RunView:
     def __init__(self, output_dir: Path, seconds: float) -> None:
         self._directory, self._milliseconds = output_dir, round(1000 * seconds)
         self._rendered: tuple[str, str] = "", ""  # version, and what is inside of <main>
+        self._timelines: tuple[str, dict[str, Timeline]] = "", {}  # version of the file, and its content
 
     def page(self, nonce: str) -> str:
         """The whole page. `nonce`: of its script, see Content-Security-Policy."""
@@ -47,14 +50,20 @@ class RunView:
 
     def _version(self) -> str:
         """Changes with every file of the run."""
-        found = []
-        for name in _FILES:
-            try:
-                status = (self._directory / name).stat()
-                found.append(f"{status.st_mtime_ns:x}.{status.st_size:x}")
-            except OSError:
-                found.append("")
-        return "-".join(found)
+        return "-".join(map(self._version_of, _FILES))
+
+    def _version_of(self, name: str) -> str:
+        try:
+            status = (self._directory / name).stat()
+        except OSError:
+            return ""
+        return f"{status.st_mtime_ns:x}.{status.st_size:x}"
+
+    def _newest_timelines(self) -> dict[str, Timeline]:
+        version = self._version_of(_TIMELINES)
+        if version != self._timelines[0]:
+            self._timelines = version, read_timelines(self._directory / _TIMELINES)
+        return self._timelines[1]
 
     def _page(self, version: str, states: Sequence[RankState], nonce: str) -> str:
         own: dict[str, Any] = {
@@ -66,8 +75,7 @@ class RunView:
         try:
             metrics = read_metrics(self._directory / "metrics.jsonl")
             whole = replace(metrics, truncated=False)  # the last line is being written
-            timelines = read_timelines(self._directory / "timelines.json")
-            return run_page(self._directory, whole, timelines, _TEMPLATE, waiting="", **own)
+            return run_page(self._directory, whole, self._newest_timelines(), _TEMPLATE, waiting="", **own)
         except InputError as error:
             started = (self._directory / "metrics.jsonl").exists()
             waiting = str(error) if started else "The run has not finished a step yet."
