@@ -91,9 +91,7 @@ def gathered(store: Store, rank: int, size: int, text: str) -> list[str]:
         store.set(f"pipeloom/gpu/{rank}", text)
         names = [f"pipeloom/gpu/{other}" for other in range(size)]
         store.wait(names)
-        return [
-            each.decode() for each in (store.multi_get(names) if store.has_extended_api() else map(store.get, names))
-        ]
+        return [each.decode() for each in store.multi_get(names)]
 
 
 def open_sockets() -> dict[str, int]:
