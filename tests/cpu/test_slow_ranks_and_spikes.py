@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from pipeloom.cli import main
 from pipeloom.models.gpt import Block
 from pipeloom.training import optimizer_step
+from pipeloom.transport.shared_channel import SharedIncoming
 from tests.cpu.train_runs import local, metrics, printed, started, text, words  # noqa: F401
 
 SHORT = ("--eval_steps=0", "--sample_tokens=0", "--save_total_limit=null")
-SLOW_FROM, SPIKE = 26, 25
+SLOW_FROM, DELAYED_FROM, SPIKE = 26, 10, 25
 
 
 def slowed(rank: int, microbatches: int) -> None:
@@ -32,6 +33,38 @@ def slowed(rank: int, microbatches: int) -> None:
         return forward(self, x)
 
     Block.forward = slow  # type: ignore[method-assign]
+
+
+def delayed(rank: int, microbatches: int) -> None:
+    """Every message to process `rank` takes 60 ms more from a step on."""
+    receive, calls = SharedIncoming.receive, [0]
+
+    def late(self: SharedIncoming) -> Any:
+        message = receive(self)
+        if os.environ.get("RANK") == str(rank) and message.tensors:
+            calls[0] += 1
+            if calls[0] > DELAYED_FROM * microbatches:
+                time.sleep(0.06)
+        return message
+
+    SharedIncoming.receive = late  # type: ignore[method-assign]
+
+
+def test_a_slow_link_is_named_with_its_direction(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    out = tmp_path / "out"
+    command = words(
+        text, out, *SHORT, "--steps=23", "--save_steps=0", "--parallel.pipeline=2", "--batch.microbatches=2"
+    )
+    with started(command, first=partial(delayed, 1, 2)) as process:
+        assert process.wait() == 0, printed(process.stderr)
+        shown = printed(process.stdout)
+    told = [row["slow_links"] for row in metrics(out) if "slow_links" in row]
+    assert told, shown
+    (slow,) = (each for each in told[-1] if (each["source"], each["target"]) == (0, 1))
+    assert slow["factor"] > 2
+    assert slow["share"] > 0.1
+    assert "  messages from rank " in shown
+    assert not any(each["factor"] > 4 for row in metrics(out) for each in row.get("stragglers", ()))
 
 
 def _name(straggler: dict[str, Any], *, of_replica: bool) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from pipeloom.ir import Action, Op
 from pipeloom.train.output.line_limit import LineLimit
 from pipeloom.train.output.recent_band import RecentBand
+from pipeloom.train.output.slow_links import LinkWatch, link_waits
 from pipeloom.train.output.stragglers import StragglerWatch
 
 
@@ -75,3 +78,79 @@ def test_spikes_are_far_above_recent_steps_and_a_new_level_is_accepted() -> None
     assert (band.observe(5.2, 0.8) or "").startswith("loss 5.2, limit ")
     assert (band.observe(2.0, 9.0) or "").startswith("gradient norm 9, limit ")
     assert sum(band.observe(6.0, 0.8) is not None for _ in range(40)) <= 18
+
+
+def records(forward: float, backward: float, *, compute: float = 1.0, ahead: float = 0.0, seed: int = 1) -> Any:
+    """A step of GPipe on two ranks, whose messages take `forward` and `backward` seconds; F takes 1 s on rank 0.
+
+    `compute` is what F and B take on rank 1, whose clock is `ahead`.
+    """
+    draw, count, now = random.Random(seed), 6, 0.0
+    first, second = [], []
+    sends, arrivals = [], []
+    for b in range(count):
+        first.append((Action(0, Op.F, b), now, now + 1))
+        first.append((Action(0, Op.SEND_F, b), now + 1, now + 1.001))
+        sends.append(now + 1)
+        now += 1.001
+    then = 0.0
+    for b in range(count):
+        end = max(then, sends[b] + forward * draw.uniform(0.9, 1.1)) + 0.001
+        second.append((Action(1, Op.RECV_F, b), then, end))
+        second.append((Action(1, Op.F, b), end, end + compute))
+        then = end + compute
+    for b in range(count):
+        second.append((Action(1, Op.B, b), then, then + compute))
+        second.append((Action(1, Op.SEND_B, b), then + compute, then + compute + 0.001))
+        arrivals.append(then + compute + backward * draw.uniform(0.9, 1.1))
+        then += compute + 0.001
+    for b in range(count):
+        end = max(now, arrivals[b]) + 0.001
+        first.append((Action(0, Op.RECV_B, b), now, end))
+        first.append((Action(0, Op.B, b), end, end + 1))
+        now = end + 1
+    return [(0, first), (1, [(action, start + ahead, end + ahead) for action, start, end in second])]
+
+
+def seen(watch: LinkWatch, count: int, forward: float, backward: float, **more: Any) -> list[str]:
+    return [line for n in range(count) for line in watch.observe(records(forward, backward, seed=n, **more)).values()]
+
+
+def test_a_slow_link_is_named_with_its_direction_and_ends() -> None:
+    watch = LinkWatch()
+    assert not seen(watch, 6, 0.05, 0.05)
+    assert not watch.suspects
+    assert not seen(watch, 1, 0.05, 0.8)
+    assert watch.suspects
+    (line,) = seen(watch, 5, 0.05, 0.8)
+    assert line.startswith("messages from rank 1 to rank 0 are ")
+    assert not watch.suspects
+    (slow,) = watch.slow()
+    assert (slow["source"], slow["target"]) == (1, 0)
+    assert slow["factor"] > 5
+    assert 0.05 < slow["share"] < 0.5
+    assert seen(watch, 3, 0.05, 0.05) == ["messages from rank 1 to rank 0 are as fast as before"]
+    assert not watch.slow()
+
+
+def test_slow_computing_is_no_slow_link() -> None:
+    watch = LinkWatch()
+    assert not seen(watch, 6, 0.05, 0.05)
+    assert not seen(watch, 6, 0.05, 0.05, compute=3.0)
+    assert not watch.slow()
+
+
+def test_links_that_all_become_slower_are_a_loaded_machine() -> None:
+    watch = LinkWatch()
+    assert not seen(watch, 6, 0.05, 0.05)
+    assert not seen(watch, 6, 0.4, 0.4)
+
+
+@pytest.mark.parametrize("ahead", [-4e4, 5e3])
+def test_clocks_of_two_machines_do_not_count(ahead: float) -> None:
+    same, other = (link_waits(records(0.05, 0.8, ahead=each)) for each in (0.0, ahead))
+    assert sum(other[0, 1]) + sum(other[1, 0]) == pytest.approx(sum(same[0, 1]) + sum(same[1, 0]), rel=0.6)
+    assert max(other[0, 1]) < 1
+    watch = LinkWatch()
+    assert not seen(watch, 6, 0.05, 0.05, ahead=ahead)
+    assert not watch.slow()

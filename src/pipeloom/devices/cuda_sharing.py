@@ -47,7 +47,7 @@ class CudaMemorySharing(MemorySharing):
     def __init__(self, find: Callable[[], Device], index: int | None) -> None:
         super().__init__()
         self._find, self._works = find, False
-        self.identity, self.reach = ("", ("",)) if index is None else (gpu_identity(index), _reach(index))
+        self.identity, self.reach = ("", ("",)) if index is None else (_identity(index), _reach(index))
 
     @cached_property
     def device(self) -> Device:
@@ -78,7 +78,7 @@ class CudaMemorySharing(MemorySharing):
             self._works = True
 
 
-def gpu_identity(index: int) -> str:
+def _identity(index: int) -> str:
     """The same in all processes, whatever CUDA_VISIBLE_DEVICES is there."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
@@ -86,4 +86,4 @@ def gpu_identity(index: int) -> str:
 def _reach(index: int) -> Sequence[str]:
     others = (other for other in range(torch.cuda.device_count()) if other != index)
     peers = [other for other in others if torch.cuda.can_device_access_peer(index, other)]
-    return [gpu_identity(index), *map(gpu_identity, peers)]
+    return [_identity(index), *map(_identity, peers)]

@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -33,65 +32,21 @@ from pipeloom.processes.watchdog import BACKGROUND_THREAD
 
 _POLL_SECONDS = 0.01  # of rank 0, while other ranks start
 _LEAVING_SECONDS = 5.0  # for threads that waited for a lost process
-_WITH_NCCL = "cpu:gloo,cuda:nccl"
 _LISTEN = "0A"  # state of a socket in /proc/net/tcp
 
 
-class Gpu(NamedTuple):
-    """The GPU on which a process computes, as far as this process sees.
-
-    Attributes:
-        identity: equal in all processes that compute on it.
-        sharing: how many processes of its machine do.
-        one_each: whether every process of its machine has a GPU of its own.
-    """
-
-    identity: str
-    sharing: int
-    one_each: bool
-
-
-def join(member: Membership, gpu: Gpu | None = None) -> int:
+def join(member: Membership, backend: str) -> None:
     """Make the default process group of `member`'s run. Every process of the run calls it.
-
-    Where each process sees one GPU alone, as under ``srun --gpus-per-task=1``, only all of them together know whether
-    these are different ones: so they tell each other in the store. NCCL needs a GPU per process. Without it, what
-    processes exchange passes through the CPU.
-
-    Args:
-        member: this process.
-        gpu: on which it computes; None: the CPU.
-
-    Returns:
-        How many processes of the run compute on that GPU; 1 on the CPU.
 
     Raises:
         PeerLost: a process timed out.
     """
     rank, size = member.rank, member.world_size
-    if member.launched:  # the launcher made the meeting place for this run, and shows all GPUs to each
-        backend = _WITH_NCCL if gpu is not None and gpu.one_each else "gloo"
+    if member.launched:  # the launcher made the meeting place for this run
         dist.init_process_group(backend, init_method=member.meeting, rank=rank, world_size=size)
-        return 1 if gpu is None else gpu.sharing
+        return
     store, _, _ = next(rendezvous(member.meeting, rank, size))
-    store = fresh_part(store, rank, size)
-    gpus = gathered(store, rank, size, "" if gpu is None else gpu.identity)
-    backend = _WITH_NCCL if all(gpus) and len({*gpus}) == size else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    return 1 if gpu is None else gpus.count(gpu.identity)
-
-
-def gathered(store: Store, rank: int, size: int, text: str) -> list[str]:
-    """The texts of all processes, by rank.
-
-    Raises:
-        PeerLost: a process timed out.
-    """
-    with noticing_lost_peers(f"rank {rank} waited for what the other ranks compute on"):
-        store.set(f"pipeloom/gpu/{rank}", text)
-        names = [f"pipeloom/gpu/{other}" for other in range(size)]
-        store.wait(names)
-        return [each.decode() for each in store.multi_get(names)]
+    dist.init_process_group(backend, store=fresh_part(store, rank, size), rank=rank, world_size=size)
 
 
 def open_sockets() -> dict[str, int]:

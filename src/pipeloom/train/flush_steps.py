@@ -18,6 +18,7 @@ from pipeloom.train.output.directory import write_timelines
 from pipeloom.train.output.expert_metrics import declared_metrics
 from pipeloom.train.output.line_limit import LineLimit
 from pipeloom.train.output.nonfinite_words import fault_words, stopped_words
+from pipeloom.train.output.slow_links import LinkWatch
 from pipeloom.train.output.step_metrics import (
     Collectives,
     Records,
@@ -76,6 +77,7 @@ class FlushSteps:
         # Numbers of processes, or of the ranks of a process that has all of them.
         self._slots = max(parts.group.size, parts.pipeline.schedule.num_ranks)
         self._stragglers = StragglerWatch(parts.pipeline.schedule.num_ranks)
+        self._links, self._link_lines = LinkWatch(), LineLimit()
         self._data_seconds = 0.0
         self._next_timelines = 0.0
         self._steps_here = 0
@@ -161,7 +163,7 @@ class FlushSteps:
         return not self._spike or self._parts.config.on_spike == "warn"
 
     def _warnings(self, step: int, update: Update, seconds: Tensor, step_seconds: float) -> dict[str, Any]:
-        """Keys of a row of metrics about a spike and about slow ranks; "warnings" are the lines to show."""
+        """Keys of a row of metrics about spikes, slow ranks and slow links; "warnings" are the lines to show."""
         found: dict[str, Any] = {}
         if update.applied and not self._parts.config.optimizer.barrier:  # the stepper has not asked
             self._accept(float(update.loss), float(update.grad_norm))
@@ -179,7 +181,9 @@ class FlushSteps:
             self._straggler_lines.add(key, f"step {step}  {text}")
         if stragglers := self._stragglers.factors():
             found["stragglers"] = stragglers
-        due = (each.line(time.monotonic()) for each in (self._spike_lines, self._straggler_lines))
+        if slow_links := self._links.slow():
+            found["slow_links"] = slow_links
+        due = (each.line(time.monotonic()) for each in (self._spike_lines, self._straggler_lines, self._link_lines))
         lines = [line for line in due if line is not None]
         return found | ({"warnings": lines} if lines else {})
 
@@ -196,9 +200,11 @@ class FlushSteps:
         parts.predictor.observe(cost)
         self._steps_here += 1
         # The first step warms up, and message times cost a collective.
-        if 2 <= self._steps_here <= 6 or self._steps_here % 20 == 0:
+        if 2 <= self._steps_here <= 6 or self._steps_here % 20 == 0 or self._links.suspects:
             records = gathered_records(parts.group, self._records)
             parts.predictor.observe_messages(records)
+            for link, text in self._links.observe(records).items():
+                self._link_lines.add(link, f"step {step}  {text}")
             self._show(records)
         row = {"step": step, "loss": loss, "grad_norm": norm, "lr": rate}
         if self._scaler is not None:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.devices.cuda_sharing import gpu_identity
 from pipeloom.parallel import Mesh
 from pipeloom.processes import rendezvous
 from pipeloom.processes.black_box import BlackBox
@@ -123,11 +122,9 @@ def join(member: Membership | None, config: TrainConfig, preemption: Preemption 
                 with make_mesh(config, config.num_threads) as mesh:
                     yield Group(mesh.rank, config.num_threads, device, mesh, preemption, black_box)
         return
-    gpu = None
-    if device.type == "cuda":
-        one_each = member.local_size <= torch.cuda.device_count()
-        gpu = rendezvous.Gpu(gpu_identity(device.index), sharing, one_each)
-    sharing = rendezvous.join(member, gpu)
+    # NCCL needs a GPU per process. Without it, what replicas exchange passes through the CPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and sharing == 1 else "gloo"
+    rendezvous.join(member, backend)
     group = Group(member.rank, member.world_size, device, None, preemption, member.black_box, sharing)
     with _watched(config, member.black_box, member):
         yield group if config.parallel.auto else with_layout(group, config)

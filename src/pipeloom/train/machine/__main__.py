@@ -103,7 +103,7 @@ def main() -> None:
         path, kind = sys.argv[1:]
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // member.world_size))
         if member.world_size > 1:
-            rendezvous.join(member)
+            rendezvous.join(member, "gloo")
         found = measured_rates(member, TINY if kind == "tiny" else Sizes(), len(os.sched_getaffinity(0)))
         if member.rank == 0:
             write_whole(Path(path), json.dumps(found))
