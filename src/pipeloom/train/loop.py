@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel import run_threads
 from pipeloom.processes.launcher import Membership
@@ -68,6 +70,8 @@ def _train_recovering(config: TrainConfig, member: Membership, lifeline: Lifelin
             if not lifeline.noticed(error):
                 raise
         leave(others)  # here the error is gone, with all that its stack held
+        if config.compile:
+            torch.compiler.reset()  # the modules are made anew, which would count towards its limit of recompilations
         preemption.ask_again()
         meeting, recovery.loss = lifeline.meet()
 
