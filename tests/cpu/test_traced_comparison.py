@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import random
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pipeloom as pl
 from pipeloom.errors import SplitError
 from pipeloom.split import split
 
@@ -82,6 +84,36 @@ class _BranchesOutsideOfTraces(_Two):
         return super().forward(x)
 
 
+class _Scaled(torch.autograd.Function):
+    """Twice the values, and a gradient that is `factor` times the right one."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return 2 * h
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return 2 * ctx.factor * gradient, None
+
+
+class _ReversesGradients(_Two):
+    def between(self, h: Tensor) -> Tensor:
+        return _Scaled.apply(h, -1.0)
+
+
+class _HooksTensors(_Two):
+    def between(self, h: Tensor) -> Tensor:
+        h.register_hook(lambda gradient: 3 * gradient)
+        return h
+
+
+class _HooksModules(_Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_full_backward_hook(lambda module, inputs, outputs: (3 * inputs[0],))
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -92,6 +124,9 @@ class _BranchesOutsideOfTraces(_Two):
         (_Private, "the trace of _Private computes another result"),
         (_Asks, "the trace of _Asks computes another result"),
         (_BranchesOutsideOfTraces, "the trace of _BranchesOutsideOfTraces computes another result"),
+        (_ReversesGradients, "computes other gradients than its forward: the backward of _Scaled is lost"),
+        (_HooksTensors, "computes other gradients than its forward: a hook of a tensor is lost"),
+        (_HooksModules, "computes other gradients than its forward: a backward hook of a module is lost"),
     ],
 )
 def test_another_function(kind: type[_Two], message: str) -> None:
@@ -101,6 +136,43 @@ def test_another_function(kind: type[_Two], message: str) -> None:
         split(model, 2, example=torch.ones(2, 4), cut="parameters")
     assert "\n" not in str(caught.value)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()) == before
+
+
+def test_a_function_with_the_gradients_of_its_operations() -> None:
+    class Doubles(_Two):
+        def between(self, h: Tensor) -> Tensor:
+            return _Scaled.apply(h, 1.0)
+
+    assert len(split(Doubles(), 2, example=torch.ones(2, 4), cut="parameters").modules) == 2
+
+
+def test_a_buffer_that_changes_without_gradients_and_is_read_by_a_later_stage() -> None:
+    class Centers(_Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+            return torch.tanh(self.b(self.a(x))) - self.mean
+
+    model, x = Centers().double(), torch.randn(8, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    expected = 0.0
+    for part in x.chunk(4):
+        loss = plain(part).square().mean() / 4
+        loss.backward()
+        expected += float(loss.detach())
+    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=4)
+    with pl.Pipeline(model, schedule, loss_fn=lambda y, _: y.square().mean(), example=x[:2], cut="parameters") as pipe:
+        assert float(pipe.step(x, x)) == pytest.approx(expected, abs=1e-12)
+        torch.testing.assert_close(pipe.state_dict()["mean"], plain.mean)
+        pipe.evaluate(x, x)
+        assert torch.is_grad_enabled()
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
 
 
 def test_what_the_forward_handles_without_a_trace() -> None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from pipeloom.errors import SplitError, folded, one_line
 from pipeloom.split.closeness import close
 from pipeloom.split.profile import untouched
+from pipeloom.split.traced.gradients import OwnBackwards, gradients, same_gradients
 from pipeloom.split.traced.segments import operations
 from pipeloom.split.traced.watch import Line, OtherGenerators, handled_errors
 
@@ -30,6 +31,7 @@ class OwnForward:
 
     def __init__(self, model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self._model, self._example = model, example
+        self._backwards = OwnBackwards()
         self._drawn: list[str] = []
         self._handled: Handled = {}
         tensors = [*model.parameters(), *model.buffers(), *tree_leaves(example)]
@@ -65,7 +67,7 @@ class OwnForward:
 
         Raises:
             SplitError: the forward draws from other generators than torch's, handles errors of the trace, raises an
-                error, or computes something else than the graph.
+                error, or computes something else than the graph; or its backward does.
         """
         in_own: Handled = {}
         expected: list[Any] | None = None
@@ -84,6 +86,8 @@ class OwnForward:
         if expected is None:
             return
         self._compare(expected, graph_module, inputs, tensors, self._example)
+        if self._backwards.found and self._model.training:
+            self._compare_gradients(graph_module, inputs, tensors)
         if self._cuda:  # there, a value that is out of range, such as a negative index, ends all further work
             return
         other = tree_map(_other_values, self._example)
@@ -113,8 +117,10 @@ class OwnForward:
 
     def _call(self, example: Any, handled: Handled) -> list[Any]:
         args, kwargs = tree_map(_fresh, example)
-        with handled_errors(handled):
-            return _detached(self._model(*args, **kwargs))
+        with handled_errors(handled), self._backwards:
+            result = self._model(*args, **kwargs)
+        self._backwards.look_into(result)
+        return _detached(result)
 
     def _refuse_draws(self) -> None:
         if not self._drawn:
@@ -160,7 +166,7 @@ class OwnForward:
         leaves = tree_leaves(tree_map(_fresh, example))
         try:
             with self._undisturbed():
-                found = _run(graph_module, {**tensors, **dict(zip(inputs, leaves, strict=True))})
+                found = _detached(_run(graph_module, {**tensors, **dict(zip(inputs, leaves, strict=True))}))
         except Exception as error:
             seen = f"raises {one_line(error).rstrip('.')}"
         else:
@@ -171,6 +177,22 @@ class OwnForward:
             f"the trace of {kind} {seen}, and its forward does not: what it does without torch's operations, or "
             f"in a trace alone, is lost. Compute it with torch, or {_WAYS}."
         )
+
+    def _compare_gradients(
+        self, graph_module: fx.GraphModule, inputs: Sequence[str], tensors: Mapping[str, Tensor]
+    ) -> None:
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        args, kwargs = tree_map(_fresh, self._example)
+        with self._undisturbed(keeps_activations=True):
+            expected = gradients(self._model(*args, **kwargs), trained)
+        leaves = tree_leaves(tree_map(_fresh, self._example))
+        with self._undisturbed(keeps_activations=True):
+            found = gradients(_run(graph_module, {**tensors, **dict(zip(inputs, leaves, strict=True))}), trained)
+        if not same_gradients(found, expected):
+            raise SplitError(
+                f"the trace of {type(self._model).__name__} computes other gradients than its forward: "
+                f"{self._backwards.found} is lost. Use operations of torch with these gradients, or {_WAYS}."
+            )
 
 
 def _run(graph_module: fx.GraphModule, values: dict[str, Any]) -> list[Any]:
@@ -188,7 +210,7 @@ def _run(graph_module: fx.GraphModule, values: dict[str, Any]) -> list[Any]:
             if last_user[source] is node:
                 del values[source.name]
     flat, _ = tree_flatten(output.args[0])
-    return _detached([values[leaf.name] if isinstance(leaf, fx.Node) else leaf for leaf in flat])
+    return [values[leaf.name] if isinstance(leaf, fx.Node) else leaf for leaf in flat]
 
 
 def _detached(result: Any) -> list[Any]:

@@ -21,6 +21,8 @@ from pipeloom.split.traced.attributes import ChangedAttributes, forbid_changed_c
 from pipeloom.split.traced.buffers import settle_buffers
 from pipeloom.split.traced.comparison import OwnForward
 from pipeloom.split.traced.inputs import Arguments, InputRules, Signature
+from pipeloom.split.traced.regions import check_other_regions, inline_regions
+from pipeloom.split.traced.segments import written
 
 _WAYS_IN = "Change this line, name the layers with layers=, or pass a list of modules that you wrote, one per stage"
 _lock = threading.Lock()  # torch.export patches torch while it runs
@@ -93,6 +95,8 @@ def _trace(model: nn.Module, signature: Signature, changed: ChangedAttributes) -
             raise
         except Exception as error:
             raise _explained(model, error) from error
+    inline_regions(exported.graph_module)
+    check_other_regions(model, exported.graph_module, written)
     held, inputs, constants = {}, [], {}
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:

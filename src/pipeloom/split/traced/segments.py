@@ -7,11 +7,11 @@ the outermost modules; where these are too few to balance, of the modules inside
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from pipeloom.errors import SplitError
 from pipeloom.split.chain_partition import partition
+from pipeloom.split.traced.regions import switch_gradients
 
 _LEAST = 3  # segments per stage
 _CHECKS = ("_assert", "sym_constrain_range", "_guards_fn")
@@ -95,13 +95,9 @@ def unbroken(nodes: Sequence[fx.Node]) -> set[int]:
     """The positions before which no stage may begin: inside changes in place, and where gradients are switched off."""
     place = {node: index for index, node in enumerate(nodes)}
     closed: set[int] = set()
-    off_since: int | None = None
     for index, node in enumerate(nodes):
-        if node.target is torch._C._set_grad_enabled:
-            off_since = index if node.args[0] is False and off_since is None else off_since
-            if node.args[0] is True and off_since is not None:
-                closed.update(range(off_since + 1, index + 1))
-                off_since = None
+        if node.target is switch_gradients and isinstance(node.args[0], fx.Node):
+            closed.update(range(place[node.args[0]] + 1, index + 1))
         for changed in written(node):
             base = base_of(changed)
             first = place.get(base, 0)
