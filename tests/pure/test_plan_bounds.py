@@ -56,7 +56,8 @@ def choices_of(costs: CostModel, request: Request, shape: Shape, way: Way, rng: 
         memory = MemoryChoices(costs, shape, moments_of(shape.of), request)
     except PipeloomError:
         return []
-    of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
+    given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
+    of = replace(shape.of, **given)
     offloaded = memory.offloaded(of, every=True).values()
     return [*memory.found(of, every=True)[0], *(choice for each in offloaded for choice in some(each, 1, rng))]
 

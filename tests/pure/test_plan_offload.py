@@ -21,14 +21,15 @@ from tests.pure.published_runs import cost_model, gpt
 
 GIB = 2.0**30
 MODEL = gpt(8, 2048, 16, sequence=2048, vocabulary=8000)
-PIPELINE = "context=1,slices=1,tensor=1,sequence=false,data=1,pipeline=8,microbatch_size=2"
+FREE = "context=1,slices=1,tensor=1,sequence=false,data=1,pipeline=8,microbatch_size=2"
+PIPELINE = f"{FREE},offload_states=false"
 
 
-def search(memory: float, fixed: str, *, model=MODEL, host=None, exhaustive=False, **more) -> Answer:
+def search(memory: float, fixed: str, *, model=MODEL, host=None, batch=32, exhaustive=False, **more) -> Answer:
     costs = cost_model(model, "dgx-a100-80", "pipeloom")
     if host is not None:
         costs = replace(costs, cluster=replace(costs.cluster, host_memory_bytes=host))
-    request = Request(devices=8, batch_size=32, memory_bytes=memory, fixed=parse_fixed(fixed), top=1, **more)
+    request = Request(devices=8, batch_size=batch, memory_bytes=memory, fixed=parse_fixed(fixed), top=1, **more)
     return find_plans(costs, request, exhaustive=exhaustive)
 
 
@@ -44,7 +45,7 @@ def test_what_only_offload_fits_is_as_good_as_simulating_everything(memory):
     assert (plan.offload, plan.offload_activations) == ("cpu", found.of.offload)
     with pytest.raises(InputError, match="no plan fits"):
         search(memory, fixed, forbidden=frozenset({"offload"}))
-    with pytest.raises(InputError, match="offloaded activations need more memory than the host has"):
+    with pytest.raises(InputError, match="what is offloaded needs more memory than the host has"):
         search(memory, fixed, host=1e9)
 
 
@@ -54,6 +55,24 @@ def test_offload_that_computations_hide_is_better_than_recomputation():
     best, without = (search(20 * GIB, fixed, model=wide, forbidden=frozenset(each)) for each in ((), ("offload",)))
     assert best.plans[0].of.offload is not None
     assert best.plans[0].step_seconds < 0.97 * without.plans[0].step_seconds
+
+
+def test_states_are_offloaded_where_a_step_has_many_micro_batches():
+    fixed = f"{FREE},schedule=1f1b,recompute=none"
+    best, every = (search(3 * GIB, fixed, batch=128, exhaustive=each) for each in (False, True))
+    found = best.plans[0]
+    assert (found.of.offload_states, found.of.offload) == (True, None)
+    assert found.peak <= 3 * GIB
+    assert found.step_seconds <= 1.01 * every.plans[0].step_seconds
+    kept = search(4 * GIB, fixed, batch=128).plans[0]
+    assert not kept.of.offload_states
+    # Eight bytes per parameter leave, and cross the link to the host twice while the update computes.
+    costs = cost_model(MODEL, "dgx-a100-80", "pipeloom")
+    most = max(costs.parameters(found.of))
+    assert kept.peak - found.peak == pytest.approx(8 * costs.parameters(found.of)[0], rel=1e-3)
+    assert found.update_seconds == pytest.approx(16 * most / costs.cluster.host_rate)
+    plan = plan_of(costs, found.of)
+    assert (plan.offload, plan.offload_states, plan.offload_activations) == ("cpu", True, None)
 
 
 def test_more_is_recomputed_where_closed_forms_lack_much():
@@ -99,5 +118,5 @@ def test_offload_needs_a_link_to_the_host(capsys, tmp_path):
     words = ["--devices", "8", "--batch.size", "16", "--cluster", str(file), "--vocabulary_size", "1000"]
     assert main(["plan", *words, "--fix", "offload=2"]) == 2
     error = capsys.readouterr().err
-    assert "--fix offload=2: cluster dgx-a100-80 has no known bandwidth" in error
+    assert "--fix=offload=2: offload: cluster dgx-a100-80 has no known bandwidth" in error
     assert error.count("\n") == 1

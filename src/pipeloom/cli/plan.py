@@ -40,7 +40,7 @@ _SHOWN = 3  # plans that are compared in words
 _DESCRIPTION = """\
 Choose everything for training a model on a cluster: pipeline-, data-, tensor-, sequence-, context- and
 expert-parallel degrees and their order over links, schedule, virtual stages, blocks per stage, micro-batches, slices,
-recomputation per stage, ZeRO stage and granularity, offload of activations. Times and memory are predicted, and every
+recomputation per stage, ZeRO stage and granularity, offload. Times and memory are predicted, and every
 plan keeps the rules of a run."""
 _EXAMPLES = """
 pipeloom plan --model.config gpt3-175b --cluster dgx-a100-80 --devices 384 --batch.size 1536
@@ -70,10 +70,11 @@ def main(argv: Sequence[str]) -> int:
     else:
         planned = _planned(options, cluster, fixed)
     costs = planned.costs
-    if fixed.get("offload") is not None and not costs.can_offload:
+    given = next((key for key in ("offload", "offload_states") if fixed.get(key) not in (None, False)), None)
+    if given is not None and not costs.can_offload:
         raise InputError(
-            f"--fix offload={fixed['offload']}: cluster {cluster.name} has no known bandwidth from devices to a host "
-            "with memory of its own. Remove offload, or add `host_bytes_per_second` to the device of the cluster file."
+            f"--fix={options.fix}: {given}: cluster {cluster.name} has no known bandwidth from devices to a host with "
+            "memory of its own. Remove it, or add `host_bytes_per_second` to the device of the cluster file."
         )
     request = Request(
         devices=options.devices,

@@ -177,6 +177,7 @@ class ProfiledCosts(StepCosts):
             precision=of.precision,
             optimizer=of.optimizer,
             recompute=tuple(map(of.recompute_of, range(of.stages))),
+            elsewhere=frozenset({"optimizer"}) if of.offload_states else frozenset(),
         )
 
     def costs(self, of: Configuration) -> Costs:
@@ -217,6 +218,7 @@ class ProfiledCosts(StepCosts):
         held /= of.replicas if of.strategy.shards_optimizer else 1
         cluster = self.cluster.beside(of.devices)
         if cluster.measured is None or cluster.rates is None:
-            return (_UPDATE_BYTES + _STATE_BYTES * OPTIMIZERS[of.optimizer]) * held / cluster.memory_rate
+            moved = (_UPDATE_BYTES + _STATE_BYTES * OPTIMIZERS[of.optimizer]) * held
+            return self.with_states(of, moved / cluster.memory_rate, held)
         turns = max(1.0, of.devices / cluster.measured.cores)
         return turns * cluster.rates.curve("update", held) + step_end_seconds(cluster)

@@ -33,6 +33,7 @@ class Configuration:
         order: mesh axes, outermost first.
         imbalance: load of the busiest expert-parallel process over the mean load.
         offload: activations that a rank keeps while it offloads others, 0: as few as possible; None: it offloads none.
+        offload_states: whether the optimizer's states are offloaded between updates.
     """
 
     schedule: str = "1f1b"
@@ -52,6 +53,7 @@ class Configuration:
     order: tuple[str, ...] = ORDER
     imbalance: float = 1.0
     offload: int | None = None
+    offload_states: bool = False
 
     @property
     def stages(self) -> int:

@@ -195,6 +195,7 @@ class CostModel(StepCosts):
             optimizer=of.optimizer,
             recompute=tuple(map(of.recompute_of, range(of.stages))),
             expert=of.inside.expert,
+            elsewhere=frozenset({"optimizer"}) if of.offload_states else frozenset(),
         )
 
     def costs(self, of: Configuration) -> Costs:
@@ -324,7 +325,8 @@ class CostModel(StepCosts):
         shards = of.replicas if of.strategy.shards_optimizer else 1
         cluster = self.cluster.beside(of.devices)
         if cluster.measured is None or cluster.rates is None:
-            return self.times(of, Recompute.NONE).update_seconds(held / shards, OPTIMIZERS[of.optimizer])
+            seconds = self.times(of, Recompute.NONE).update_seconds(held / shards, OPTIMIZERS[of.optimizer])
+            return self.with_states(of, seconds, held / shards)
         turns = max(1.0, of.devices / cluster.measured.cores)
         known = self.measured or LayerTimes(element=of.element, step_seconds=cluster.rates.second("step"))
         update = known.update * cluster.rates.curve("update", held / shards)

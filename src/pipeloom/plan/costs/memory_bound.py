@@ -63,7 +63,7 @@ def least_bytes(costs: CostModel, of: Configuration, placement: Placement | None
     each = 0.0 if data.strategy.shards_parameters else float(formats.compute)
     if formats.has_masters or data.strategy.shards_parameters:
         each += 0 if data.strategy.has_server else _MASTER_BYTES / shards
-    if not data.strategy.has_server:
+    if not data.strategy.has_server and not of.offload_states:
         each += _MASTER_BYTES * OPTIMIZERS[of.optimizer] / shards
     gradient = formats.gradient / (of.replicas if data.strategy.shards_gradients else 1)
     in_flight = _IN_FLIGHT.get(of.schedule, _one)

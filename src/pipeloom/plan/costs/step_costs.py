@@ -10,7 +10,7 @@ from pipeloom.passes.offload import least_held
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.shared_sums import shared_sum_seconds
-from pipeloom.plan.memory import MemoryModel
+from pipeloom.plan.memory import OPTIMIZERS, MemoryModel
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Conditions
 from pipeloom.sim import Costs, Network, Timeline, simulate
@@ -152,6 +152,15 @@ class StepCosts(ABC):
             schedule = merge_backwards(schedule)
         program = lower(schedule, data=of.data_axis())
         return program if of.offload is None else insert_offload(program, of.offload or least_held(program))
+
+    def state_bytes(self, of: Configuration, elements: float) -> float:
+        """Bytes of the optimizer's states of so many parameters that are offloaded."""
+        return 4 * OPTIMIZERS[of.optimizer] * elements if of.offload_states else 0.0
+
+    def with_states(self, of: Configuration, seconds: float, elements: float) -> float:
+        """Seconds of an update of `elements` that takes `seconds`, while offloaded states come and go."""
+        rate = self.cluster.host_rate
+        return seconds if rate is None else max(seconds, 2 * self.state_bytes(of, elements) / rate)
 
     def shared_sum_seconds(self, of: Configuration, placement: Placement) -> float:
         """Seconds of the sums of gradients between ranks of a pipeline that hold the same stage."""

@@ -41,6 +41,7 @@ def row_of(costs: StepCosts, found: Simulated) -> dict[str, Any]:
         "data_strategy": str(of.strategy),
         "data_granularity": str(of.granularity),
         "offload": of.offload,
+        "offload_states": of.offload_states,
         "order": ",".join(of.order),
         "blocks": list(of.blocks_of(costs.num_blocks)),
         "precision": of.precision.dtype,
@@ -134,7 +135,8 @@ def plan_of(costs: StepCosts, of: Configuration, schedule_limit: float | None = 
         precision=of.precision.dtype,
         gradients=None if of.precision.gradients == "float32" else of.precision.gradients,
         order=None if usual_order(of) else ",".join(of.order),
-        offload="cpu" if of.offload is not None else None,
+        offload="cpu" if of.offload is not None or of.offload_states else None,
+        offload_states=of.offload_states,
         offload_activations=of.offload,
         **others,
     )

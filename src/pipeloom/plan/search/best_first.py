@@ -262,7 +262,12 @@ class _Search:
         memory = MemoryChoices(self.costs, shape, moments, self.request)
         kept: dict[object, float] = {}  # by recomputation, the most activations that stay on a rank
         for way in ways:
-            of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
+            of = replace(
+                shape.of,
+                strategy=way.of.strategy,
+                granularity=way.of.granularity,
+                offload_states=way.of.offload_states,
+            )
             choices, least = memory.found(of, self._reserve(moments), every=self.exhaustive)
             offloaded = {}
             if self._takes_all or inf not in [kept.get(each) for each in memory.uniform()[:1]]:
@@ -272,16 +277,19 @@ class _Search:
             for recompute, others in offloaded.items():
                 # An earlier data strategy that keeps as many communicates less.
                 if self._takes_all or not others or others[0].kept > kept.get(recompute, -1):
-                    kept[recompute] = others[0].kept if others else inf
+                    if not of.offload_states:  # whose transfers may take longer
+                        kept[recompute] = others[0].kept if others else inf
                     for choice in others:
                         self._offer(Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way))
             for choice in choices:
                 found = Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way)
-                before = first.setdefault(choice.of.recompute, found)
-                if before is not found and of.strategy.shards_gradients and not self._takes_all:
+                before, slower = first.get(choice.of.recompute), of.strategy.shards_gradients or of.offload_states
+                if before is not None and slower and not self._takes_all:
                     before.instead.append(found)
-                else:
-                    self._offer(found)
+                    continue
+                if not of.offload_states or "offload_states" in self.request.fixed:
+                    first.setdefault(choice.of.recompute, found)
+                self._offer(found)
 
     def _reserve(self, moments: Moments) -> list[float] | None:
         """Bytes of each rank that stay free at first, where there is no time for many attempts."""
@@ -296,10 +304,10 @@ class _Search:
         of = found.choice.of
         update = self.costs.update_seconds(of, found.shape.placement.stages_of)
         least, likely = candidate_seconds(self.costs, found.shape._replace(of=of))
-        if of.offload is not None:
+        if of.offload is not None or of.offload_states:
             offloaded = offloaded_of(self.costs, of, found.shape.placement.stages_of)
             if offloaded.host_bytes > self.costs.cluster.host_bytes_per_device:
-                self.refusals.add("offloaded activations need more memory than the host has")
+                self.refusals.add("what is offloaded needs more memory than the host has")
                 return
             least = max(least, offloaded.seconds)
             likely = max(least, likely)

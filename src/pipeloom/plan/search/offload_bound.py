@@ -40,7 +40,7 @@ class Offloaded(NamedTuple):
     """What a configuration offloads, of the rank for which it is most.
 
     Attributes:
-        seconds: for which its link to the host is busy in a step, at least; infinite where no activation can leave.
+        seconds: for which activations keep its link to the host busy, at least; infinite where none can leave.
         host_bytes: in host memory at once.
     """
 
@@ -53,16 +53,21 @@ def offloaded_of(costs: StepCosts, of: Configuration, stages_of: Sequence[Sequen
 
     Args:
         costs: of the model on its cluster.
-        of: the configuration, with offload.
+        of: the configuration, with offload of activations or states.
         stages_of: the stages of each rank.
     """
-    assert of.offload is not None
+    states = 0.0
+    if of.offload_states:
+        shards = of.replicas if of.strategy.shards_optimizer else 1
+        states = costs.state_bytes(of, max(costs.held_parameters(of, held) for held in stages_of) / shards)
+    if of.offload is None:
+        return Offloaded(0.0, states)
     rate = costs.network(of).memory_bytes_per_second or inf
     kept, seconds, there = [size / of.slices for size in costs.kept_bytes(of)], 0.0, 0.0
     for held, (moves, away) in zip(stages_of, least_moves(of, max(1, of.offload)), strict=True):
         seconds = max(seconds, 2 * moves * min(kept[stage] for stage in held) / rate if moves < inf else inf)
         there = max(there, away * sum(kept[stage] for stage in held) / len(held))
-    return Offloaded(seconds, there)
+    return Offloaded(seconds, states + there)
 
 
 def lowest_cap(of: Configuration) -> int:

@@ -66,6 +66,7 @@ FIXABLE: Mapping[str, Callable[[str], Any]] = {
     "data_strategy": _one_of(*map(str, DataStrategy)),
     "data_granularity": _one_of(*map(str, Granularity)),
     "offload": _kept,
+    "offload_states": _flag,
     "order": _order,
     "blocks": _blocks,
     "precision": _one_of(*get_args(DType)),
@@ -169,6 +170,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "recompute": (Recompute.NONE,),
     "data_strategy": (DataStrategy.DDP,),
     "offload": (None,),
+    "offload_states": (False,),
 }
 """What remains of a key of ``--forbid``."""
 

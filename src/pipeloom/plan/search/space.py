@@ -90,6 +90,9 @@ class Space:
         kept = request.fixed.get("offload", 0)
         offloads = kept is not None and request.allows("offload", kept) and costs.can_offload
         self._host_rate = costs.cluster.host_rate if offloads else None
+        self._offloads_states = "offload_states" in request.fixed or (
+            offloads and request.allows("offload_states", True) and OPTIMIZERS[request.optimizer] > 0
+        )
         self._by_kind: dict[object, Recomputed] = {}
 
     def groups(self) -> Iterator[tuple[Configuration, int]]:
@@ -210,8 +213,8 @@ class Space:
         blocks = self.shapes.block_seconds(of)
         way = min(each.forward + each.backward_input for each in blocks)
         fill = max(0, of.pipeline // 2 - 1) * way
-        for strategy, granularity in ways_of(of, self.request):
-            each = replace(of, strategy=strategy, granularity=granularity)
+        for strategy, granularity, offload_states in ways_of(of, self.request, offloads_states=self._offloads_states):
+            each = replace(of, strategy=strategy, granularity=granularity, offload_states=offload_states)
             states = least_state_bytes(each, share)
             if states >= self.request.memory_bytes:
                 self.refusals.too_large(states)
@@ -280,10 +283,25 @@ def state_bytes_per_parameter(of: Configuration) -> float:
     each = 0.0 if data.strategy.shards_parameters else float(formats.compute)
     if formats.has_masters or data.strategy.shards_parameters:
         each += 4 / shards
-    return each + 4 * OPTIMIZERS[of.optimizer] / shards
+    return each if of.offload_states else each + 4 * OPTIMIZERS[of.optimizer] / shards
 
 
-def ways_of(of: Configuration, request: Request) -> list[tuple[DataStrategy, Granularity]]:
+def ways_of(
+    of: Configuration, request: Request, *, offloads_states: bool
+) -> list[tuple[DataStrategy, Granularity, bool]]:
+    """Data strategies and granularities, and whether states are offloaded.
+
+    They are where gradients are reduced once per step, before more is communicated to hold less.
+    """
+    ways = _strategies_of(of, request)
+    if "offload_states" in request.fixed or not offloads_states:
+        return [(*way, request.fixed.get("offload_states", False)) for way in ways]
+    once = [way for way in ways if way[1] is Granularity.STEP and way[0] is not DataStrategy.PARAMETER_SERVER] or ways
+    first = [(*way, states) for states in (False, True) for way in once]
+    return [*first, *((*way, False) for way in ways if way not in once)]
+
+
+def _strategies_of(of: Configuration, request: Request) -> list[tuple[DataStrategy, Granularity]]:
     """Data strategies and granularities that have an effect; with one replica none has."""
     if of.replicas == 1:
         return [(DataStrategy.DDP, Granularity.STEP)]

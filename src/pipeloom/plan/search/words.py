@@ -80,9 +80,10 @@ def recompute_text(row: Row) -> str:
 
 
 def offload_text(row: Row) -> str:
-    """Such as ``all but 4``."""
+    """Such as ``states, all but 4``."""
     kept = row["offload"]
-    return "-" if kept is None else f"all but {kept}" if kept else "all that can"
+    activations = [] if kept is None else [f"all but {kept}" if kept else "all that can"]
+    return ", ".join([*(["states"] if row["offload_states"] else []), *activations]) or "-"
 
 
 def strategy_text(row: Row) -> str:
