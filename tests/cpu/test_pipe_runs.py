@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 import traceback
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,23 @@ def test_recomputation_draws_the_same_random_numbers_and_seeds_repeat(checkpoint
         return torch.stack(outputs)
 
     assert torch.equal(run(), run())
+
+
+class Scales(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.full_like(x, random.random() + np.random.rand())
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_recomputation_draws_the_same_numbers_of_python_and_numpy(chunks):
+    pipe = pl.Pipe(
+        nn.Sequential(Scales(), Scales(), Scales()), [1, 1, 1], chunks=chunks, devices=["cpu"] * 3, checkpoint="always"
+    )
+    for _ in range(3):
+        x = torch.ones(10, 5, requires_grad=True)
+        y = pipe(x)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, y)
 
 
 def test_one_micro_batch_draws_as_the_model_does_and_models_that_do_not_draw_leave_the_generator():

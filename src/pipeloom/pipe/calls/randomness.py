@@ -6,7 +6,9 @@ stage starts from a seed of its own, derived from the generator, the stage and t
 seen in its first batch, in which stages take turns; a model that does not draw leaves the generator as it was.
 
 A batch of one micro-batch, or a pipe of one partition, runs one stage at a time and draws as the plain model does. A
-generator of a CUDA device serves one partition; its state is restored for a recomputation.
+generator of a CUDA device serves one partition; its state is restored for a recomputation. So are the states of
+Python's and numpy's generators, where stages that draw from them take turns; the order of the turns decides what they
+draw.
 """
 
 import threading
@@ -18,15 +20,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeloom.common.random_states import RandomStates
+
 _SEEDS = 2**63
 _STAGES = 2**20  # more than there are partitions
 
 
 class RandomState(NamedTuple):
-    """What a recomputation restores: the states of the CPU's and of the device's generator; None: not needed."""
+    """What a recomputation restores: the states of the CPU's and of the device's generator; None: not needed.
+
+    Attributes:
+        host, device: of torch's generators.
+        others: of Python's and numpy's.
+    """
 
     host: Tensor | None
     device: Tensor | None
+    others: RandomStates | None = None
 
 
 class Turns:
@@ -98,30 +108,36 @@ class BatchRandomness:
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         if not self._turns:
             before = torch.get_rng_state() if self._in_order else None
+            python = RandomStates.now() if self._in_order else None
             yield state
             drew = before is not None and not torch.equal(before, torch.get_rng_state())
-            state.append(RandomState(before if drew else None, on_device))
+            drew_python = python is not None and RandomStates.now() != python
+            state.append(RandomState(before if drew else None, on_device, python if drew_python else None))
             return
         others = torch.get_rng_state()
         torch.default_generator.manual_seed((self._seed + microbatch * _STAGES + stage) % _SEEDS)
-        before = torch.get_rng_state()
+        before, python = torch.get_rng_state(), RandomStates.now()
         try:
             yield state
             drew = not torch.equal(before, torch.get_rng_state())
         finally:
             torch.set_rng_state(others)
-        self._drawn |= drew
-        state.append(RandomState(before if drew else None, on_device))
+        drew_python = RandomStates.now() != python
+        self._drawn |= drew or drew_python
+        state.append(RandomState(before if drew else None, on_device, python if drew_python else None))
 
     @contextmanager
     def recomputation(self, state: RandomState, device: torch.device) -> Iterator[None]:
         """Around a recomputation: it draws the numbers of its forward."""
-        if state.host is None and state.device is None:
+        if all(each is None for each in state):
             yield
             return
         with self._known.turns:
             others = torch.get_rng_state()
             on_device = torch.cuda.get_rng_state(device) if state.device is not None else None
+            python = None if state.others is None else RandomStates.now()
+            if state.others is not None:
+                state.others.restore()
             if state.host is not None:
                 torch.set_rng_state(state.host)
             if state.device is not None:
@@ -130,6 +146,8 @@ class BatchRandomness:
                 yield
             finally:
                 torch.set_rng_state(others)
+                if python is not None:
+                    python.restore()
                 if on_device is not None:
                     torch.cuda.set_rng_state(on_device, device)
 
