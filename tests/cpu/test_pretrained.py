@@ -98,6 +98,24 @@ def test_stages_that_are_cut_before_and_other_ways_in(saved):
     assert_equal(tensors(load_weights(pl.from_pretrained(home))), tensors(theirs))
 
 
+def test_an_optimizer_that_was_made_before_the_pipeline_trains_it(saved):
+    """Parameters stay the same objects, with their hooks, when they get their values."""
+    model, ids = (
+        pl.from_pretrained(saved(transformers.LlamaForCausalLM, config("llama"))).train(),
+        torch.ones(4, 7).long(),
+    )
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.shape))
+    with pl.Pipeline(model, pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)) as pipe:
+        assert set(pipe.parameters()) == set(model.parameters())
+        losses = []
+        for _ in range(2):
+            losses.append(float(pipe.step({"input_ids": ids, "labels": ids})))
+            optimizer.step()
+    assert losses[1] < losses[0]
+    assert seen == [model.lm_head.weight.shape] * 4
+
+
 @pytest.mark.whole_grid
 @pytest.mark.parametrize("kind", sorted(families()))
 def test_every_family(tmp_path, kind):

@@ -193,7 +193,7 @@ def _without_values(modules: Iterable[nn.Module]) -> Iterator[_Use]:
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """A value as a parameter or buffer in place of another, with its attributes and hooks."""
+    """A parameter, which stays the same object, or a buffer with this value; a parameter keeps attributes and hooks."""
     if not isinstance(tensor, nn.Parameter):
         return value
     made = nn.Parameter(value, tensor.requires_grad)
@@ -202,4 +202,9 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
         hooks = getattr(tensor, kind, None)
         if hooks:
             setattr(made, kind, OrderedDict(hooks))
-    return made
+    try:
+        swap: Any = torch.utils.swap_tensors
+        swap(tensor, made)  # an optimizer may hold the parameter already
+    except RuntimeError:  # a weak reference, or another hold, forbids it
+        return made
+    return tensor
