@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
-from pipeloom.errors import InputError, PipeloomError, RunError, SplitError
+from pipeloom.errors import InputError, PipeloomError, SplitError
 from pipeloom.ir import Op, Schedule
 from pipeloom.parallel import run_threads
 from pipeloom.split import Stages, split
@@ -273,13 +273,19 @@ def test_what_a_trace_does_not_hold_for() -> None:
         ((torch.randn(4, 5, 3), 2.0), r"size\(\)\[2\] == 4"),
         ((torch.randn(4, 5, 4).double(), 2.0), "float64"),
         ((torch.randn(4, 5, 4), 3.0), "another kind or value"),
-        (torch.randn(4, 5, 4), "structure"),
+        (torch.randn(4, 5, 4), "inputs lack 'scale': the example that was traced has 'x', 'scale'"),
+        ((torch.randn(4, 5, 4), (2.0, 1.0)), "input 'scale' has another nesting"),
     ):
-        with (
-            pl.Pipeline(copy.deepcopy(stages), schedule, loss_fn=F.mse_loss) as pipe,
-            pytest.raises((InputError, RunError, PipeloomError), match=message),
-        ):
-            pipe.forward(inputs)
+        with pl.Pipeline(copy.deepcopy(stages), schedule, loss_fn=F.mse_loss) as pipe:
+            with pytest.raises(InputError, match=message):
+                pipe.forward(inputs)
+            pipe.forward((torch.randn(4, 8, 4), 2.0))  # refused before anything ran
+
+
+def test_an_example_that_the_model_does_not_take() -> None:
+    """It is no error of the line at which the model fails."""
+    with pytest.raises(SplitError, match=r"example=.*: the forward of Small raises .* Pass inputs that the model"):
+        split(_small(), 2, example=torch.randn(2, 5))
 
 
 def _small(dropout: float = 0.0) -> nn.Module:

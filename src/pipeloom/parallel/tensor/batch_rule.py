@@ -1,6 +1,6 @@
 """What batches must be like for processes that share the samples or the tokens of a micro-batch between layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,14 +16,16 @@ from pipeloom.transport.values import flatten
 class BatchRule:
     """Checks batches before anything runs: a function that raises InputError.
 
-    Embeddings share samples (2d, 2.5d, 3d) or tokens (sequence parallelism) out; they know into how many parts.
+    Embeddings share samples (2d, 2.5d, 3d) or tokens (sequence parallelism) out; they know into how many parts. A first
+    stage with `check_inputs`, such as one of a traced model, knows what it takes.
 
     Args:
         modules: the stages of the model.
         context: context-parallel degree.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], context: int) -> None:
+    def __init__(self, modules: Sequence[nn.Module], context: int) -> None:
+        self._checks: list[Any] = [module.check_inputs for module in modules if hasattr(module, "check_inputs")]
         found = [getattr(part, "look_up", None) for module in modules for part in module.modules()]
         self._grid: GridShape | None = next((each.grid.shape for each in found if isinstance(each, GridLookUp)), None)
         shared = (each.vocabulary.axis.degree for each in found if isinstance(each, LookUp) and each.sequence)
@@ -36,6 +38,9 @@ class BatchRule:
 
     def __call__(self, batch: Batch) -> None:
         """Check the micro-batches that this process reads, before their sequences are cut for context parallelism."""
+        for check in self._checks:
+            for value in batch.inputs:
+                check(value)
         if self._grid is not None:
             for value in (*batch.inputs, *(batch.targets or ())):
                 tensor = next((tensor for tensor in flatten(value)[1] if tensor.dim()), None)

@@ -50,6 +50,28 @@ class OwnForward:
         finally:
             generators.restore()
 
+    def run(self, handled: Handled) -> list[Any] | None:
+        """The output on the example; None: the model is on the meta device.
+
+        Args:
+            handled: gets the errors that the forward handles.
+
+        Raises:
+            SplitError: the forward raises an error.
+        """
+        if not self._has_values:
+            return None
+        try:
+            with self._undisturbed() as generators:
+                expected = self._call(self._example, handled)
+                self._drawn = [name for name in generators.drawn() if name in self._drawn]
+        except Exception as error:
+            raise SplitError(
+                f"example={folded(self._example)}: the forward of {type(self._model).__name__} raises "
+                f"{one_line(error).rstrip('.')}. Pass inputs that the model takes."
+            ) from error
+        return expected
+
     def check(
         self,
         graph_module: fx.GraphModule,
@@ -70,17 +92,7 @@ class OwnForward:
                 error, or computes something else than the graph; or its backward does.
         """
         in_own: Handled = {}
-        expected: list[Any] | None = None
-        if self._has_values:
-            try:
-                with self._undisturbed() as generators:
-                    expected = self._call(self._example, in_own)
-                    self._drawn = [name for name in generators.drawn() if name in self._drawn]
-            except Exception as error:
-                raise SplitError(
-                    f"example={folded(self._example)}: the forward of {type(self._model).__name__} raises "
-                    f"{one_line(error).rstrip('.')}. Pass inputs that the model takes."
-                ) from error
+        expected = self.run(in_own)
         self._refuse_draws()
         self._refuse_handled(in_own, trace_again)
         if expected is None:

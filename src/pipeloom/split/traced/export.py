@@ -5,7 +5,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +94,8 @@ def _trace(model: nn.Module, signature: Signature, changed: ChangedAttributes) -
         except SplitError:
             raise
         except Exception as error:
+            with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+                own.run({})  # an error of its own says that the example does not fit
             raise _explained(model, error) from error
     inline_regions(exported.graph_module)
     check_other_regions(model, exported.graph_module, written)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_structure
 
-from pipeloom.errors import InputError, SplitError, folded
+from pipeloom.errors import InputError, SplitError, folded, listed
 
 
 class Arguments(NamedTuple):
@@ -123,15 +123,31 @@ class InputRules:
         if (key, spec) in self._passed:
             return leaves
         if spec != self._spec:
-            raise InputError(
-                f"inputs have the structure {spec}, and the example that was traced {self._spec}: must be equal. Pass "
-                "the same arguments, or trace an example with these."
-            )
+            raise InputError(self._of_another_structure(value))
         for name, leaf, known in zip(self._names, leaves, self._leaves, strict=True):
             self._check_leaf(name, leaf, known)
         self._check_guards(value)
         self._passed.add((key, spec))
         return leaves
+
+    def _of_another_structure(self, value: Any) -> str:
+        """The error text for a batch with other arguments than the example."""
+        given = self.signature.by_name(self.signature.bind(value))
+        traced = self.signature.by_name(self.signature.example)
+        missing, added = (
+            [repr(name) for name in names if name not in others] for names, others in ((traced, given), (given, traced))
+        )
+        if missing or added:
+            seen = [f"lack {listed(missing)}" if missing else "", f"have {listed(added)} too" if added else ""]
+            return (
+                f"inputs {' and '.join(filter(None, seen))}: the example that was traced has "
+                f"{listed(map(repr, traced))}. Pass the same arguments, or trace an example with these."
+            )
+        name = next((name for name in given if tree_structure(given[name]) != tree_structure(traced[name])), None)
+        return (
+            f"input {name!r} has another nesting than in the example that was traced: must be equal. Pass the same "
+            "tuples, lists and dicts, or trace an example with these."
+        )
 
     def _check_leaf(self, name: str, leaf: Any, known: Any) -> None:
         if not isinstance(known, tuple) or not isinstance(leaf, Tensor):

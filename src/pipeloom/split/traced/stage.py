@@ -196,6 +196,12 @@ class TracedStage(nn.Module):
             [zero if getattr(leaf, "is_number", False) else None for leaf in part.leaves], part.outputs
         )
 
+    def check_inputs(self, value: Any) -> None:
+        """Of the first stage: raises InputError for a micro-batch for which the trace does not hold."""
+        rules = self._parts[self.training].rules
+        if rules is not None:
+            rules.check(value)
+
     def forward(self, value: Any, popped: dict[str, Any] | None = None) -> Any:
         """Run the part.
 
