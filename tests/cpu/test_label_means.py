@@ -18,8 +18,8 @@ import pipeloom as pl
 from pipeloom.autograd.loss_metrics import counts_of_labels
 from pipeloom.errors import InputError
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
-from pipeloom.training import watched_loss
-from pipeloom.training.watched_loss import WatchedLoss
+from pipeloom.training.losses import watched_loss
+from pipeloom.training.losses.watched_loss import WatchedLoss
 
 F64 = torch.float64
 WORDS = 7

@@ -103,6 +103,31 @@ class WeightedPipelineTrainer(Weighted, PipelineTrainer):
     pass
 
 
+class OfSamples:
+    """A mean over samples, whose numbers of labels differ."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+        numbers = (inputs.pop("labels") != -100).sum(-1) / 10
+        outputs = model(**inputs)
+        loss = torch.nn.functional.mse_loss(outputs.logits[:, 0, 0], numbers)
+        return (loss, outputs) if return_outputs else loss
+
+
+class TrainerOfSamples(OfSamples, Trainer):
+    pass
+
+
+class PipelineTrainerOfSamples(OfSamples, PipelineTrainer):
+    pass
+
+
+def test_a_mean_over_samples_is_trained_as_with_trainer(tmp_path: Path) -> None:
+    changes = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    expected = train(TrainerOfSamples, tmp_path, changes=changes)
+    found = train(PipelineTrainerOfSamples, tmp_path, changes=changes, schedule=schedule(6))
+    close(history(found), history(expected))
+
+
 class Steps(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []

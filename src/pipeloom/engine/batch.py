@@ -1,6 +1,7 @@
 """`Batch`: the inputs and results of one step, cut into micro-batches."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
@@ -142,9 +143,16 @@ class LabelWeights(Protocol):
 
 
 def moved(value: Value, device: Device) -> Value:
-    """A micro-batch on `device`."""
+    """A micro-batch on `device`; a dict of a class of its own stays one, with its attributes."""
     layout, tensors = flatten(value)
-    return unflatten(layout, device.upload(tensors)) if tensors else value
+    if not tensors:
+        return value
+    found = unflatten(layout, device.upload(tensors))
+    if type(value) is dict or not isinstance(value, dict):
+        return found
+    kept = copy(value)
+    kept.update(found)
+    return kept
 
 
 def prepared(loss_fn: Any, targets: Value) -> Value:

@@ -44,9 +44,9 @@ from pipeloom.training.argument_checks import (
     check_recompute,
     context_of,
 )
-from pipeloom.training.own_loss import OwnLoss
-from pipeloom.training.traced_loss import TracedLoss
-from pipeloom.training.watched_loss import WatchedLoss
+from pipeloom.training.losses.own_loss import OwnLoss
+from pipeloom.training.losses.traced_loss import TracedLoss
+from pipeloom.training.losses.watched_loss import WatchedLoss
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
 

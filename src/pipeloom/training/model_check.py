@@ -19,7 +19,7 @@ from pipeloom.split.closeness import close
 from pipeloom.split.stage_module import StageModule
 from pipeloom.split.traced.inputs import Arguments, Signature
 from pipeloom.training.evaluation_mode import evaluation_mode
-from pipeloom.training.own_loss import plain_batch
+from pipeloom.training.losses.own_loss import plain_batch
 from pipeloom.transport.values import Value, copied, join_batch, samples_of, split_batch
 
 

@@ -32,10 +32,10 @@ from pipeloom.training.argument_checks import check_trains
 from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.generation.generate import Options, generate, prompt_of
+from pipeloom.training.losses.own_loss import plain_batch, separated
+from pipeloom.training.losses.watched_loss import tell
 from pipeloom.training.model_check import ModelCheck
 from pipeloom.training.observations import AuxiliaryValue, Observations
-from pipeloom.training.own_loss import plain_batch, separated
-from pipeloom.training.watched_loss import tell
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch, with_form
 
@@ -52,8 +52,8 @@ class Pipeline:
             data-parallel degree above 1, `mesh`; arguments must not contradict it.
         loss_fn: ``loss_fn(output, targets)`` of one micro-batch: a scalar, the mean over its samples, or a dict of this
             "loss" and of metrics to report (`metrics`), which are real numbers of the micro-batch. None: a model of
-            transformers computes its own from labels in the batch, as the mean over the labels of all replicas;
-            `num_items_in_batch` in the batch replaces their number. `forward` needs none.
+            transformers computes its own from labels in the batch, which is that of the batches of all replicas; for a
+            mean over labels, `num_items_in_batch` in the batch replaces their number. `forward` needs none.
         layers, cut: how to cut `model`; see `pipeloom.split.split`. `cut` None: "layers"; of a traced model "time".
         example: inputs of one micro-batch, to trace a model whose layers are no chain; see `pipeloom.split.split`.
         transport: "auto", "loopback" (all ranks in this process, one after another), "threads" (all ranks in this

@@ -5,6 +5,7 @@ two halves of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import RunError, one_line
 from pipeloom.ir import Action, Op, Program
 from pipeloom.transport.values import Layout, Value, flatten, unflatten
+
+_NOT_WATCHED = nullcontext()
 
 
 def bind_forward(state: RankState, action: Action, program: Program) -> Step:
@@ -38,6 +41,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     first, last = stage == 0, stage == program.schedule.num_stages - 1
     # A model that computes its own loss gets the targets among its arguments.
     joined = getattr(wiring.stages[stage], "joined", None) if getattr(wiring.loss_fn, "joins_targets", False) else None
+    watching = getattr(wiring.loss_fn, "watching", nullcontext) if last else nullcontext
     finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program)
     mover = wiring.mover if key in state.to_offload else None
     inputs = StageInputs(wiring, stage, training=training)
@@ -55,7 +59,8 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
         live = len(saved) - state.num_offloaded
         if live > state.peak_live:
             state.peak_live = live
-        output, collected = inputs.run(module, value, leaves)
+        with _NOT_WATCHED if targets is None else watching():
+            output, collected = inputs.run(module, value, leaves)
         with collected:
             roots = finish(output, target)
             if skips is not None:

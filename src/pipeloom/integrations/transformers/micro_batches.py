@@ -4,6 +4,7 @@ Trainer computes a loss per batch. A batch that is cut has one per micro-batch; 
 mean over the batch.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +24,18 @@ class MicroBatch(NamedTuple):
         share: the part of its labels that count in those of its batch over all replicas; without integer labels, of its
             samples. None: a repetition of other samples, which does not count.
         num_samples: its samples.
+        share_of_samples: the part of its samples in those of its batch over all replicas.
     """
 
     inputs: dict[str, Any]
     share: float | None
     num_samples: int
+    share_of_samples: float = 0.0
+
+    @property
+    def shares(self) -> tuple[float, float] | None:
+        """Of labels and of samples; None where it does not count."""
+        return None if self.share is None else (self.share, self.share_of_samples)
 
 
 def cut_update(
@@ -37,6 +45,7 @@ def cut_update(
     replica: int = 0,
     num_replicas: int = 1,
     shifts_labels: bool = False,
+    ignored: int | None = None,
 ) -> list[MicroBatch]:
     """Cut this replica's samples of several batches into micro-batches.
 
@@ -46,6 +55,7 @@ def cut_update(
     Args:
         batches: of one update, of all replicas.
         shifts_labels: whether the first label of each sequence does not count.
+        ignored: a label that does not count, beside -100.
 
     Raises:
         InputError: there are more batches than micro-batches, or a batch has no tensor.
@@ -61,15 +71,20 @@ def cut_update(
     for batch, length, span, number in zip(
         batches, lengths, spans, _numbers([len(span) for span in spans], num_microbatches), strict=True
     ):
-        whole = counted_labels(batch, length, shifts_labels=shifts_labels)
+        whole = counted_labels(batch, length, shifts_labels=shifts_labels, ignored=ignored)
         start = span.start
         for size in microbatch_sizes(len(span), number) if number else ():
             inputs = rows(batch, length, start, start + size)
-            own = counted_labels(inputs, size, shifts_labels=shifts_labels)
-            pieces.append(MicroBatch(inputs, own / whole if whole else size / length, size))
+            own = counted_labels(inputs, size, shifts_labels=shifts_labels, ignored=ignored)
+            pieces.append(MicroBatch(inputs, own / whole if whole else size / length, size, size / length))
             start += size
     repeated = MicroBatch(rows(batches[0], lengths[0], 0, 1), None, 1)
     return pieces + [repeated] * (num_microbatches - len(pieces))
+
+
+def are_even(pieces: Sequence[MicroBatch]) -> bool:
+    """Whether micro-batches have as many labels per sample."""
+    return all(piece.share is None or math.isclose(piece.share, piece.share_of_samples) for piece in pieces)
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
@@ -98,13 +113,13 @@ def _rows(value: Any, length: int, start: int, stop: int) -> Any:
     return value
 
 
-def counted_labels(batch: Mapping[str, Any], length: int, *, shifts_labels: bool) -> int:
+def counted_labels(batch: Mapping[str, Any], length: int, *, shifts_labels: bool, ignored: int | None) -> int:
     """The labels of a batch that count, or its number of samples."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
         return length
     counted = labels[..., 1:] if shifts_labels and labels.dim() > 1 else labels
-    return int((counted != _IGNORED).sum())
+    return int(((counted != _IGNORED) & (counted != (_IGNORED if ignored is None else ignored))).sum())
 
 
 def samples_of_replica(length: int, replica: int, num_replicas: int) -> range:

@@ -8,7 +8,7 @@ last layer. So only the last stage comes to the loss.
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -22,7 +22,8 @@ from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.arguments import as_one_device
 from pipeloom.split.planned.layouts import find_layout
 from pipeloom.split.planned.stand_ins import HOOKS, shallow_copy
-from pipeloom.training.own_loss import NoticedNumber
+from pipeloom.training.losses.loss_rule import Given, LossRule, Rule
+from pipeloom.training.losses.noticed_number import NoticedNumber
 
 
 class StageForward:
@@ -30,25 +31,28 @@ class StageForward:
 
     Args:
         trainer: the Trainer.
+        rule: learns how losses of micro-batches combine.
 
     Attributes:
         number: `num_items_in_batch` of the batches that run, or None.
         with_loss: whether the model's outputs get a loss.
         left_out: names of the model's outputs that are not wanted.
+        is_even: whether all micro-batches have as many labels per sample.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, rule: LossRule) -> None:
         self._trainer = weakref.ref(trainer)  # the stages hold this object, and the trainer holds the stages
+        self._rule = rule
         self.number: Tensor | None = None
-        self.with_loss = True
+        self.with_loss = self.is_even = True
         self.left_out: Sequence[str] = ()
 
-    def expect(self, number: Any, *, with_loss: bool, left_out: Sequence[str] = ()) -> None:
+    def expect(self, number: Any, *, with_loss: bool, is_even: bool, left_out: Sequence[str] = ()) -> None:
         """Set the attributes for the next run; `number` may be a number or a tensor."""
         trainer = self._trainer()
         assert trainer is not None
         self.number = None if number is None else torch.as_tensor(number, device=trainer.args.device)
-        self.with_loss, self.left_out = with_loss, left_out
+        self.with_loss, self.is_even, self.left_out = with_loss, is_even, left_out
 
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
@@ -95,9 +99,15 @@ class StageForward:
         if not self.with_loss:
             return {"outputs": self._kept(model(**inputs))}
         number = None if self.number is None else NoticedNumber.of(self.number)
-        with trainer.compute_loss_context_manager(), as_one_device(trainer.args):
+        labels = inputs.get("labels")
+        # The label smoother's own loss is a mean over labels.
+        watching = self._rule.watching() if trainer.label_smoother is None else nullcontext()
+        with trainer.compute_loss_context_manager(), as_one_device(trainer.args), watching:
             loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=number)
-        return {"loss": loss, "divided": number is not None and number.was_read, "outputs": self._kept(outputs)}
+        divided = number is not None and number.was_read
+        has_classes = isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point()
+        self._rule.learn(loss, Given(labels if has_classes else None, self.is_even), divided=divided)
+        return {"loss": loss, "divided": divided, "outputs": self._kept(outputs)}
 
     def _kept(self, outputs: Any) -> Any:
         """The outputs as a plain dict or tuple, without the loss."""
@@ -122,14 +132,22 @@ def _in_lower_precision(accelerator: Any, forward: Any) -> Any:
 class StageLoss:
     """The part of a micro-batch's loss in that of the update.
 
+    Args:
+        rule: of the loss; a mean over samples has other parts than one over labels.
+
     Attributes:
-        shares: of the micro-batches of this replica, see `MicroBatch`.
+        shares: of the micro-batches of this replica, see `MicroBatch.shares`.
         divisor: of the losses, such as the number of batches in an update.
     """
 
-    def __init__(self) -> None:
-        self.shares: Sequence[float | None] = ()
+    def __init__(self, rule: LossRule) -> None:
+        self._rule = rule
+        self.shares: Sequence[tuple[float, float] | None] = ()
         self.divisor = 1.0
+
+    def told(self) -> str | None:
+        """The text about a loss that may be another than that of the whole batch, once."""
+        return self._rule.told()
 
     def count(self, targets: Any) -> tuple[int, int]:
         """Called by the engine: `weigh` does not depend on the labels of other replicas."""
@@ -140,8 +158,14 @@ class StageLoss:
         batch.weights = [1.0] * len(batch.weights)
         batch.targets = list(self.shares)
 
-    def __call__(self, output: Mapping[str, Any], share: float | None) -> Tensor:
-        """The part of a micro-batch with this share."""
+    def _share(self, shares: tuple[float, float]) -> float:
+        if self._rule.rule is Rule.SUM:
+            return 1.0
+        return shares[self._rule.rule is Rule.SAMPLES]
+
+    def __call__(self, output: Mapping[str, Any], shares: tuple[float, float] | None) -> Tensor:
+        """The part of a micro-batch with these shares."""
+        share = None if shares is None else self._share(shares)
         if share is None or (share == 0 and not output["divided"]):  # the mean over no label is not a number
             return zero_of(output["outputs"], output["loss"])
         loss: Tensor = output["loss"]
@@ -152,7 +176,8 @@ class StageLoss:
     def of_evaluation(self, output: Mapping[str, Any]) -> Tensor:
         """The loss of this replica's part of a batch, from the losses of its micro-batches, [micro-batches]."""
         divided = output["divided"]
-        pairs = zip(output["loss"].double(), self.shares, strict=True)
+        shares = [None if each is None else self._share(each) for each in self.shares]
+        pairs = zip(output["loss"].double(), shares, strict=True)
         parts = [loss if divided else loss * share for loss, share in pairs if share or (divided and share is not None)]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 

@@ -18,7 +18,7 @@ from pipeloom.integrations.transformers.arguments import (
     as_one_device,
     check_arguments,
 )
-from pipeloom.integrations.transformers.micro_batches import MicroBatch, cut_update
+from pipeloom.integrations.transformers.micro_batches import MicroBatch, are_even, cut_update
 from pipeloom.integrations.transformers.optimizers import NamedParameters, keep_own_parameters, widen_gradients
 from pipeloom.integrations.transformers.pipelined_model import FirstLoads, PipelinedModel, make_pipeline
 from pipeloom.integrations.transformers.predictions import Predicted, labels_of, of_all_replicas, predicted
@@ -30,6 +30,7 @@ from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.slicing.context import hashed
 from pipeloom.training import Pipeline, clip_grad_norm
 from pipeloom.training.clipping import gradient_norms, total_norm
+from pipeloom.training.losses.loss_rule import LossRule, Rule
 from pipeloom.training.optimizer_step import check_optimizer
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import MicroBatches
@@ -98,7 +99,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             "precision": precision,
             "timeout_seconds": timeout_seconds,
         }
-        self._stage_loss, self._stage_forward = StageLoss(), StageForward(self)
+        self._loss_rule = LossRule(model)
+        self._stage_loss, self._stage_forward = StageLoss(self._loss_rule), StageForward(self, self._loss_rule)
         self._pipelined: PipelinedModel | None = None
         self._pending: list[Any] = []
         self._preprocess: Any = None
@@ -142,14 +144,17 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
     def _cut_batches(self, batches: Sequence[Any]) -> list[MicroBatch]:
         """The micro-batches of this replica; sets their shares of the loss."""
+        rule = self._loss_rule
+        found = rule.rule in (Rule.LABELS, Rule.SHIFTED)
         pieces = cut_update(
             batches,
             self._schedule.num_microbatches,
             replica=self._replica,
             num_replicas=self._num_replicas,
-            shifts_labels=self._loss_shifts_labels,
+            shifts_labels=rule.rule is Rule.SHIFTED if found else self._loss_shifts_labels,
+            ignored=rule.ignored,
         )
-        self._stage_loss.shares = [piece.share for piece in pieces]
+        self._stage_loss.shares = [piece.shares for piece in pieces]
         return pieces
 
     # Training
@@ -168,7 +173,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             scaled = counted or self.compute_loss_func is not None
         pieces = self._cut_batches(batches)
         self._stage_loss.divisor = 1 if scaled else len(batches)
-        self._stage_forward.expect(num_items_in_batch, with_loss=True)
+        self._stage_forward.expect(num_items_in_batch, with_loss=True, is_even=are_even(pieces))
         loss = self.pipe.step(
             MicroBatches(piece.inputs for piece in pieces),
             MicroBatches(torch.empty(piece.num_samples) for piece in pieces),
@@ -235,7 +240,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         number = self._get_num_items_in_batch([inputs], self.args.device) if with_loss else None
         pieces = self._cut_batches([inputs])
         self._stage_loss.divisor = 1
-        self._stage_forward.expect(number, with_loss=with_loss, left_out=ignore_keys)
+        self._stage_forward.expect(number, with_loss=with_loss, is_even=are_even(pieces), left_out=ignore_keys)
         found = predicted(
             self.pipe.forward(MicroBatches(piece.inputs for piece in pieces)),
             inputs,

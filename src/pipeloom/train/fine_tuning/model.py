@@ -16,7 +16,7 @@ from pipeloom.train.config.schedule import parse_cut
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.fine_tuning.adapters import adapter_settings, add_adapters
 from pipeloom.train.process_group import Group
-from pipeloom.training.own_loss import OwnLoss
+from pipeloom.training.losses.own_loss import OwnLoss
 
 
 class PretrainedModel(NamedTuple):

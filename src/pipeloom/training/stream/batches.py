@@ -8,7 +8,7 @@ from pipeloom.engine.batch import Batch, label_weights, prepared
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import CallerError, InputError, one_line
 from pipeloom.ir import Schedule
-from pipeloom.training.own_loss import OwnLoss, separated
+from pipeloom.training.losses.own_loss import OwnLoss, separated
 
 
 class StreamBatches:

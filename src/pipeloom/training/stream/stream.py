@@ -19,6 +19,7 @@ from pipeloom.ir import Program, check
 from pipeloom.ir.versions import check_drained, versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.processes.agreement import first_difference, gather_json
+from pipeloom.training.losses.watched_loss import tell
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.stream.batches import StreamBatches
 from pipeloom.training.stream.observed import StreamObservations, check_listeners
@@ -26,7 +27,6 @@ from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpda
 from pipeloom.training.stream.stream_optimizer import Rules, StreamOptimizer
 from pipeloom.training.stream.stream_rank import StopBefore, StreamPlan, StreamRank
 from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
-from pipeloom.training.watched_loss import tell
 from pipeloom.transport.call_numbers import Call, call_number
 
 

@@ -2,33 +2,38 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import pairwise
 from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from pipeloom.autograd.loss_metrics import Mean, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError, folded
-from pipeloom.training.output_loss import is_scalar, loss_of_output, values_of
+from pipeloom.training.losses.loss_rule import Given, LossRule, Rule
+from pipeloom.training.losses.noticed_number import NoticedNumber
+from pipeloom.training.losses.output_loss import is_scalar, loss_of_output, values_of
 from pipeloom.transport.values import MicroBatches, samples_of, sizes_of
 
 _NUM_ITEMS = "num_items_in_batch"
 _IGNORED = -100
+_TOLERANCE = 1e-3  # between a loss and the mean cross-entropy that it is, relative
 
 
 class OwnLoss:
     """The loss in the output of a model that gets labels. The last stage gets them as keyword arguments.
 
-    The loss is the mean over the labels of all replicas, however these are spread over micro-batches; a number
-    `num_items_in_batch` in the batch, such as that of several batches between two updates, replaces theirs. A model
-    that divides by `num_items_in_batch` gets its part of that number. A loss of another model is taken as the mean over
-    the labels of its micro-batch, and weighted by them: all of them, or all but the first of each sample where the
-    model predicts the next token, whichever its first loss shows. Without "labels" (such as positions of answers),
-    losses are means over samples.
+    The loss is that of the batches of all replicas, however their labels are spread over micro-batches; for a mean over
+    labels, a number `num_items_in_batch` in the batch, such as that of several batches between two updates, replaces
+    theirs. A model that divides by `num_items_in_batch` gets its part of that number. The first forward of another
+    model shows whether its loss is a mean over labels, all or all but the first of each sample, a mean over samples or
+    a sum (`LossRule`); where it does not, `told` has a warning. Without "labels" (such as positions of answers), losses
+    are means over samples.
 
     Args:
         model: the model.
@@ -50,8 +55,7 @@ class OwnLoss:
         self._decodes = "decoder_input_ids" in parameters
         self._takes_number = _NUM_ITEMS in parameters or (takes_any and function is not None)
         self._shared_shifts = getattr(function, "__name__", "") == "ForCausalLMLoss"
-        # A forward with a loss of its own need not shift, whatever loss_function the model's class name leads to.
-        self._own_shifts: bool | None = None
+        self._rule = LossRule(model)
 
     @property
     def takes_labels(self) -> bool:
@@ -110,12 +114,12 @@ class OwnLoss:
         return None if batch is None else MicroBatches(inputs), found
 
     def needs_labels(self, inputs: Any) -> bool:
-        """Whether a batch without labels cannot be used: the model is not asked for a loss of its inputs alone."""
-        return not (isinstance(inputs, Mapping) and inputs.get("return_loss"))
+        """Whether a batch without labels cannot be used: the model takes some, and is not asked for a loss without."""
+        return self.takes_labels and not (isinstance(inputs, Mapping) and inputs.get("return_loss"))
 
     def missing(self) -> str:
         """The error about a batch without labels."""
-        names = " or ".join(map(repr, sorted(self._names))) or "labels"
+        names = " or ".join(map(repr, sorted(self._names)))
         return (
             f"the batch has no labels, and the pipeline no loss_fn: the model computes its loss from {names}. Add them "
             "to the batch, or pass targets or loss_fn."
@@ -134,10 +138,14 @@ class OwnLoss:
             return
         number = batch.targets[0].get(_NUM_ITEMS)
         numbers = [max(1, count) if number is None else number for count in counts]
-        passed = self._shared_shifts if self._takes_number else None
+        shifts = self._rule.rule is Rule.SHIFTED if self._rule.rule else self._shared_shifts
+        passed = shifts if self._takes_number else None
+        own, sizes = self._counts(whole), [len(each[self._labels]) for each in whole]
+        pairs = pairwise(zip(own, sizes, strict=True))
+        is_even = all(a[0] * m == b[0] * n and a[1] * m == b[1] * n for (a, n), (b, m) in pairs)
         batch.targets = [
-            _Labels(target, own, [each * weight for each in numbers], passed)
-            for target, own, weight in zip(batch.targets, self._counts(whole), batch.weights, strict=True)
+            _Labels(target, counts, [each * weight for each in numbers], weight, passed, is_even=is_even)
+            for target, counts, weight in zip(batch.targets, own, batch.weights, strict=True)
         ]
 
     def _labelled(self, target: Any) -> bool:
@@ -147,22 +155,40 @@ class OwnLoss:
         """Labels of each micro-batch that count: as they are, and without the first of each sample."""
         labels = [each[self._labels] for each in targets]
         shifted = [each[..., 1:] if each.dim() > 1 else each for each in labels]
-        counted = torch.stack([torch.stack([_counted(each).sum() for each in kind]) for kind in (labels, shifted)])
+        counted = torch.stack(
+            [torch.stack([self._rule.counted(each).sum() for each in kind]) for kind in (labels, shifted)]
+        )
         return list(zip(*counted.tolist(), strict=True))
 
-    def _shifts(self, output: Any, loss: Tensor, targets: "_Labels") -> bool:
-        """Whether a loss that does not use `num_items_in_batch` is the mean over shifted labels."""
-        if self._own_shifts is not None:
-            return self._own_shifts
-        labels = targets.get(self._labels)
-        means = next(filter(None, (_token_means(value, labels) for value in values_of(output))), None)
-        if means is None:
-            return self._shared_shifts and not self._decodes
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, the engine runs the forward of a micro-batch with its loss."""
+        return self._rule.watching()
+
+    def told(self) -> str | None:
+        """The text about a loss that may be another than the model's, once."""
+        return self._rule.told()
+
+    def _rule_by_value(self, output: Any, loss: Tensor, labels: Any) -> Rule | None:
+        """The rule of a loss that is the mean cross-entropy of logits in the output; None: it is not."""
+        means = next(filter(None, (self._token_means(value, labels) for value in values_of(output))), None)
+        if means is None or means[0] == means[1]:
+            return None
         far = [abs(float(loss.detach()) - mean) for mean in means]
-        if far[0] == far[1]:
-            return self._shared_shifts and not self._decodes
-        self._own_shifts = far[True] < far[False]
-        return self._own_shifts
+        rule = (Rule.LABELS, Rule.SHIFTED)[far[1] < far[0]]
+        return rule if min(far) <= _TOLERANCE * abs(means[rule is Rule.SHIFTED]) else None
+
+    @torch.no_grad()
+    def _token_means(self, logits: Any, labels: Any) -> tuple[float, float] | None:
+        """Mean cross-entropies of logits [B, S, V] and labels [B, S], as they are and shifted."""
+        if not (isinstance(logits, Tensor) and isinstance(labels, Tensor) and logits.is_floating_point()):
+            return None
+        if logits.dim() != labels.dim() + 1 or logits.shape[:-1] != labels.shape or labels.dim() != 2:
+            return None
+        logits, labels = logits.detach().float(), labels.where(self._rule.counted(labels), _IGNORED).to(logits.device)
+        as_they_are = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
+        shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
+        means = float(as_they_are), float(shifted)
+        return None if any(map(isnan, means)) else means
 
     def __call__(self, output: Any, targets: Any) -> dict[str, Any]:
         """The loss in the model's output, as the part of this micro-batch, and other scalars in it as metrics."""
@@ -180,36 +206,23 @@ class OwnLoss:
         named = output if isinstance(output, Mapping) else {}
         scalars = {name: value for name, value in named.items() if name != "loss" and is_scalar(value)}
         if not isinstance(targets, _Labels):
+            self._rule.learn(loss, Given(None, may_add=False))
             return {"loss": loss, **scalars}
-        was_read = targets.number_was_read()
-        shifts = self._shared_shifts if was_read else self._shifts(output, loss, targets)
+        was_read, given = targets.number_was_read(), Given(targets[self._labels], targets.is_even)
+        by_value = partial(self._rule_by_value, output, loss, given.labels)
+        self._rule.learn(loss, given, divided=was_read, by_value=by_value)
+        rule = self._rule.rule
+        if not was_read and rule in (Rule.SAMPLES, Rule.SUM):
+            return {"loss": loss if rule is Rule.SAMPLES else loss / targets.weight, **scalars}
+        shifts = rule is Rule.SHIFTED if rule else self._shared_shifts and (was_read or not self._decodes)
         count, number = targets.counts[shifts], targets.numbers[shifts]
         metrics = {name: Mean(value, count) for name, value in scalars.items()}
         if was_read:
-            return {"loss": loss, **metrics}
+            return {"loss": loss * ((targets.passed or number) / number), **metrics}
         if count == 0:  # the mean over no label is not a number
             others = [value for value in values_of(output) if not is_scalar(value)]
             return {"loss": zero_of(others), **metrics}
         return {"loss": loss * (count / number), **metrics}
-
-
-def _counted(labels: Tensor) -> Tensor:
-    """Which labels count: classes count from 0, and a negative one is what the loss ignores, -100 or another."""
-    return torch.ones_like(labels, dtype=torch.bool) if labels.is_floating_point() else labels >= 0
-
-
-@torch.no_grad()
-def _token_means(logits: Any, labels: Any) -> tuple[float, float] | None:
-    """Mean cross-entropies of logits [B, S, V] and labels [B, S], as they are and shifted; None: not such tensors."""
-    if not (isinstance(logits, Tensor) and isinstance(labels, Tensor) and logits.is_floating_point()):
-        return None
-    if logits.dim() != labels.dim() + 1 or logits.shape[:-1] != labels.shape or labels.dim() != 2:
-        return None
-    logits, labels = logits.detach().float(), labels.where(_counted(labels), _IGNORED).to(logits.device)
-    as_they_are = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
-    shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
-    means = float(as_they_are), float(shifted)
-    return None if any(map(isnan, means)) else means
 
 
 class _Labels(dict[str, Any]):
@@ -218,62 +231,31 @@ class _Labels(dict[str, Any]):
     Attributes:
         counts: its labels that count, as they are and shifted.
         numbers: its parts of the numbers of all labels: by what the sum over its labels is divided.
+        weight: its part of the samples.
+        passed: the number that the model gets; None: it gets none.
+        is_even: whether all micro-batches have as many labels per sample.
     """
 
     def __init__(
-        self, targets: Mapping[str, Any], counts: tuple[int, int], numbers: Sequence[float], passed: bool | None
+        self,
+        targets: Mapping[str, Any],
+        counts: tuple[int, int],
+        numbers: Sequence[float],
+        weight: float,
+        passed: bool | None,
+        *,
+        is_even: bool,
     ) -> None:
         super().__init__(targets)
-        self.counts, self.numbers = counts, numbers
+        self.counts, self.numbers, self.weight, self.is_even = counts, numbers, weight, is_even
         self.pop(_NUM_ITEMS, None)
+        self.passed = None if passed is None else numbers[passed]
         if passed is not None:
             self[_NUM_ITEMS] = NoticedNumber.of(torch.tensor(numbers[passed], dtype=torch.float64))
 
     def number_was_read(self) -> bool:
         """Whether the model's loss has used `num_items_in_batch`."""
         return getattr(self.get(_NUM_ITEMS), "was_read", False)
-
-
-class NoticedNumber(Tensor):
-    """A number that notices when it is used; results are plain tensors.
-
-    Attributes and copies are no use: stages pass on what they got. A copy tells the number of its use; on the meta
-    device, where only shapes are found out, it has no value.
-    """
-
-    uses: list[Any]
-
-    @staticmethod
-    def of(number: Tensor, uses: list[Any] | None = None) -> "NoticedNumber":
-        """A number that has not been used; `uses`: of the number of which it is a copy."""
-        found = number.as_subclass(NoticedNumber)
-        found.uses = [] if uses is None else uses
-        return found
-
-    @property
-    def was_read(self) -> bool:
-        """Whether the number, or a copy, has been used."""
-        return bool(self.uses)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") == "__get__":
-                return func(*args, **kwargs)
-            if func in _COPIES and isinstance(args[0], NoticedNumber):
-                copy, uses = func(*args, **kwargs), args[0].uses
-                return copy if copy.device.type == "meta" else NoticedNumber.of(copy.as_subclass(Tensor), uses)
-
-            def used(number: "NoticedNumber") -> Tensor:
-                number.uses.append(func)
-                return number.as_subclass(Tensor)
-
-            args, kwargs = tree_map_only(NoticedNumber, used, (args, kwargs))
-            return func(*args, **kwargs)
-
-
-_COPIES = frozenset({Tensor.to, Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.cuda, Tensor.contiguous})
 
 
 def separated(loss_fn: Any, inputs: Any, targets: Any, *, needs_targets: bool) -> tuple[Any, Any]:

@@ -138,8 +138,9 @@ class WatchedLoss:
 
 
 def tell(loss_fn: LossFn | None) -> None:
-    """After a batch: warn once where a loss_fn is a mean of means."""
-    text = loss_fn.told() if isinstance(loss_fn, WatchedLoss) else None
+    """After a batch: warn once where a loss may be another than that of the whole batch."""
+    told = getattr(loss_fn, "told", None)
+    text = None if told is None else told()
     if text is not None:
         warnings.warn(text, stacklevel=4)
 
