@@ -200,11 +200,19 @@ def test_what_the_forward_handles_without_a_trace() -> None:
     def tool(frame: object, event: str, arg: object) -> None:
         calls.append(event)
 
+    class Fails(_Two):
+        def between(self, h: Tensor) -> Tensor:
+            return h * int(h.sum())
+
     before = sys.gettrace()
     sys.settrace(tool)
     try:
         stages = split(Looks(), 2, example=torch.ones(2, 4), cut="parameters")
         assert sys.gettrace() is tool
+        with pytest.raises(SplitError, match="cannot be traced at"):
+            split(Fails(), 2, example=torch.ones(2, 4), cut="parameters")
+        assert sys.gettrace() is tool
+        assert not torch.overrides._get_current_function_mode_stack()
     finally:
         sys.settrace(before)
     assert len(stages.modules) == 2

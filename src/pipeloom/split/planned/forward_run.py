@@ -69,6 +69,7 @@ class ForwardRun:
         done: own parts that have run.
         result: of the last own part.
         plain: own parts that only run; of the others, arguments or results may belong to other stages.
+        thread: attributes of `running` in this thread, looked up once.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ForwardRun:
             int, tuple[Tensor, Tensor]
         ] = {}  # id of zeros -> these, and what a part got in their place
         self.sends, self.plain = known or _NOTHING_KNOWN
-        self._thread = vars(running)  # of this thread, which looking up takes long
+        self.thread = vars(running)
         if arrived:
             self._take_arrived()
         if self.extras or self.draws is not None or around is not None:
@@ -198,13 +199,6 @@ class ForwardRun:
 
     # Parts of the stage
 
-    def enter(self, index: int, layer: Any) -> None:
-        """Note that a part runs now; the caller adds it to `done` afterwards."""
-        done = self.done
-        if done and index <= done[-1]:
-            raise self.place.in_another_order(self.place.names[index])
-        self._thread["layer"] = layer
-
     def run_part(self, index: int, layer: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """Run a part: `layer`, with the arguments of the model's call, as far as they are not those of zeros.
 
@@ -212,7 +206,9 @@ class ForwardRun:
             Leave: it was the last part, and nothing else is to be found.
         """
         place, name = self.place, self.place.names[index]
-        self.enter(index, layer)
+        if self.done and index <= self.done[-1]:
+            raise place.in_another_order(name)
+        self.thread["layer"] = layer
         run = layer if self._around is None else self._around(index, layer)
         if self.extras:
             prefix = f"{name}|"

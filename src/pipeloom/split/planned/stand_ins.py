@@ -76,15 +76,16 @@ class OwnPart(nn.Module):
             return module(*args, **settings)
         if isinstance(part, str):
             return run.run_other(part, module, args, settings)
-        if part not in run.plain:
+        done = run.done
+        if part not in run.plain or (done and part <= done[-1]):
             return run.run_part(part, module, args, settings)
         for value in (*args, *settings.values()):
             if value is not None and type(value) not in UNCHANGED:
                 return run.run_part(part, module, args, settings)
         # Almost all parts of almost all forwards: nothing arrives for them, and nothing of them is sent.
-        run.enter(part, module)
+        run.thread["layer"] = module
         result = module(*args, **settings)
-        run.done.append(part)
+        done.append(part)
         return result
 
     forward = __call__

@@ -44,7 +44,7 @@ class OwnForward:
         """In the block the model is traced; afterwards Python's and numpy's random states are those of before."""
         generators = OtherGenerators()
         try:
-            with handled_errors(self._handled):
+            with handled_errors(self._model, self._handled):
                 yield
             self._drawn = generators.drawn()
         finally:
@@ -129,7 +129,7 @@ class OwnForward:
 
     def _call(self, example: Any, handled: Handled) -> list[Any]:
         args, kwargs = tree_map(_fresh, example)
-        with handled_errors(handled), self._backwards:
+        with handled_errors(self._model, handled), self._backwards:
             result = self._model(*args, **kwargs)
         self._backwards.look_into(result)
         return _detached(result)
@@ -155,7 +155,7 @@ class OwnForward:
         if not found:
             return
         again: Handled = {}
-        with self._undisturbed(keeps_activations=True), handled_errors(again):
+        with self._undisturbed(keeps_activations=True), handled_errors(self._model, again):
             trace_again()
         for line, error in found.items():
             if line in again:

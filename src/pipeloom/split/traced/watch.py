@@ -1,19 +1,24 @@
 """What the code of a model does beside computing with torch: errors that it handles, and numbers that it draws.
 
-Python's trace function sees both, in the frames of the model: those that torch.nn calls, and those that they call.
+Python sees both in the frames of the model: those that torch.nn calls, and those that they call. From Python 3.12 on,
+`sys.monitoring` tells of errors that are handled, without a cost for all else. Before, only a trace function does, and
+Python calls it for each call of a function: it is set while the model's forward runs, not inside of torch's functions.
 """
 
 import linecache
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from pipeloom.common.random_states import RandomStates
 
@@ -44,28 +49,118 @@ class Line(NamedTuple):
 
 
 @contextmanager
-def handled_errors(found: dict[Line, BaseException]) -> Iterator[None]:
-    """In the block, calls of models are watched; afterwards `found` has the errors that they handled.
+def handled_errors(model: nn.Module, found: dict[Line, BaseException]) -> Iterator[None]:
+    """In the block, calls of a model are watched; afterwards `found` has the errors that its code handled.
 
     Args:
+        model: called in the block.
         found: gets each error by the line in the handling function that raised it, or called what did.
     """
     errors: dict[int, BaseException] = {}
     codes: set[CodeType] = set()
 
-    def note(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "exception" and not isinstance(arg[1], _ENDS_OF_LOOPS):
-            errors[id(arg[1])] = arg[1]
-            codes.add(frame.f_code)
-        return note
+    def note(code: CodeType, error: BaseException) -> None:
+        if not isinstance(error, _ENDS_OF_LOOPS):
+            errors[id(error)] = error
+            codes.add(code)
 
-    with _frames_of_models(note, lines=False):
+    tool = _free_tool()
+    with _errors_traced(model, note) if tool is None else _errors_monitored(tool, note):
         yield
     for error in errors.values():
         ended = error.__traceback__  # begins in the frame that handled the error
         if ended is not None and ended.tb_frame.f_code in codes:
             found[Line(ended.tb_frame.f_code.co_filename, ended.tb_lineno, type(error).__name__)] = error
     errors.clear()
+
+
+def _free_tool() -> int | None:
+    """A number for a tool of `sys.monitoring` that neither Python's documentation nor another tool takes."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    return None if monitoring is None else next((n for n in (4, 3) if monitoring.get_tool(n) is None), None)
+
+
+@contextmanager
+def _errors_monitored(tool: int, note: Callable[[CodeType, BaseException], None]) -> Iterator[None]:
+    """In the block, `note` gets the errors that reach a handler in a frame of a model in this thread."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
+    event, thread, is_outside = monitoring.events.EXCEPTION_HANDLED, threading.get_ident(), _Outside()
+
+    def handled(code: CodeType, offset: int, error: BaseException) -> None:
+        if not is_outside[code.co_filename] or threading.get_ident() != thread:
+            return
+        caller = sys._getframe(1).f_back
+        while caller is not None and is_outside[caller.f_code.co_filename]:
+            caller = caller.f_back
+        if caller is not None and caller.f_code.co_filename.startswith(_CALLERS):
+            note(code, error)
+
+    monitoring.use_tool_id(tool, "pipeloom")
+    try:
+        monitoring.register_callback(tool, event, handled)
+        monitoring.set_events(tool, event)
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.register_callback(tool, event, None)
+        monitoring.free_tool_id(tool)
+
+
+@contextmanager
+def _errors_traced(model: nn.Module, note: Callable[[CodeType, BaseException], None]) -> Iterator[None]:
+    """In the block, `note` gets the errors that reach a frame of a model in this thread, by a trace function."""
+
+    def local(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "exception":
+            note(frame.f_code, arg[1])
+        return local
+
+    calls: list[ExitStack] = []  # of the model; it may call itself
+
+    def begin(*_: Any) -> None:
+        calls.append(ExitStack())
+        if calls[1:]:
+            return
+        if torch.compiler.is_exporting():  # which runs much Python inside of torch's functions
+            calls[0].enter_context(_Untraced())
+        calls[0].enter_context(_frames_of_models(local, lines=False))
+
+    def end(*_: Any) -> None:
+        calls.pop().close()
+
+    hooks = [
+        model.register_forward_pre_hook(begin, prepend=True),
+        model.register_forward_hook(end, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        while calls:
+            end()
+
+
+class _Untraced(TorchFunctionMode):
+    """In the block, torch's functions run without a trace function."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.settrace(trace)
+
+
+class _Outside(dict[str, bool]):
+    """Whether code is neither torch's nor of this package, by its file. The hash of a code object takes long."""
+
+    def __missing__(self, file: str) -> bool:
+        self[file] = outside = not file.startswith((_TORCH, _PACKAGE, "<"))
+        return outside
 
 
 @contextmanager
@@ -76,15 +171,11 @@ def _frames_of_models(note: Callable[[FrameType, str, Any], Any], *, lines: bool
         note: a local trace function.
         lines: whether it gets an event per line.
     """
-    is_outside: dict[CodeType, bool] = {}
+    is_outside = _Outside()
 
     def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        outside = is_outside.get(code)
-        if outside is None:
-            outside = is_outside[code] = not code.co_filename.startswith((_TORCH, _PACKAGE, "<"))
         caller = frame.f_back
-        if not outside or caller is None:
+        if not is_outside[frame.f_code.co_filename] or caller is None:
             return None
         if caller.f_trace is None and not caller.f_code.co_filename.startswith(_CALLERS):
             return None
