@@ -1,5 +1,6 @@
 """`OtherParts`: what happens where the model calls the parts of other stages in one forward of a planned stage."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -111,10 +112,13 @@ class OtherParts:
         run = self._run
         origins, formats = run.origins, run.stage.parameter_formats()
         if origins is None:
-            return shaped_like_result(twin, args, settings, formats)
+            # What the module would draw is drawn inside of a part of another stage.
+            with nullcontext() if run.draws is None else run.draws.paused():
+                return shaped_like_result(twin, args, settings, formats)
         origins.quiet = True
         try:
-            result = shaped_like_result(twin, args, settings, formats)
+            with nullcontext() if run.draws is None else run.draws.paused():
+                result = shaped_like_result(twin, args, settings, formats)
         except Exception as error:
             if run.explores:
                 raise
