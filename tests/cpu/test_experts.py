@@ -228,3 +228,23 @@ def test_parameters_are_counted_and_initialized_by_name():
     assert abs(experts.up.std() / 0.02 - 1) < 0.1
     for matrix in (experts.down, experts.shared_down.weight):
         assert abs(matrix.std() / (0.02 / 8**0.5) - 1) < 0.1
+
+
+@pytest.mark.parametrize("router", ["topk", "switch", "noisy-topk", "sigmoid"])
+def test_a_new_layer_has_initial_values(router: str) -> None:
+    dirty = [torch.full((4, 96, 48), torch.nan) for _ in range(50)]
+    del dirty
+    torch.manual_seed(0)
+    layer = Experts(48, expert_width=96, experts=4, router=router, shared_experts=1, gated=True)
+    torch.manual_seed(0)
+    assert all(
+        map(
+            torch.equal,
+            layer.state_dict().values(),
+            type(layer)(48, expert_width=96, experts=4, router=router, shared_experts=1, gated=True)
+            .state_dict()
+            .values(),
+        )
+    )
+    assert layer.gate_up.std().item() == pytest.approx(0.02 * (0.1**0.5 if router == "switch" else 1.0), rel=0.05)
+    assert not (layer.router.weight.any() and router == "noisy-topk")

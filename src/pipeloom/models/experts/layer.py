@@ -99,6 +99,16 @@ class Experts(nn.Module):
         self.sliceable = self.router.sliceable
         if isinstance(self.router, Sigmoid):
             self.after_step = self.router.move_bias  # the observed loads are the layer's
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw initial values of experts and router: normal, with standard deviation 0.02 or `init_std`.
+
+        Switch's experts and router have a tenth of that variance; noisy-topk's router starts at 0.
+        """
+        for module, stds in ((self, self.init_std), (self.router, self.router.init_std)):
+            for name, parameter in module.named_parameters(recurse=False):
+                nn.init.normal_(parameter, std=stds.get(name, STD))
 
     @property
     def num_experts(self) -> int:

@@ -112,6 +112,11 @@ class ExpertSettings(NamedTuple):
                 f"balance_weight={balance_weight}: router {router!r} balances without a loss. Remove it, or use "
                 "another router."
             )
+        if router == "expert-choice" and top_k is not None and capacity_factor is not None:
+            raise InputError(
+                f"top_k={top_k}, capacity_factor={capacity_factor}: each is the mean number of experts per token with "
+                "router 'expert-choice'. Remove one of them."
+            )
         factor = kind.capacity_factor if capacity_factor is None else capacity_factor
         weight = kind.balance_weight * experts**kind.balance_power if balance_weight is None else balance_weight
         return cls(experts, router, chosen, factor, capacity_by, weight, z_loss_weight)
