@@ -41,6 +41,10 @@ LOSSES = {
     "sum": lambda logits, labels: ctc(logits, labels, "sum"),
     "another label": lambda logits, labels: classes(logits, labels.where(labels >= 0, 3), ignore_index=3),
     "samples": lambda logits, labels: F.mse_loss(logits[:, 0, 0], labels.sum(-1).double()),
+    "sum over count": lambda logits, labels: classes(logits, labels, reduction="sum") / (labels != -100).sum(),
+    "sum over all": lambda logits, labels: ctc(logits, labels, "sum") / labels.numel(),
+    "own mask": lambda logits, labels: classes(logits, labels.masked_fill(labels == 5, -100)),
+    "shifted": lambda logits, labels: classes(logits[:, :3], labels[:, 1:]),
     "by hand": by_hand,
     "two means": lambda logits, labels: classes(logits, labels) + F.mse_loss(logits[:, 0, 0], labels[:, 0].double()),
     "classes": lambda logits, labels: classes(logits, labels, weight=torch.arange(7.0).double()),
@@ -111,7 +115,7 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, 
         return pipe.step(batch), {name: p.grad for name, p in pipe.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["ctc", "sum", "sums", "another label", "samples"])
+@pytest.mark.parametrize("name", ["ctc", "sum", "sums", "another label", "samples", "sum over count"])
 def test_the_loss_is_that_of_the_whole_batch(name: str) -> None:
     model, batch = make(name), batch_of()
     with warnings.catch_warnings():
@@ -136,6 +140,44 @@ def test_what_cannot_be_known_is_told(name: str, seen: str) -> None:
     with pytest.warns(UserWarning, match=seen) as found:
         step(make(name), batch_of())
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("classes", r"from a cross_entropy \(weighted mean over 8 of 8 labels\)"),
+        ("own mask", r"from a cross_entropy \(mean over 7 of 8 labels\)"),
+        ("sum over all", r"from a ctc_loss \(sum\) and a sum with a factor"),
+    ],
+)
+def test_even_labels_do_not_hide_another_mean(name: str, seen: str) -> None:
+    batch = batch_of()
+    batch["labels"] = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5], [1, 5, 5, 6], [1, 2, 3, 4], [6, 2, 3, 4], [1, 2, 6, 4]])
+    with pytest.warns(UserWarning, match=seen) as found:
+        step(make(name), batch)
+    assert len(found) == 1
+
+
+def test_a_micro_batch_without_labels_teaches_nothing() -> None:
+    """It comes first; its mean would not be a number, and both counts of labels are 0."""
+    model, batch = make("shifted"), batch_of()
+    batch["labels"][:2] = -100
+    found, gradients = step(model, batch)
+    loss = model(**batch)["loss"]
+    torch.testing.assert_close(found, loss.detach())
+    loss.backward()
+    torch.testing.assert_close(gradients["head.weight"], model.head.weight.grad)
+
+
+def test_labels_that_are_even_in_a_replica_may_be_uneven_over_all() -> None:
+    own = OwnLoss(make("ctc"))
+    targets = [{"labels": torch.tensor([[1, 2], [3, 4]])}]
+    batch = Batch(targets=targets, sizes=[2], weights=[0.5], all_samples=4)
+    own.weigh(batch, targets, (6, 3))  # another replica has one label per sample
+    assert not batch.targets[0].is_even
+    batch = Batch(targets=targets, sizes=[2], weights=[0.5], all_samples=4)
+    own.weigh(batch, targets, (8, 4))
+    assert batch.targets[0].is_even
 
 
 def test_positions_outside_of_the_text_are_told() -> None:

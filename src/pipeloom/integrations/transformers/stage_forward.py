@@ -52,6 +52,8 @@ class StageForward:
         trainer = self._trainer()
         assert trainer is not None
         self.number = None if number is None else torch.as_tensor(number, device=trainer.args.device)
+        if with_loss:
+            self._rule.begin_batch(on_gpu=trainer.args.device.type == "cuda")
         self.with_loss, self.is_even, self.left_out = with_loss, is_even, left_out
 
     @contextmanager

@@ -14,16 +14,18 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from threading import local
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.training.losses.reductions import Reduction, Reductions
+from pipeloom.training.losses.reductions import SCALED_SUM, Reduction, Reductions
 
 _IGNORED = -100
 _NUM_ASKED = 2  # batches in which the host may wait for the device to learn the rule
+_MOST_ASKED = 100  # batches that are watched, as long as nothing is known
 
 
 class Rule(StrEnum):
@@ -40,7 +42,7 @@ class Given(NamedTuple):
 
     Attributes:
         labels: None: the batch has no tensor that says how many there are.
-        is_even: whether all micro-batches have as many that count per sample.
+        is_even: whether all micro-batches, of all replicas, have as many that count per sample.
         may_add: whether a sum can be weighted as one.
         counts: of labels that count, as they are and without the first of each sample; set by `LossRule.learn`.
     """
@@ -67,8 +69,8 @@ class LossRule:
         self.rule: Rule | None = None
         self.ignored = ignored_label(model)
         self._model = type(model).__name__
-        self.asks, self._num_asked = True, 0
-        self._thread, self._to_tell, self._has_told = local(), "", False
+        self.asks, self._num_batches = True, 0
+        self._thread, self._to_tell, self._told = local(), "", set[str]()
 
     def __deepcopy__(self, _: Any) -> Self:
         return self  # copies of a stage learn together
@@ -103,33 +105,47 @@ class LossRule:
         terms, others = seen.terms(loss)
         if not terms and loss.grad_fn is None:  # an evaluation, which does not show of what the loss is made
             return
-        self._num_asked += 1
-        if loss.is_cuda and self._num_asked > _NUM_ASKED:
-            self.asks = False
-            return
+        if given.labels is None and loss.is_cuda:  # nothing weighs such batches
+            self.begin_batch(on_gpu=True)
         self._check_ignored(terms, given)
         if given.labels is not None:
             given = given._replace(counts=self.counts_of(given.labels))
-        if divided:
-            counted = {_counting(each, given) for each in terms if each.classes() is not None}
-            self._know(counted & {Rule.LABELS, Rule.SHIFTED})
-            self.asks = False
+        if _shows_nothing(terms, given):
             return
-        found = {_rule_of(each, given) for each in terms} or {by_value()}
-        is_known = self._know(found) and (not terms or others is None)
-        if is_known and (given.may_add or self.rule is not Rule.SUM):
-            # Classes that count may differ between batches where the loss chooses which do not.
-            self.asks = given.labels is None and any((each.ignored or -1) >= 0 for each in terms)
+        if divided:
+            rules = {_counting(each, given) for each in terms if each.classes() is not None}
+            self._know(rules & {Rule.LABELS, Rule.SHIFTED})
+            self.asks = self.rule is None
+            return
+        rules_of = [_rule_of(each, given) for each in terms]
+        by_terms = bool(terms) and others != SCALED_SUM
+        found = self._know(set(rules_of) if by_terms else {_by_factor(terms, loss, given) or by_value()})
+        agrees = found is not None and found is self.rule and (given.may_add or found is not Rule.SUM)
+        if agrees and not (by_terms and others):
+            self.asks = any(map(partial(_may_change, given=given), terms, rules_of))
         elif given.labels is None and not terms:
             self.asks = False  # the mean over samples, as documented
-        elif given.labels is None or not given.is_even:
-            self._tell(self._unknown(terms, others, given))
+        elif (
+            not given.is_even
+            or given.labels is None
+            or others == SCALED_SUM
+            or (found is not None and not agrees)
+            or any(map(_is_another_mean, terms, rules_of))
+        ):
+            self._tell("rule", self._unknown(terms, others, given))
+            self.asks = False
 
-    def _know(self, found: Set[Rule | None]) -> bool:
-        """Keep the only rule that was found; whether there is one."""
+    def begin_batch(self, *, on_gpu: bool) -> None:
+        """Another batch begins. Forwards are not watched for ever, on a GPU only in the first batches."""
+        self._num_batches += 1
+        if self._num_batches > (_NUM_ASKED if on_gpu else _MOST_ASKED):
+            self.asks = False
+
+    def _know(self, found: Set[Rule | None]) -> Rule | None:
+        """Keep the only rule that was found, if none was before; returns what was found."""
         rule = next(iter(found)) if len(found) == 1 else None
         self.rule = self.rule or rule
-        return rule is not None
+        return rule
 
     def _check_ignored(self, terms: Sequence[Reduction], given: Given) -> None:
         """Take the label that does not count from the losses."""
@@ -141,10 +157,11 @@ class LossRule:
         other = before if self.ignored is None else self.ignored
         if before != self.ignored and bool(torch.eq(given.labels, -1 if other is None else other).any()):
             self._tell(
+                "ignored",
                 f"{self._model} computes its own loss, in which label {other} "
                 f"{'counts' if self.ignored is None else 'does not count'}: the pipeline found out in this step, and "
                 "may have weighted its micro-batches wrongly. Later steps are right. For the first step, name the "
-                "label that does not count in the model's config, as ignore_index."
+                "label that does not count in the model's config, as ignore_index.",
             )
 
     def _unknown(self, terms: Sequence[Reduction], others: str | None, given: Given) -> str:
@@ -159,10 +176,10 @@ class LossRule:
 
     # Warnings
 
-    def _tell(self, text: str) -> None:
-        self.asks = False
-        if not self._has_told:
-            self._to_tell, self._has_told = text, True
+    def _tell(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self._to_tell = f"{self._to_tell} {text}".strip()
 
     def told(self) -> str | None:
         """A text about a loss that may be wrong, once."""
@@ -211,25 +228,74 @@ def _rule_of(term: Reduction, given: Given) -> Rule | None:
     return _counting(term, given)
 
 
+def _by_factor(terms: Sequence[Reduction], loss: Tensor, given: Given) -> Rule | None:
+    """The rule of a sum that is divided by a number, by that number; None: it may be several, or another one."""
+    if len(terms) != 1 or given.labels is None or not loss:
+        return None
+    number = float(terms[0].result) / float(loss)
+    numbers = (*zip((Rule.LABELS, Rule.SHIFTED), given.counts, strict=True), (Rule.SAMPLES, len(given.labels)))
+    found = {
+        rule for rule, each in (*numbers, (Rule.SAMPLES, given.labels.numel())) if abs(number - each) < 1e-3 * each
+    }
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _num_classes(term: Reduction) -> int | None:
+    """How many of the classes count; None: the call has none."""
+    classes = term.classes()
+    return None if classes is None else int(classes.ne(_IGNORED if term.ignored is None else term.ignored).sum())
+
+
 def _counting(term: Reduction, given: Given) -> Rule | None:
     """Over what a call with classes adds up."""
-    classes = term.classes()
+    classes, count = term.classes(), _num_classes(term)
     assert classes is not None
-    count = int(classes.ne(_IGNORED if term.ignored is None else term.ignored).sum())
     found = [rule for rule, own in zip((Rule.LABELS, Rule.SHIFTED), given.counts, strict=True) if own == count]
     if given.labels is None or not found:
-        return Rule.SAMPLES if count == classes.numel() else None
-    if len(found) == 1:
-        return found[0]
-    labels = given.labels.to(classes.device)
-    return Rule.LABELS if torch.equal(classes.flatten(), labels.flatten().to(classes.dtype)) else Rule.SHIFTED
+        samples = 1 if given.labels is None else len(given.labels)
+        return Rule.SAMPLES if count == classes.numel() and count % samples == 0 else None
+    return found[0] if len(found) == 1 else _by_order(classes, given.labels)
+
+
+def _by_order(classes: Tensor, labels: Tensor) -> Rule | None:
+    """The rule where the first label of no sample counts, so that both count as many; None: the order is another."""
+    classes, labels = classes.flatten(), labels.to(classes.device, classes.dtype)
+    if torch.equal(classes, labels.flatten()):
+        return Rule.LABELS
+    ends = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+    shifted = any(torch.equal(classes, each.flatten()) for each in (labels[..., 1:], ends))
+    return Rule.SHIFTED if shifted else None
+
+
+def _shows_nothing(terms: Sequence[Reduction], given: Given) -> bool:
+    """Whether a micro-batch cannot tell rules apart: no label counts, or as many with the first of each and without."""
+    if given.labels is not None and not any(given.counts):
+        return True
+    for term in terms:
+        count, classes = _num_classes(term), term.classes()
+        if count == 0:
+            return True
+        if given.labels is None or classes is None or {*given.counts} != {count}:
+            continue
+        if _by_order(classes, given.labels) is None:
+            return True
+    return False
+
+
+def _may_change(term: Reduction, rule: Rule | None, given: Given) -> bool:
+    """Whether the classes that count may be others in another batch, because the loss chooses them."""
+    if term.classes() is None:
+        return False
+    return rule is Rule.SAMPLES if given.labels is not None else (term.ignored or -1) >= 0
+
+
+def _is_another_mean(term: Reduction, rule: Rule | None) -> bool:
+    """Whether a mean is taken over something that even numbers of labels do not make even."""
+    return rule is None and (term.is_weighted or term.classes() is not None)
 
 
 def _numbers(term: Reduction) -> str:
     """Over what a call took its mean or sum, in words."""
     kind = "sum" if term.is_sum else "weighted mean" if term.is_weighted else "mean"
     classes = term.classes()
-    if classes is None:
-        return f"({kind})"
-    counted = int(classes.ne(_IGNORED if term.ignored is None else term.ignored).sum())
-    return f"({kind} over {counted} of {classes.numel()} labels)"
+    return f"({kind})" if classes is None else f"({kind} over {_num_classes(term)} of {classes.numel()} labels)"

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import pairwise
 from math import isnan
 from typing import Any
 
@@ -141,8 +140,12 @@ class OwnLoss:
         shifts = self._rule.rule is Rule.SHIFTED if self._rule.rule else self._shared_shifts
         passed = shifts if self._takes_number else None
         own, sizes = self._counts(whole), [len(each[self._labels]) for each in whole]
-        pairs = pairwise(zip(own, sizes, strict=True))
-        is_even = all(a[0] * m == b[0] * n and a[1] * m == b[1] * n for (a, n), (b, m) in pairs)
+        is_even = all(
+            part * batch.all_samples == count * size
+            for each, size in zip(own, sizes, strict=True)
+            for part, count in zip(each, counts, strict=True)
+        )
+        self._rule.begin_batch(on_gpu=whole[0][self._labels].is_cuda)
         batch.targets = [
             _Labels(target, counts, [each * weight for each in numbers], weight, passed, is_even=is_even)
             for target, counts, weight in zip(batch.targets, own, batch.weights, strict=True)

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 _SCALING = frozenset({"Mul", "Div", "Mean"})
 _LINEAR = _SCALING | {"Add", "Sub", "Sum", "Stack", "Neg", "ToCopy", "Alias", "Clone", "View", "Squeeze", "Unsqueeze"}
+SCALED_SUM = "a sum with a factor"  # which may be the mean over what the factor counts
 _OF_CLASSES = frozenset({"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 
 
@@ -84,7 +85,7 @@ class Reductions(TorchFunctionMode):
         if foreign:
             return list(terms.values()), "other functions"
         divided = scaled and any(each.is_sum for each in terms.values())
-        return list(terms.values()), "a sum with a factor" if divided else None
+        return list(terms.values()), SCALED_SUM if divided else None
 
 
 def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
