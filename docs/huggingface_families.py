@@ -1,7 +1,7 @@
 """Generates the page of transformers' families from what a walk over all of them measured.
 
 python docs/huggingface_families.py                      writes the page from the committed JSON file
-python docs/huggingface_families.py --measure tp ep      measures columns first: pp (an hour on one core), tp, ep, kinds
+python docs/huggingface_families.py --measure tp ep      measures columns first: pp (8 CPU minutes), tp, ep, kinds
 python docs/huggingface_families.py --measure pp --only llama,qwen3
 """
 

@@ -93,6 +93,13 @@ def test_least_memory_offloads_all_that_it_can():
     assert least.plans[0].peak < usual.plans[0].peak
 
 
+def test_as_few_activations_as_possible_are_kept_also_for_time_and_fewer_are_refused():
+    fixed = f"{PIPELINE},schedule=1f1b,recompute=none"
+    assert search(80 * GIB, f"{fixed},offload=0").plans[0].of.offload == 0
+    with pytest.raises(InputError, match=r"offload=1 keeps fewer activations than a rank needs at once \(3\)"):
+        search(80 * GIB, f"{fixed},offload=1")
+
+
 @pytest.mark.parametrize(
     ("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipev", 2)]
 )
@@ -103,8 +110,8 @@ def test_moves_are_never_fewer_than_the_bound(name, chunks):
     program = lower(schedule)
     assert lowest_cap(of) == max(least_held(program))
     assert most_live(of) > lowest_cap(of)
-    for cap in range(lowest_cap(of), most_live(of)):
-        orders = insert_offload(program, cap).orders
+    for cap in (0, *range(lowest_cap(of), most_live(of))):
+        orders = insert_offload(program, cap or least_held(program)).orders
         moved = [sum(action.op is Op.OFFLOAD for action in order) for order in orders]
         bounds = least_moves(of, cap)
         assert all(number >= bound for number, (bound, _) in zip(moved, bounds, strict=True))

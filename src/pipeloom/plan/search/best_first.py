@@ -332,7 +332,9 @@ class _Search:
             self._left -= step.actions / _ACTIONS
             peaks = step.peaks()
         except PipeloomError:
-            self.refusals.add(_SIZES)
+            kept, least = choice.of.offload or inf, lowest_cap(choice.of)
+            few = f"offload={kept} keeps fewer activations than a rank needs at once ({least})"
+            self.refusals.add(few if kept < least else _SIZES)
             return
         if max(peaks) > self.request.memory_bytes:
             self._again(candidate, peaks)

@@ -58,7 +58,7 @@ class Recomputed:
         seconds, kept: of all stages, by kind; with no kind, residences are shortest.
 
     Attributes:
-        longest: seconds for which an activation stays at most, of the least that each stays.
+        longest: the largest of `residences`, that of the first stage.
     """
 
     def __init__(

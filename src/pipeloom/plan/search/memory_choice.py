@@ -119,7 +119,8 @@ class MemoryChoices:
     ) -> dict[tuple[Recompute, ...], list[Choice]]:
         """For each recomputation with which not all activations fit, choices that keep as many as fit by closed forms.
 
-        Nothing with more recomputation than what fits: offload is there to recompute less.
+        It ends with the least recomputation with which all activations fit, which has no choices: with more, offload
+        would save nothing.
 
         Args:
             of, beside: as for `found`.

@@ -40,7 +40,7 @@ class Offloaded(NamedTuple):
     """What a configuration offloads, of the rank for which it is most.
 
     Attributes:
-        seconds: for which activations keep its link to the host busy, at least; infinite where none can leave.
+        seconds: for which activations keep its link to the host busy, at least.
         host_bytes: in host memory at once.
     """
 
@@ -64,8 +64,8 @@ def offloaded_of(costs: StepCosts, of: Configuration, stages_of: Sequence[Sequen
         return Offloaded(0.0, states)
     rate = costs.network(of).memory_bytes_per_second or inf
     kept, seconds, there = [size / of.slices for size in costs.kept_bytes(of)], 0.0, 0.0
-    for held, (moves, away) in zip(stages_of, least_moves(of, max(1, of.offload)), strict=True):
-        seconds = max(seconds, 2 * moves * min(kept[stage] for stage in held) / rate if moves < inf else inf)
+    for held, (moves, away) in zip(stages_of, least_moves(of, of.offload), strict=True):
+        seconds = max(seconds, 2 * moves * min(kept[stage] for stage in held) / rate)
         there = max(there, away * sum(kept[stage] for stage in held) / len(held))
     return Offloaded(seconds, states + there)
 
@@ -82,22 +82,23 @@ def most_live(of: Configuration) -> int:
     return max(max(rank.counts) for rank in _held(of.schedule, of.pipeline, number, of.chunks, of.slices))
 
 
-def least_moves(of: Configuration, cap: int) -> list[tuple[float, int]]:
+def least_moves(of: Configuration, most_kept: int) -> list[tuple[int, int]]:
     """For each rank, activations that leave in a step, at least, and most that are elsewhere at once.
 
-    The first number is infinite where some must leave and none can.
+    Ranks that cannot keep to the cap count with the least that they can.
     """
     number, group = short_microbatches(of, of.stages)
     found = _held(of.schedule, of.pipeline, number, of.chunks, of.slices)
     times = (of.microbatches - number) // group
     less = _held(of.schedule, of.pipeline, number - group, of.chunks, of.slices) if times else found
-    moves: list[tuple[float, int]] = []
+    moves: list[tuple[int, int]] = []
     for rank, before in zip(found, less, strict=True):
+        cap = max(most_kept, rank.least)
         most, fewer = max(rank.counts), max(before.counts)
         away = max(0, most + times * max(0, most - fewer) - cap)
         excess, shorter = (sum(max(0, n - cap) * count for n, count in each.counts.items()) for each in (rank, before))
         excess += times * max(0, excess - shorter)
-        moves.append((0 if not excess else inf if rank.longest <= 0 else ceil(excess / rank.longest), away))
+        moves.append((ceil(excess / rank.longest) if excess else 0, away))
     return moves
 
 

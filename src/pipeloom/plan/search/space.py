@@ -291,7 +291,8 @@ def ways_of(
 ) -> list[tuple[DataStrategy, Granularity, bool]]:
     """Data strategies and granularities, and whether states are offloaded.
 
-    They are where gradients are reduced once per step, before more is communicated to hold less.
+    States are offloaded only where gradients are reduced once per step: offload comes before strategies and
+    granularities that communicate more to hold less.
     """
     ways = _strategies_of(of, request)
     if "offload_states" in request.fixed or not offloads_states:
