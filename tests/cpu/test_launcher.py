@@ -163,6 +163,26 @@ os.write(1, f"{os.stat(meeting.removeprefix('file://')).st_ino} {before} {loss.t
     assert "; it is started again, and the other ranks keep their processes (recovery 1 of at most 1)" in err
 
 
+def test_a_rank_that_stops_while_it_starts_again_is_told_and_killed(start: Start) -> None:
+    body = """
+line = member.lifeline
+if line.generation == 0:
+    box.phase = "step 12"
+    wait_for_all()
+    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    assert line.noticed(PeerLost(""))
+elif not (here / "stopped").exists():
+    (here / "stopped").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+line.meet()
+"""
+    before = "from pipeloom.processes.recovery import recoveries\nrecoveries._START_SECONDS = 2\nRECOVERIES = 9\n"
+    code, _, err = finish(start(body, before=before))
+    assert code == 0, err
+    assert re.search(r"rank 1 \(process \d+\) was stopped by SIGSTOP; the run waits for it", err), err
+    assert re.search(r"rank 1 \(process \d+\) was started again, but not ready after 2 s; it is killed\n", err), err
+
+
 def test_a_rank_that_is_killed_again_and_again_ends_the_run(start: Start) -> None:
     body = """
 line = member.lifeline

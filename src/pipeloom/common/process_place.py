@@ -14,7 +14,8 @@ class ProcessPlace:
     Attributes:
         host: identity of its host.
         process: process number.
-        started: when it started, in clock ticks of its host; tells it from a later process of the same number.
+        started: when it started, in clock ticks of its host; tells it from a later process of the same number. Empty
+            without ``/proc``.
         name: of the rank, such as ``rank 3``.
     """
 
@@ -26,7 +27,8 @@ class ProcessPlace:
     @classmethod
     def own(cls, name: str) -> Self:
         """The place of this process."""
-        return cls(_host(), os.getpid(), stat_fields(os.getpid())[19], name)
+        fields = stat_fields(os.getpid())
+        return cls(_host(), os.getpid(), fields[19] if fields else "", name)
 
     @property
     def is_near(self) -> bool:

@@ -280,6 +280,7 @@ def _watch(
         if recoveries.pending and signals:
             return 128 + signals[0], f"{_signal_name(signals[0])}: all ranks were ended, in a recovery"
         if not signals and recoveries.recovers(ranks, codes, lambda ended: _ending(ranks, ended)):
+            stops.look(ranks)  # tells of stopped ranks; the recovery's own deadlines end them
             time.sleep(_POLL_SECONDS)
             continue
         lost = {rank: code for rank, code in enumerate(codes) if code and code != PREEMPTED}

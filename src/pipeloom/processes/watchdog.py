@@ -137,7 +137,7 @@ class Watchdog:
                 self._say(f"{self._board.name}: its parent process has ended, and this process ends too")
                 os._exit(1)
             if (done := self.black_box.steps) != steps:
-                if steps >= 1:
+                if 1 <= steps < done:  # else a new beginning
                     self._step_seconds.append((at - step_began) / (done - steps))
                 steps, step_began = done, at
             # The clock of a stopped or starved process does not count.
@@ -173,7 +173,7 @@ class Watchdog:
         else:
             found = board.verdict(number, 2 * patience)
             verdict = self._judge(number, report, 0.0) if found is None else found
-        if verdict.line:
+        if verdict.line and not self._closed.is_set():
             self._end(report, verdict, leads=leads)
         self._stuck = min(self._stuck, self._limit / 2)
 

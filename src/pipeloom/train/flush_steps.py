@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -104,7 +105,9 @@ class FlushSteps:
         parts, now = self._parts, time.monotonic()
         if parts.group.rank == 0 and now >= self._next_timelines:
             measured = measured_timeline(parts.pipeline.schedule, [rows for _, rows in records])
-            write_timelines(parts.output_dir, measured, parts.predictor.predict(parts.pipeline.program))
+            predicted = parts.predictor.predict(parts.pipeline.program)
+            with suppress(RunError):  # such as a full disk: training needs no picture
+                write_timelines(parts.output_dir, measured, predicted)
             self._next_timelines = now + _TIMELINE_SECONDS
 
     def timelines(self) -> tuple[Timeline, Timeline] | None:

@@ -3,7 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from pipeloom.train.config.memory import chosen_words, under_cap
 from pipeloom.train.config.schedule import AUTO
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.opening import run_tokenizer
+from pipeloom.train.data.samples import Samples
 from pipeloom.train.fine_tuning.packing import check_packing
 from pipeloom.train.output.display import Display, display
 from pipeloom.train.output.rewinds import rewind
@@ -31,6 +32,14 @@ if TYPE_CHECKING:
     from pipeloom.train.auto.run_planner import RunPlanner
 
 _RESUME = "Resume with --resume_from_checkpoint auto."
+
+
+class _Next(NamedTuple):
+    """How a run goes on: its configuration, the checkpoint, and its data; None: opened anew."""
+
+    config: TrainConfig
+    checkpoint: Path
+    samples: Samples | None
 
 
 def train(config: TrainConfig, member: Membership | None) -> bool:
@@ -109,12 +118,16 @@ def train_group(
     automatic = config.parallel.auto
     if planner is not None:
         config = planner.first()
+    samples: Samples | None = None
     while True:
         layout = with_layout(group, config) if automatic else group
-        found = _train_on(config, layout, member, checkpoint, planner, recovery, restart)
+        found = _train_on(config, layout, member, checkpoint, planner, recovery, restart, samples)
         if found is None:
             return
-        (config, checkpoint), restart = found, None
+        (config, checkpoint, samples), restart = found, None
+        group.black_box.steps = 0.0  # the next steps warm up like those of a new process
+        if config.compile:
+            torch.compiler.reset()
 
 
 def _train_on(
@@ -125,8 +138,9 @@ def _train_on(
     planner: "RunPlanner | None",
     recovery: RunRecovery | None,
     restart: Restart | None,
-) -> tuple[TrainConfig, Path] | None:
-    """Train to the last step, or until another plan is better: its configuration, and the checkpoint to go on from."""
+    samples: Samples | None,
+) -> _Next | None:
+    """Train to the last step, or until another plan is better or a spike takes the run back."""
     note = None
     if config.parallel.slices == AUTO:
         from pipeloom.train.auto.measured_slices import choose_slices  # here: imports the planner
@@ -136,7 +150,7 @@ def _train_on(
     if config.memory.cap is not None:
         vocabulary_size = run_tokenizer(config).vocabulary_size
         config, choice = under_cap(config, vocabulary_size, device=group.device.type)
-    with Trainer(config, group, member, recovery) as trainer:
+    with Trainer(config, group, member, recovery, samples) as trainer:
         done = trainer.resume(checkpoint if restart is None else restart.source)
         if recovery is not None:
             recovery.begin(trainer.run, done, restart)
@@ -194,12 +208,14 @@ def _steps_until(
             shown.say(line)
             if target is not None:
                 return target
+            if recovery is not None:
+                recovery.copy_again(trainer.run, trainer.done)
     return None
 
 
 def _steps(
     trainer: Trainer, shown: Display, first: int, planner: "RunPlanner | None", recovery: RunRecovery | None
-) -> tuple[TrainConfig, Path] | None:
+) -> _Next | None:
     """All steps from `first`, with evaluations and checkpoints; as `_train_on`."""
     config = trainer.config
     if planner is not None:
@@ -216,7 +232,7 @@ def _steps(
         preemption = trainer.group.preemption
         if target is not None:
             if not preemption.agreed:
-                return config, target
+                return _Next(config, target, trainer.run.samples)
             preemption.saved = target
             shown.say(f"step {trainer.done}  pre-empted. {_RESUME}")
             return None
@@ -235,7 +251,7 @@ def _steps(
             for line in lines:
                 shown.say(line)
             if planner is not None and last < config.steps and (other := planner.again()) is not None:
-                return other, checkpoint_path(trainer.run.output_dir, last)
+                return _Next(other, checkpoint_path(trainer.run.output_dir, last), None)
         if recovery is not None:
             recovery.copy_if_due(trainer.run, last)
         first = last + 1

@@ -20,6 +20,7 @@ from pipeloom.train.checkpoint.directory import in_use
 from pipeloom.train.config.schedule import process_names, samples_of_replica
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import Part
+from pipeloom.train.data.samples import Samples
 from pipeloom.train.data.text import MODEL_DIR
 from pipeloom.train.fine_tuning.saving import save_pretrained
 from pipeloom.train.flush_steps import FlushSteps
@@ -42,6 +43,12 @@ class Trainer:
     """One process's part of a run.
 
     Steps count from 1: step N is the Nth update, and checkpoint-N the state after it.
+
+    Args:
+        config, group: of the run.
+        member: see `train`.
+        recovery: what this process keeps if another one is lost.
+        samples: the data, if it is open already.
     """
 
     def __init__(
@@ -50,11 +57,14 @@ class Trainer:
         group: Group,
         member: Membership | None,
         recovery: RunRecovery | None = None,
+        samples: Samples | None = None,
     ) -> None:
         self.config, self.group, self._recovery = config, group, recovery
         self._launched = member is not None and member.launched
         self._held = ExitStack()
-        self.run = RunParts(config, group, None if recovery is None else recovery.samples)
+        if samples is None and recovery is not None:
+            samples = recovery.samples
+        self.run = RunParts(config, group, samples)
         self._probe = MemoryProbe(self.run)
         streams = self.run.schedule.microbatches_per_update is not None
         self._steps = StreamSteps(self.run) if streams else FlushSteps(self.run, self._probe)
@@ -165,7 +175,10 @@ class Trainer:
     def report(self, shown: Display) -> None:
         """Rank 0 writes the timelines of the last step, measured and predicted, and the report."""
         self.run.journal.enter("report")
-        if self._first_step > self.config.steps:
+        if self._first_step > self.config.steps:  # a run that was complete; a process may have been lost before this
+            recovered = self._recovery is not None and self._recovery.loss is not None
+            if recovered and self.group.rank == 0 and (self.run.output_dir / "metrics.jsonl").exists():
+                shown.say(f"report: {write_report(self.run.output_dir)}")
             return
         self._probe.write()
         timelines = self._steps.timelines()

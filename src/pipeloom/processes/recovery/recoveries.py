@@ -1,6 +1,7 @@
 """`Recoveries`: the launcher's part: starts killed ranks again, and sends all to a new meeting place. No torch."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from pipeloom.processes.recovery.lifeline import PEER_LOST, Loss
 
 _NUM_COPIES = 2  # per rank: while one is written, the other is whole
 _READY_SECONDS = 30.0  # from a loss until a surviving rank has left its process groups
+_START_SECONDS = 300.0  # from the start of a new process until it can join
 _BESIDE = (0, PEER_LOST)  # exit codes of ranks that may be started again beside one that was killed
 
 
@@ -87,7 +89,7 @@ class Recoveries(Generic[R]):
         self._tethers, self._start = tethers, start
         self._generation = 0
         self._loss: Loss | None = None  # while ranks get ready
-        self._again: set[int] = set()  # ranks that were started for this generation
+        self._again: dict[int, float] = {}  # ranks that were started for this generation -> their deadlines
         self._deadline = 0.0
 
     @property
@@ -122,15 +124,14 @@ class Recoveries(Generic[R]):
                 return False
             self._left -= 1
         for rank in ended:
-            self._again.add(rank)
+            self._again[rank] = time.monotonic() + _START_SECONDS
             ranks[rank] = self._start(rank, self._generation)
         waits = [rank for rank, each in enumerate(ranks) if each.black_box.ready != self._generation]
         if not waits:
             self._go()
-        elif time.monotonic() > self._deadline:
-            for rank in {*waits} - self._again:
-                with suppress(ProcessLookupError):
-                    os.kill(ranks[rank].process.pid, signal.SIGKILL)
+        for rank in waits:
+            if time.monotonic() > self._again.get(rank, self._deadline):
+                self._kill(rank, ranks[rank])
         return True
 
     def _begin(self, ranks: Sequence[RankProcess], ended: Mapping[int, int], text: str) -> None:
@@ -145,6 +146,17 @@ class Recoveries(Generic[R]):
         sys.stderr.flush()
         for rank in {*range(len(ranks))} - ended.keys():
             self._tethers[rank].send({"generation": self._generation})
+
+    def _kill(self, rank: int, process: RankProcess) -> None:
+        if rank in self._again:
+            self._again[rank] = math.inf  # once
+            sys.stderr.write(
+                f"pipeloom: warning: {process.name} (process {process.process.pid}) was started again, but not ready "
+                f"after {_START_SECONDS:g} s; it is killed\n"
+            )
+            sys.stderr.flush()
+        with suppress(ProcessLookupError):
+            os.kill(process.process.pid, signal.SIGKILL)
 
     def _go(self) -> None:
         """Send all ranks to a new meeting place."""

@@ -75,6 +75,11 @@ class RunRecovery:
             self._copy(run, step)
         run.group.all_gather(b"")
 
+    def copy_again(self, run: RunParts, step: int) -> None:
+        """Copy the state after `step`, where earlier copies were dropped and the run does not go back."""
+        if self._every:
+            self._copy(run, step)
+
     def copy_if_due(self, run: RunParts, step: int) -> None:
         """Copy the state after `step`, between two steps; of a stream whenever it has drained."""
         if self.is_due(step) or (self._streams and self._every):
