@@ -251,6 +251,8 @@ def test_other_mistakes_are_one_line(home: Path, tmp_path: Path, capsys: pytest.
     (both / "a.txt").write_text("text")
     shutil.copy(home / "a.jsonl", both)
     assert "has 1 .jsonl files and others, such as a.txt" in refusal(home, tmp_path, capsys, f"--data.path={both}")
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "text"}] * 200))
+    assert "a.json is a JSON array of records" in refusal(home, tmp_path, capsys, f"--data.path={tmp_path / 'a.json'}")
     assert main(["train", "--local", "--data.packing=true", f"--output_dir={tmp_path / 'gpt'}"]) == 2
     assert "data.packing=true: has no effect with a new GPT" in capsys.readouterr().err
     other = tmp_path / "other"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import pipeloom as pl
 from pipeloom.split import split
+from pipeloom.split.planned.origins import DRAWN, IN_UNIT, Origins
 
 LAYERS = ["first", "blocks.*", "last"]
 
@@ -138,6 +140,23 @@ def test_what_later_stages_read_depends_on_what_is_drawn(draw):
     with pipeline(Sometimes(), loss_fn=loss_fn) as pipe:  # its layers begin as the identity
         losses = [float(pipe.step(x, x)) for _ in range(4)]
     assert (losses, len(set(seen))) == ([0] * 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("compare", "varies"),
+    [
+        (lambda drawn: drawn < 1, False),
+        (lambda drawn: torch.lt(drawn, other=0.1), True),
+        (lambda drawn: drawn.mul_(10) < 1, True),
+        (lambda drawn: operator.imul(drawn, 10) < 1, True),
+    ],
+)
+def test_a_comparison_of_what_is_drawn_is_certain_only_where_no_draw_changes_it(compare, varies):
+    with Origins() as origins:
+        drawn = torch.rand(())
+        origins.mark(drawn, DRAWN | IN_UNIT)
+        bool(compare(drawn))
+    assert bool(origins.decided & DRAWN) is varies
 
 
 def test_buffers_change_once_per_microbatch():

@@ -133,9 +133,9 @@ class _Full:
         if drawing.drew:
             if thread.shares_process:
                 raise RunError(
-                    f"module {_name_of(self._stage, modules[0])} draws from Python's or numpy's random generator, "
-                    "which ranks that are threads share: its recomputation would draw other numbers. Use recompute "
-                    "'none' for this stage, or processes."
+                    f"module {_name_of(self._stage, modules[0])}, or another thread meanwhile, draws from Python's or "
+                    "numpy's random generator, which ranks that are threads share: a recomputation would draw other "
+                    "numbers. Use recompute 'none' for this stage, or processes."
                 )
             self._drawing.add(modules[0])
         self._blocks[modules[0]] = known

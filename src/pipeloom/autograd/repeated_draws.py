@@ -14,7 +14,7 @@ class RepeatedDraws:
         exactly: whether to notice that it draws only the second number of numpy's last pair of normal ones.
 
     Attributes:
-        drew: whether the first call has drawn.
+        drew: whether the first call has drawn, or another thread meanwhile: the generators are of the process.
     """
 
     def __init__(self, function: Callable[..., Any], *, exactly: bool) -> None:

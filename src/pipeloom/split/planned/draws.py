@@ -46,7 +46,7 @@ class SharedDraws(TorchFunctionMode):
 
     Attributes:
         seed: of the micro-batch, or None as long as nothing was drawn.
-        others: whether Python's or numpy's generators have drawn.
+        others: whether Python's or numpy's generators have drawn, for the forward or for another thread meanwhile.
     """
 
     def __init__(self, seed: int | None, origins: Origins | None) -> None:
@@ -118,9 +118,9 @@ class SharedDraws(TorchFunctionMode):
         now = RandomStates.now()
         if now != shared and thread.shares_process:
             raise SplitError(
-                "the forward draws from Python's or numpy's random generator between its layers, and stages that are "
-                "threads share it: they would draw different numbers. Use torch's functions, transport 'loopback', or "
-                "processes."
+                "the forward, or another thread meanwhile, draws from Python's or numpy's random generator between its "
+                "layers, and stages that are threads share it: they would draw different numbers. Use torch's "
+                "functions, transport 'loopback', or processes."
             )
         if now != shared:
             self.others = True

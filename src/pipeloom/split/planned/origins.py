@@ -65,6 +65,12 @@ class Origins(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 self._of[id(leaf)] = (leaf, origin | self.of_tensor(leaf))
 
+    def _mark_computed(self, value: Any, origin: int) -> None:
+        """As `mark`; what an operation has computed, also in place, may be beyond 1."""
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                self._of[id(leaf)] = (leaf, (origin | self.of_tensor(leaf)) & ~IN_UNIT)
+
     def replace(self, value: Any, origin: int) -> None:
         """Set the origin of all tensors of a value."""
         for leaf in tree_leaves(value):
@@ -120,13 +126,12 @@ class Origins(TorchFunctionMode):
         origins = self.of(args[:1] if name in _OF_FIRST else (args, settings))
         if name in _TO_PYTHON:
             self.decided |= origins
-        elif origins == DRAWN | IN_UNIT and name in _COMPARISONS and _is_certain(args[1]):
+        elif origins == DRAWN | IN_UNIT and name in _COMPARISONS and len(args) > 1 and _is_certain(args[1]):
             return result
         elif origins:
-            origins &= ~IN_UNIT
-            self.mark(result, origins)
+            self._mark_computed(result, origins)
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-                self.mark(args[:1], origins)
+                self._mark_computed(args[:1], origins)
         return result
 
 

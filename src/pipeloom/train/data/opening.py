@@ -10,7 +10,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.corpus import prepare_corpus
 from pipeloom.train.data.documents import Documents, prepare_documents
 from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
-from pipeloom.train.data.records import SUFFIX
+from pipeloom.train.data.records import SUFFIX, check_no_array
 from pipeloom.train.data.samples import Samples, Windows
 from pipeloom.train.data.text import ByteTokenizer, FileTokenizer, Tokenizer, find_files
 from pipeloom.train.output.display import found_text, skipped_notice
@@ -22,8 +22,8 @@ def open_samples(config: TrainConfig) -> Samples:
     Text gives windows of a stream. For a model of a Hugging Face directory, JSON lines give documents.
 
     Raises:
-        DataError: data or tokenizer is missing, unreadable or empty, text and JSON lines are mixed, or a token
-            is unknown to the model.
+        DataError: data or tokenizer is missing, unreadable or empty, text and JSON lines are mixed, the only
+            file is a JSON array of records, or a token is unknown to the model.
     """
     samples = _open(config, run_tokenizer(config))
     most = None if config.facts is None else config.facts.vocabulary_size
@@ -44,6 +44,8 @@ def _open(config: TrainConfig, tokenizer: Tokenizer) -> Samples:
             found = _open_documents(config, root, files, len(lines), tokenizer)
             found.notices += skipped_notice({reason: number for reason, number in passed_over.items() if number})
             return found
+        if len(files) == 1 and files[0].suffix == ".json":
+            check_no_array(files[0])
     if data.packing:
         raise DataError(
             f"data.packing=true: has no effect on text, whose windows are full. Remove it, or use {SUFFIX} files."

@@ -49,6 +49,20 @@ def read_lines(file: Path) -> Iterator[Line]:
         raise unreadable(file, error) from None
 
 
+def check_no_array(file: Path) -> None:
+    """Raises DataError if a file is a JSON array of records, which would be read as text with all its brackets."""
+    try:
+        content = file.read_bytes()
+        records = parse_json(content) if content[:100].strip().startswith(b"[") else None
+    except OSError as error:
+        raise unreadable(file, error) from None
+    except ValueError:
+        return
+    keys = {key for each in _KINDS.values() for key in each}
+    if isinstance(records, list) and records and isinstance(records[0], dict) and keys & records[0].keys():
+        raise DataError(f"{file} is a JSON array of records. Write them as a {SUFFIX} file, one object per line.")
+
+
 def _line(place: str, content: bytes) -> Line:
     try:
         record = parse_json(content)
