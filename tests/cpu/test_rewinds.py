@@ -18,7 +18,7 @@ from pipeloom.errors import CheckpointError
 from pipeloom.train import run_parts
 from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.output.recent_band import RecentBand
-from pipeloom.train.output.rewinds import read_rewinds
+from pipeloom.train.output.rewinds import Rewind, read_rewinds
 from pipeloom.training import optimizer_step
 from tests.cpu.train_runs import (  # noqa: F401
     launched,
@@ -128,6 +128,15 @@ def test_rewinds_end_where_every_step_has_a_spike(
     assert f"the run went back to {tmp_path / 'checkpoint-22'} 2 times, and spike_rewinds=2." in shown.err
     assert [(each.step, each.start, each.stop) for each in read_rewinds(tmp_path)] == [(24, 132, 144), (23, 144, 150)]
     assert [row["step"] for row in metrics(tmp_path)][-2:] == [22, 23]
+
+
+def test_a_checkpoint_that_was_saved_after_a_rewind_knows_it() -> None:
+    rewind = Rewind(checkpoint=20, step=22, spike="loss 9, limit 3", start=120, stop=132, num_windows=50, seed=1)
+    sampler = {"num_windows": 50, "seed": 1, "samples_seen": 120}
+    assert rewind.is_known_to({**sampler, "passed_over": [[4, 9], [120, 144]]})
+    assert not rewind.is_known_to(sampler)
+    assert not rewind.is_known_to({**sampler, "passed_over": [[120, 130]]})
+    assert not rewind.is_known_to({**sampler, "seed": 2, "passed_over": [[120, 144]]})
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", "[{}]", '[{"step": 3}]'])

@@ -115,6 +115,18 @@ def test_unfit_keys_are_told(tmp_path: Path, content: bytes | None, rule: str) -
         CheckpointKey.read(tmp_path / "key")
 
 
+def test_a_signed_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path, key: CheckpointKey) -> None:
+    good, old = saved(tmp_path, 3, key), saved(tmp_path, 2, key)
+    moved = old.rename(tmp_path / "checkpoint-9")
+    assert verify(moved).step == 2
+    for read in (read_manifest, verify):
+        with pytest.raises(CheckpointError, match=r"checkpoint-9 is signed as the checkpoint of step 2\. Rename it"):
+            read(moved, key)
+    found = find_good("auto", tmp_path, leads=True, key=key)
+    assert found is not None
+    assert found.path == good
+
+
 def test_directories_of_hugging_face_have_no_signature(tmp_path: Path, key: CheckpointKey) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.common.process_place import place_of, write_places
 from pipeloom.processes.black_box import BlackBox
-from pipeloom.watch.rank_states import place_of, read_states, write_places
+from pipeloom.watch.rank_states import read_states
 from pipeloom.watch.run_view import RunView
 from pipeloom.watch.server import served
 from tests import browser
@@ -74,7 +75,11 @@ def test_nobody_else_reads_it(address: str) -> None:
     for path in ("/", "/?token=x", "/now", "/now?token=", "/?tokens=1"):
         status, text, _ = get(address, path)
         assert (status, text) == (403, "The address needs the token that `pipeloom watch` printed.")
-    assert get(address, f"/?{token}", Host="evil.example")[0] == 403
+    port = urlsplit(address).port
+    for host in ("evil.example", f"evil.example:{port}", "evil.example:8765", ""):
+        assert get(address, f"/?{token}", Host=host)[0] == 403
+    for host in ("127.0.0.1", f"localhost:{port}"):
+        assert get(address, f"/?{token}", Host=host)[0] == 200
     assert get(address, f"/../config.yaml?{token}")[0] == 404
     for method in ("POST", "PUT", "DELETE"):
         assert get(address, f"/?{token}", method)[0] == 501
@@ -95,15 +100,15 @@ def test_states_of_processes_are_seen(tmp_path: Path) -> None:
     box.page[:4] = b"1B3\0"
     script = (
         "import json, sys, time; from pipeloom.processes.black_box import BlackBox;"
-        "from pipeloom.watch.rank_states import place_of; box = BlackBox(); box.enter('step 3', patient=False);"
-        "print(json.dumps(place_of(sys.argv[1], box)), flush=True); sys.stdin.read()"
+        "from pipeloom.common.process_place import place_of; box = BlackBox(); box.enter('step 3', patient=False);"
+        "print(json.dumps(place_of(sys.argv[1], box.descriptor)), flush=True); sys.stdin.read()"
     )
     others = [
         subprocess.Popen([sys.executable, "-c", script, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for name in ("rank 1", "rank 2")
     ]
     try:
-        places = [place_of("rank 0", box), *(json.loads(other.stdout.readline()) for other in others)]
+        places = [place_of("rank 0", box.descriptor), *(json.loads(other.stdout.readline()) for other in others)]
         others[0].send_signal(signal.SIGSTOP)
         os.waitpid(others[0].pid, os.WUNTRACED)
         others[1].communicate()
@@ -145,7 +150,7 @@ def test_a_port_that_is_taken(address: str, run: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.skipif(browser.PATH is None, reason="no Chromium on this machine")
 def test_a_browser_shows_it_and_follows_the_run(run: Path, address: str) -> None:
-    write_places(run, [place_of("rank 0", BlackBox())])
+    write_places(run, [place_of("rank 0", BlackBox().descriptor)])
     with browser.Page() as page:
         page.call("Page.navigate", url=address)
         page.until("document.readyState == 'complete' && document.getElementById('ranks')")

@@ -12,8 +12,15 @@ from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import bytes_text, table_lines
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.convert import convert, has_configuration, model_tensors
-from pipeloom.train.checkpoint.directory import CheckpointEntry, is_misnamed, is_ours, list_checkpoints, resolve
-from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, missing_or_cut, read_manifest, verify
+from pipeloom.train.checkpoint.directory import CheckpointEntry, is_ours, list_checkpoints, resolve
+from pipeloom.train.checkpoint.manifest import (
+    MANIFEST_NAME,
+    SEAL_NAME,
+    is_misnamed,
+    missing_or_cut,
+    read_manifest,
+    verify,
+)
 from pipeloom.train.checkpoint.pieces import Piece
 
 _EXAMPLES = """\

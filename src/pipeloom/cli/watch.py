@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("output_dir", type=str, metavar="DIR", help="output directory of a run")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
     parser.add_argument(
-        "--seconds", type=float, default=2.0, metavar="X", help="seconds between two looks of the page (default: 2)"
+        "--seconds", type=float, default=2.0, metavar="X", help="refresh interval in seconds (default: 2)"
     )
     options = parser.parse_args(list(argv))
     if not 0 <= options.port < 65536:

@@ -1,10 +1,16 @@
-"""`ProcessPlace`: where a process runs, and what the kernel says of it."""
+"""`ProcessPlace`: where a process runs, and what the kernel says of it; a run writes those of its ranks into a file."""
 
+import json
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+from pipeloom.common.atomic_file import write_whole
+
+PROCESSES_NAME = "processes.json"  # in the output directory of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,16 @@ class ProcessPlace:
         """The kernel's letter for the state of the process, T where it is stopped; None: it has ended."""
         fields = stat_fields(self.process)
         return fields[0] if fields and fields[19] == self.started else None
+
+
+def place_of(name: str, descriptor: int) -> dict[str, Any]:
+    """Where this process is, and its black box of this descriptor, as JSON."""
+    return {**asdict(ProcessPlace.own(name)), "box": descriptor}
+
+
+def write_places(directory: Path, places: Sequence[dict[str, Any]]) -> None:
+    """Write the places of all ranks, in their order."""
+    write_whole(directory / PROCESSES_NAME, json.dumps(places) + "\n")
 
 
 def stat_fields(process: int) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 
+from pipeloom.common.process_place import place_of, write_places
 from pipeloom.common.quantities import counted
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.launcher import Membership
@@ -36,7 +37,6 @@ from pipeloom.train.recovery.state_copies import StateCopy
 from pipeloom.train.run_parts import RunParts, TokenBatch
 from pipeloom.train.stream_steps import StreamSteps
 from pipeloom.transport.values import MicroBatches
-from pipeloom.watch.rank_states import place_of, write_places
 
 
 class Trainer:
@@ -123,7 +123,7 @@ class Trainer:
             self.run.journal.reporters = Reporters(names, output_dir, options, self._first_step - 1, written)
         # No process saves or logs before the directory is ready.
         name = "all ranks" if self.group.size == 1 else process_names(self.config)[self.group.rank]
-        places = self.group.gather_json(place_of(name, self.group.black_box))
+        places = self.group.gather_json(place_of(name, self.group.black_box.descriptor))
         if self.group.rank == 0:
             with writing(output_dir):
                 write_places(output_dir, places)

@@ -1,19 +1,13 @@
-"""Where the ranks of a run are, in a file of its output directory: who watches the run reads their black boxes."""
+"""What the ranks of a run do now: a file of its output directory says where their black boxes are."""
 
-import json
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.json_reader import parse_json
-from pipeloom.common.process_place import ProcessPlace
+from pipeloom.common.process_place import PROCESSES_NAME, ProcessPlace
 from pipeloom.processes.black_box import BlackBox
-
-PROCESSES_NAME = "processes.json"
 
 
 class RankState(NamedTuple):
@@ -31,16 +25,6 @@ class RankState(NamedTuple):
     phase: str = ""
     action: str = ""
     seconds: float | None = None
-
-
-def place_of(name: str, box: BlackBox) -> dict[str, Any]:
-    """Where this process and its black box are, as JSON."""
-    return {**asdict(ProcessPlace.own(name)), "box": box.descriptor}
-
-
-def write_places(directory: Path, places: Sequence[dict[str, Any]]) -> None:
-    """Write the places of all ranks, in their order."""
-    write_whole(directory / PROCESSES_NAME, json.dumps(places) + "\n")
 
 
 def read_states(directory: Path) -> list[RankState]:

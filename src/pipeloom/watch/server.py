@@ -1,10 +1,12 @@
 """Serves the page of a run on the loopback interface, to whoever has its address; nothing can be changed through it."""
 
 import hmac
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from pipeloom.errors import InputError
@@ -26,10 +28,9 @@ def served(view: RunView, port: int) -> Iterator[str]:
     """
     token = new_secret()
     try:
-        server = ThreadingHTTPServer((_HOST, port), _handler(view, token))
+        server = _Server((_HOST, port), _handler(view, token))
     except OSError as error:
         raise InputError(f"--port {port}: {error.strerror}. Choose another port, or leave the option out.") from error
-    server.daemon_threads = True
     thread = Thread(target=server.serve_forever, name="pipeloom-watch", daemon=True)
     thread.start()
     try:
@@ -40,6 +41,14 @@ def served(view: RunView, port: int) -> Iterator[str]:
         thread.join()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a tab that was closed
+            super().handle_error(request, client_address)
+
+
 def _handler(view: RunView, token: str) -> Callable[..., BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "pipeloom", ""
@@ -48,7 +57,7 @@ def _handler(view: RunView, token: str) -> Callable[..., BaseHTTPRequestHandler]
             asked = urlsplit(self.path)
             query = {name: values[0] for name, values in parse_qs(asked.query).items()}
             # Another host name: a page elsewhere whose name was made to point here.
-            if self.headers.get("Host", "").rpartition(":")[0] not in (_HOST, "localhost"):
+            if self.headers.get("Host", "").partition(":")[0] not in (_HOST, "localhost"):
                 self._send(403, "text/plain", f"This page is served to http://{_HOST} alone.")
             elif not hmac.compare_digest(query.get("token", "").encode(), token.encode()):
                 self._send(403, "text/plain", "The address needs the token that `pipeloom watch` printed.")

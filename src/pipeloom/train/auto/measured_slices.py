@@ -5,6 +5,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import seconds_text
 from pipeloom.models import GPTConfig
 from pipeloom.plan.slicing import LinearTime, slice_for_schedule
@@ -25,7 +26,8 @@ def choose_slices(config: TrainConfig, group: Group, checkpoint: Path | None) ->
     """
     answer: tuple[int | str, str] | None = None
     if group.rank == 0:
-        saved = load(checkpoint).state.get("config", {}).get("parallel", {}) if checkpoint else {}
+        key = CheckpointKey.read(config.checkpoint_key_file)
+        saved = load(checkpoint, key=key).state.get("config", {}).get("parallel", {}) if checkpoint else {}
         kept = saved.get("slices")
         if kept is not None and saved.get("pipeline") == config.parallel.pipeline:
             answer = kept, f"slices {kept}, as in {checkpoint}"

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeloom.errors import CheckpointError, InputError
-from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME
+from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, NAME, SEAL_NAME
 
 OWN_CHECKPOINT = ("latest", "auto")  # values of resume_from_checkpoint: in the run's own output directory
 
-_VISIBLE = re.compile(r"checkpoint-(\d+)")
 _HIDDEN = re.compile(r"\.checkpoint-(\d+)\.(partial|old|deleted)-[0-9a-f]+")
 _RELEASE_SECONDS = 2.0  # how long a killed run may take to release its directory
 
@@ -52,7 +51,7 @@ def list_checkpoints(output_dir: Path) -> list[CheckpointEntry]:
     """All checkpoints, ascending by step, with the hidden directories of running or killed saves."""
     found = []
     for path in _entries(output_dir):
-        visible, hidden = _VISIBLE.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
+        visible, hidden = NAME.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
         if match := visible or hidden:
             complete = visible is not None and (path / SEAL_NAME).is_file()
             found.append(CheckpointEntry(int(match[1]), path, _size_bytes(path), complete))
@@ -67,7 +66,7 @@ def latest(output_dir: Path) -> Path | None:
 def checkpoints(output_dir: Path) -> Iterator[Path]:
     """The checkpoints of pipeloom, damaged or not, from the highest step. Cleans up after killed saves first."""
     clean(output_dir)
-    steps = [int(match[1]) for path in _entries(output_dir) if (match := _VISIBLE.fullmatch(path.name))]
+    steps = [int(match[1]) for path in _entries(output_dir) if (match := NAME.fullmatch(path.name))]
     return (path for step in sorted(steps, reverse=True) if is_ours(path := checkpoint_path(output_dir, step)))
 
 
@@ -81,7 +80,7 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(
             f"{path} is not a directory. Pass a checkpoint-N directory, or the output directory of a run."
         )
-    if is_ours(path) or _VISIBLE.fullmatch(path.name):
+    if is_ours(path) or NAME.fullmatch(path.name):
         return path
     found = latest(path)
     if found is None:
@@ -228,12 +227,6 @@ def in_use(directory: Path) -> Iterator[None]:
 
 def _hidden(output_dir: Path, step: int, kind: str) -> Path:
     return output_dir / f".checkpoint-{step}.{kind}-{secrets.token_hex(4)}"
-
-
-def is_misnamed(path: Path, step: int) -> bool:
-    """Whether the name of a checkpoint of `step` has another step."""
-    match = _VISIBLE.fullmatch(path.name)
-    return match is not None and int(match[1]) != step
 
 
 def is_ours(path: Path) -> bool:

@@ -22,6 +22,7 @@ Reading and verification need no torch, so a damaged checkpoint is reported befo
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ _WITHOUT_BLOCKS = 2  # written where no rank holds a block, which earlier releas
 MANIFEST_NAME = "manifest.json"
 SEAL_NAME = "manifest.json.sha256"
 INDEX_NAME = "model.safetensors.index.json"
+NAME = re.compile(r"checkpoint-(\d+)")  # of a complete checkpoint: its step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +152,11 @@ def seal(manifest: bytes) -> bytes:
 
 
 def read_manifest(checkpoint: Path, key: CheckpointKey | None = None) -> Manifest:
-    """Read the manifest and compare it with its hash, and with its signature if there is a key.
+    """Read the manifest and compare it with its hash; if there is a key, also with its signature and its name.
 
     Raises:
-        CheckpointError: it is missing, damaged, not signed with the key, or of an unsupported version; the message has
-            the file.
+        CheckpointError: it is missing, damaged, not signed with the key, or of an unsupported version, or a signed
+            checkpoint has the name of another step; the message has the file.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} is not a directory. Pass a checkpoint-N directory that pipeloom wrote.")
@@ -185,13 +187,25 @@ def read_manifest(checkpoint: Path, key: CheckpointKey | None = None) -> Manifes
             "the release of pipeloom that wrote it."
         )
     try:
-        return Manifest.from_dict(data)
+        manifest = Manifest.from_dict(data)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, CheckpointError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else error
         raise CheckpointError(
             f"{checkpoint / MANIFEST_NAME} is not a valid manifest ({reason}). Use another checkpoint, see `pipeloom "
             "checkpoint ls`."
         ) from error
+    if key is not None and is_misnamed(checkpoint, manifest.step):
+        raise CheckpointError(
+            f"{checkpoint} is signed as the checkpoint of step {manifest.step}. Rename it to "
+            f"checkpoint-{manifest.step}, or use another checkpoint."
+        )
+    return manifest
+
+
+def is_misnamed(checkpoint: Path, step: int) -> bool:
+    """Whether the name of a checkpoint of `step` has another step."""
+    match = NAME.fullmatch(checkpoint.absolute().name)
+    return match is not None and int(match[1]) != step
 
 
 def root_name(name: str, ties: Mapping[str, str]) -> str:

@@ -84,11 +84,13 @@ class TrainConfig:
     compile: bool = option(False, "compile every block with torch.compile", group="device")
     fp8: bool = option(False, "multiply in 8 bits in the linear layers of blocks", group="device")
     graphs: bool = option(False, "on a GPU: record forwards and backwards as CUDA graphs", group="device")
-    on_spike: Literal["warn", "skip", "rewind"] = option("warn", "at a spike of loss or norm", group="faults")
-    on_nonfinite: Literal["stop", "retry"] = option(
-        "stop", "at a step that is finite when it runs again", group="faults"
+    on_spike: Literal["warn", "skip", "rewind"] = option(
+        "warn", "action at a spike of loss or gradient norm", group="faults"
     )
-    spike_rewinds: int = option(3, "rewinds to one checkpoint that a run survives", group="faults")
+    on_nonfinite: Literal["stop", "retry"] = option(
+        "stop", "action when a non-finite step is finite on a second run", group="faults"
+    )
+    spike_rewinds: int = option(3, "maximum rewinds to the same checkpoint", group="faults")
     local: bool = option(
         False,
         "run all ranks in this process, in turn or in threads",

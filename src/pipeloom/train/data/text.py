@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeloom.common.process_place import PROCESSES_NAME
 from pipeloom.errors import DataError
 from pipeloom.train.checkpoint.manifest import SEAL_NAME
-from pipeloom.watch.rank_states import PROCESSES_NAME
 
 # Common names of the end-of-text token.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eos|>", "[SEP]")

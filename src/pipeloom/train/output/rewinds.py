@@ -6,10 +6,10 @@ whenever a checkpoint of this directory is loaded, so a run that is killed and r
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.json_reader import parse_json
@@ -54,6 +54,16 @@ class Rewind:
         if row["start"] >= row["stop"]:
             raise ValueError("start must be below stop")
         return cls(**row)
+
+    def is_known_to(self, sampler: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint passes over these samples, so that it was saved after this rewind.
+
+        Args:
+            sampler: the state of the sampler in the checkpoint.
+        """
+        return (self.num_windows, self.seed) == (sampler["num_windows"], sampler["seed"]) and any(
+            start <= self.start and self.stop <= stop for start, stop in sampler.get("passed_over", ())
+        )
 
 
 def read_rewinds(directory: Path) -> list[Rewind]:
@@ -121,11 +131,12 @@ def _record(run: RunParts, step: int, spike: str) -> tuple[str | None, str, bool
     first = saved["samples_seen"] if same_order else 0
     span = (sampler.position(first)[0], sampler.position(run.samples_seen - 1)[0] + 1)
     rewinds = read_rewinds(directory)
-    number = 1 + sum(each.checkpoint == manifest.step for each in rewinds)
+    number = 1 + sum(each.checkpoint == manifest.step and not each.is_known_to(saved) for each in rewinds)
     if number > most:
         text = (
-            f"step {step} has {spike}: the run went back to {path} {most} times, and spike_rewinds={most}. Lower "
-            "optimizer.learning_rate, or resume from an earlier checkpoint, or with on_spike=skip."
+            f"step {step} has {spike}: the run went back to {path} {most} times, and spike_rewinds={most}. Resume "
+            "from an earlier checkpoint with a lower optimizer.learning_rate, or with on_spike=skip, or with more "
+            "spike_rewinds."
         )
         return None, text, True
     numbers = dict(zip(("start", "stop", "num_windows", "seed"), (*span, *sampler.order), strict=True))
