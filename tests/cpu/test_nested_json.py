@@ -63,6 +63,7 @@ def test_files_are_read_by_the_reader_that_notices_nesting() -> None:
         *("processes/agreement.py", "processes/hang_board.py", "processes/hang_report.py", "train/process_group.py"),
         *("transport/values.py", "transport/shared_memory.py", "train/config/train_config.py"),
         *("train/machine/__main__.py", "train/machine/collective_times.py", "train/machine/measure.py"),
-        *("plan/plan.py", "train/trainer.py", "integrations/ray/workers.py"),
+        *("plan/plan.py", "train/output/directory.py", "integrations/ray/workers.py"),
+        *("processes/recovery/lifeline.py", "train/recovery/state_copies.py"),
     }
     assert found - {"common/json_reader.py"} == between_processes

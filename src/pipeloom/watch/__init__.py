@@ -2,5 +2,5 @@
 
 rank_states     what the ranks of a run do now
 run_view        the page and its changes, from the files of the run and the black boxes of its processes
-server          serves them to the browser of this machine, to nobody else
+server          serves them on the loopback interface to whoever has the address
 """

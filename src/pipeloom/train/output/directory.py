@@ -89,7 +89,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_timelines(directory: Path, measured: Timeline, predicted: Timeline) -> None:
-    """Write ``timelines.json``, of which the report and `pipeloom watch` make pictures."""
+    """Write ``timelines.json``: the report and `pipeloom watch` draw both."""
     texts = {name: json.loads(each.to_json()) for name, each in (("measured", measured), ("predicted", predicted))}
     path = directory / "timelines.json"
     with writing(path):

@@ -50,7 +50,7 @@ class Rewind:
             raise ValueError(f"an entry must have the keys {', '.join(names)}")
         numbers = {name: value for name, value in row.items() if name != "spike"}
         if not isinstance(row["spike"], str) or any(type(value) is not int or value < 0 for value in numbers.values()):
-            raise ValueError("an entry must have whole numbers from 0 and a text as spike")
+            raise ValueError("an entry must have integers of at least 0, and a string as spike")
         if row["start"] >= row["stop"]:
             raise ValueError("start must be below stop")
         return cls(**row)
