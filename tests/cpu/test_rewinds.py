@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,11 @@ from pipeloom.cli import main
 from pipeloom.errors import CheckpointError
 from pipeloom.train import run_parts
 from pipeloom.train.data.corpus import Sampler
+from pipeloom.train.data.samples import Samples
+from pipeloom.train.output.directory import Journal
 from pipeloom.train.output.recent_band import RecentBand
 from pipeloom.train.output.rewinds import Rewind, read_rewinds
+from pipeloom.train.process_group import Group
 from pipeloom.training import optimizer_step
 from tests.cpu.train_runs import (  # noqa: F401
     launched,
@@ -118,6 +122,13 @@ def test_rewinds_end_where_every_step_has_a_spike(
 ) -> None:
     monkeypatch.setattr(optimizer_step, "gradient_norms", optimizer_step.gradient_norms)  # restored afterwards
     spiking(21, *range(24, 99))
+    make, made = run_parts.RunParts.__init__, []
+
+    def noted(parts: run_parts.RunParts, config: Any, group: Group, samples: Samples | None = None) -> None:
+        made.append((samples is None, group.black_box.steps))
+        make(parts, config, group, samples)
+
+    monkeypatch.setattr(run_parts.RunParts, "__init__", noted)
     options = (*REWIND, "--local", "--save_steps=22", "--steps=30", "--spike_rewinds=2")
     assert main(words(text, tmp_path, *options)) == 1
     shown = capsys.readouterr()
@@ -128,6 +139,37 @@ def test_rewinds_end_where_every_step_has_a_spike(
     assert f"the run went back to {tmp_path / 'checkpoint-22'} 2 times, and spike_rewinds=2." in shown.err
     assert [(each.step, each.start, each.stop) for each in read_rewinds(tmp_path)] == [(24, 132, 144), (23, 144, 150)]
     assert [row["step"] for row in metrics(tmp_path)][-2:] == [22, 23]
+    assert made == [(True, 0), (False, 0), (False, 0)]  # data is opened once, and first steps are patient
+
+
+def lost_twice(directory: Path) -> None:
+    """A spike in step 21; rank 1 is killed once before step 22, and once before the report."""
+    spiking(21)
+    enter = Journal.enter
+
+    def entered(self: Journal, phase: str, **patient: Any) -> None:
+        note = directory / f"killed in {phase}"
+        if os.environ.get("RANK") == "1" and phase in ("step 22", "report") and not note.exists():
+            note.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        enter(self, phase, **patient)
+
+    Journal.enter = entered  # type: ignore[method-assign]
+
+
+def test_a_run_with_a_spike_before_its_first_checkpoint_recovers_from_there_and_reports(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    options = (*REWIND, "--save_steps=22", "--steps=22", "--recover", "--copy_steps=100")
+    with started(words(text, out, *options), first=partial(lost_twice, tmp_path)) as process:
+        assert process.wait() == 0, printed(process.stderr)
+        shown = printed(process.stdout)
+    assert "; update left out, because this run has no checkpoint yet" in shown
+    assert "all ranks went back to the copies in memory of step 21; 1 step again" in shown
+    assert re.search(r"step 22  recovered: rank 1 .*\nreport: ", shown), shown
+    assert [row["step"] for row in metrics(out) if "loss" in row] == [*range(1, 23)]
 
 
 def test_a_checkpoint_that_was_saved_after_a_rewind_knows_it() -> None:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.common import process_place
 from pipeloom.common.process_place import place_of, write_places
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.watch.rank_states import read_states
@@ -127,6 +128,12 @@ def test_states_of_processes_are_seen(tmp_path: Path) -> None:
             other.communicate()
     (tmp_path / "processes.json").write_text('[{"host": 3}]')
     assert read_states(tmp_path) == []
+
+
+def test_a_place_needs_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_place, "stat_fields", lambda process: [])
+    place = place_of("rank 0", 5)
+    assert (place["process"], place["started"], place["box"]) == (os.getpid(), "", 5)
 
 
 @pytest.mark.parametrize(
