@@ -242,7 +242,9 @@ def test_what_does_not_fit_is_one_line(
     assert message in refusal(home, tmp_path, capsys, *more.split())
 
 
-def test_other_mistakes_are_one_line(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_mistakes_are_one_line(
+    home: Path, padded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text("text " * 400)
     more = [f"--data.path={tmp_path / 'a.txt'}", "--data.packing=true"]
     assert "data.packing=true: has no effect on text" in refusal(home, tmp_path, capsys, *more)
@@ -258,7 +260,7 @@ def test_other_mistakes_are_one_line(home: Path, tmp_path: Path, capsys: pytest.
     other = tmp_path / "other"
     save_llama(other, num_hidden_layers=2)
     capsys.readouterr()
-    more = [f"--model.pretrained={other}", f"--resume_from_checkpoint={home / 'padded' / 'checkpoint-2'}"]
+    more = [f"--model.pretrained={other}", f"--resume_from_checkpoint={padded / 'checkpoint-2'}"]
     assert "num_hidden_layers=2, and checkpoint" in refusal(home, tmp_path, capsys, *more)
 
 
