@@ -1,6 +1,7 @@
 """One program on one rank.
 
 executor          programs on the ranks of one process, call after call; rank_threads: one thread per rank
+calls             before a call runs: batches are read and agreed on, or refused
 worker            the stages of one rank; instructions: the loop that runs its program
 binders           each turns one action into the function that runs it
 rank_state        values that a rank holds while it runs; batch: inputs and results of a step

@@ -4,30 +4,24 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-import torch
-
-from pipeloom.devices import Device, HostDevice, device_of_modules
+from pipeloom.devices import Device, device_of_modules
 from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.batch import Batch
-from pipeloom.engine.batch_agreement import (
-    BatchAgreement,
-    LineExchange,
-    MembersExchange,
-    different_forms,
+from pipeloom.engine.binders.action_graphs import ActionGraphs
+from pipeloom.engine.calls.agreement import (
     number_of_forms,
 )
-from pipeloom.engine.batch_reader import BatchReader, Programs
-from pipeloom.engine.binders.action_graphs import ActionGraphs
+from pipeloom.engine.calls.intake import BatchIntake
+from pipeloom.engine.calls.reader import Programs
+from pipeloom.engine.calls.refusals import (
+    PeerRefused,
+    refused_by,
+    send_refusals,
+)
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn, RankWiring
 from pipeloom.engine.rank_threads import RankThreads
-from pipeloom.engine.refusals import (
-    PeerRefused,
-    all_ranks_run_all_microbatches,
-    refused_by,
-    send_refusals,
-)
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.worker import Bound, WarmUp, Worker, WrapStep
@@ -105,63 +99,30 @@ class Executor:
         self.open_channels({*program_channels(programs.train), *self._results.channels()})
         self.workers: dict[int, Worker] = {}
         for rank, stages in state.stages_of.items():
-            own_loss = state.sharing.loss_fn(loss_fn)
+            own_loss, mover = state.sharing.loss_fn(loss_fn), open_mover()
             wiring = RankWiring(
-                rank,
-                stages,
-                own_loss,
-                self._transport,
-                sliced,
-                parts,
-                recompute,
-                open_mover(),
-                skips,
-                devices[rank],
+                rank, stages, own_loss, self._transport, sliced, parts, recompute, mover, skips, devices[rank]
             )
-            shared, store = state.ownership.shared(rank), state.stores[rank]
-            gradient_sum = GradientSum(rank, shared, self._transport, store.value) if shared else None
-            block_sum = state.sharing.blocks.gradient_sum(store.parameters, store.ranges, store.gradient_dtype)
-            self.workers[rank] = Worker(
-                wiring,
-                gradient_sum=gradient_sum,
-                block_sum=block_sum,
-                store=store,
-                graphs=self._graphs,
-                blackbox=blackbox,
-            )
-        last = programs.train.placement.num_stages - 1
-        self._reader = BatchReader(
-            reads_inputs=_only(devices[rank] for rank, stages in state.stages_of.items() if 0 in stages),
-            reads_targets=_only(devices[rank] for rank, stages in state.stages_of.items() if last in stages),
-            programs=programs,
-            sharing=state.sharing,
+            self.workers[rank] = self._worker(wiring, blackbox)
+        self._intake = BatchIntake(
+            devices,
+            state,
+            programs,
+            connection,
             loss_fn=loss_fn,
             sliced=sliced,
             slice_lengths=slice_lengths,
             parts=parts,
             check_batch=check_batch,
         )
-        alone = not state.sharing.replica_ranks and not state.sharing.blocks.divides
-        self._refuses_in_messages = alone and all_ranks_run_all_microbatches(programs.train)
-        self._agreement: BatchAgreement | None = None
-        self._line: LineExchange | None = None
-        if connection.rank is not None and self._refuses_in_messages:
-            self._line = LineExchange(connection.rank, programs.train, self._transport)
-            self.open_channels(self._line.channels)
-            line = [range(programs.train.num_ranks)]
-            self._agreement = BatchAgreement(self._line, line, (), line)
-        elif connection.members is not None:
-            exchange = MembersExchange(connection.members, connection.timeout_seconds)
-            self._agreement = BatchAgreement(
-                exchange, connection.replicas, state.sharing.replica_ranks, connection.batches
-            )
+        self.open_channels(self._intake.channels)
         # By number of micro-batches and whether there are only forwards, then by rank.
         self._bound: dict[tuple[int, bool], dict[int, Bound]] = {}
         self._wrap: WrapStep | None = None
         self._threads: RankThreads | None = None
         if isinstance(self._transport, OneProcessTransport) and self._transport.blocking and len(self.local_ranks) > 1:
             self._threads = RankThreads(devices, self._transport)
-        self._running = self._has_values = False
+        self._running = False
         self.num_calls = 0
         self.before_call: Callable[[], None] | None = None
         self.last_run: Mapping[int, Callable[[], Iterable[Record]]] = {}
@@ -246,6 +207,18 @@ class Executor:
         self.num_calls = call_count(self.workers[self.local_ranks[0]].state.call)  # a warm-up may have taken a number
         return batch
 
+    def _worker(self, wiring: RankWiring, blackbox: Any) -> Worker:
+        rank, sharing = wiring.rank, self._state.sharing
+        shared, store = self._state.ownership.shared(rank), self._state.stores[rank]
+        return Worker(
+            wiring,
+            gradient_sum=GradientSum(rank, shared, self._transport, store.value) if shared else None,
+            block_sum=sharing.blocks.gradient_sum(store.parameters, store.ranges, store.gradient_dtype),
+            store=store,
+            graphs=self._graphs,
+            blackbox=blackbox,
+        )
+
     def _open_graphs(self, devices: Mapping[int, Device]) -> ActionGraphs:
         found = dict.fromkeys(devices.values())
         graphs = next(iter(found)).graphs()
@@ -296,28 +269,15 @@ class Executor:
     ) -> Batch:
         """The micro-batches of this replica. Where a batch is invalid, all ranks of all replicas raise."""
         training = kind is Call.STEP
-        call, alone = call_number(self.num_calls + 1, kind), training and self._refuses_in_messages
-        agreement = None if alone else self._agreement
-
-        def read_with_values() -> tuple[Value, Value]:
-            if not self._has_values:
-                self._state.check_values()
-                self._has_values = True
-            return read()
-
         try:
             with self._ended_by_lost_peers():
-                batch = self._reader.read(
-                    read_with_values, agreement, call, training=training, with_loss=with_loss, settings=settings
-                )
+                batch = self._intake.read(read, kind, self.num_calls + 1, with_loss=with_loss, settings=settings)
             if self._graphs is not None and training:
                 self._graphs.check(batch)
         except Exception as error:
-            if alone and self.connection.rank is not None:
+            if training and self._intake.refuses_in_messages and self.connection.rank is not None:
                 self._refuse(refused_by(self.connection.rank, error))
             raise
-        if self._sliced and training:
-            batch.seed = self._state.sharing.blocks.common(int(torch.randint(2**63 - 1, ())))
         return batch
 
     @contextmanager
@@ -343,15 +303,11 @@ class Executor:
             self._transport.end_step()
         self.num_calls += 2  # the second is that of a warm-up which was repeated
         self.workers[rank].state.last_refused = self.num_calls
-        if self._line is None:
+        if not self._intake.exchanges_reasons:
             return text
-        self._line.last_refused = self.num_calls
         self.num_calls += 1
         with self.ended_by_errors():
-            rows = self._line.gather("\n".join((*forms, text)), call_number(self.num_calls, Call.STEP))
-        found = [row.split("\n", 2) for row in rows]
-        texts = [reason for *_, reason in found if reason]
-        return text or next(iter(texts), "") or different_forms(found, [range(len(found))])
+            return self._intake.reason(text, forms, self.num_calls - 1)
 
     def drive(
         self, runs: Mapping[int, Run], finish: Callable[[], None], records: Mapping[int, Callable[[], Iterable[Record]]]
@@ -420,9 +376,3 @@ def close_runs(runs: Iterable[Run]) -> None:
     for run in runs:
         with suppress(Exception):  # an error here would hide the first one
             run.close()
-
-
-def _only(devices: Iterable[Device]) -> Device | None:
-    """The device that all of these are, the CPU where they differ; None without any."""
-    found = dict.fromkeys(devices)
-    return None if not found else next(iter(found)) if len(found) == 1 else HostDevice()

@@ -6,8 +6,8 @@ from time import perf_counter
 from typing import Any
 
 from pipeloom.devices import Device, Stamp
+from pipeloom.engine.calls.refusals import PeerRefused
 from pipeloom.engine.rank_state import Step
-from pipeloom.engine.refusals import PeerRefused
 from pipeloom.errors import CallerError, PeerLost, PipeloomError, RunError, StageError, one_line, unwrapped
 from pipeloom.ir import Action, Op
 from pipeloom.processes.black_box import BLACKBOX_BYTES, LABEL_BYTES, label_of

@@ -16,10 +16,10 @@ from pipeloom.engine.binders.computations import bind_backward, bind_forward, bi
 from pipeloom.engine.binders.sequence_parts import in_tokens
 from pipeloom.engine.binders.sequence_slices import in_slice
 from pipeloom.engine.binders.transfers import bind_offload, bind_receive, bind_reload, bind_send, moved_keys
+from pipeloom.engine.calls.refusals import PeerRefused
 from pipeloom.engine.instructions import InstructionList, Record, Run, explained
 from pipeloom.engine.overlap_times import OverlapTimes
 from pipeloom.engine.rank_state import Binder, RankState, RankWiring, Step
-from pipeloom.engine.refusals import PeerRefused
 from pipeloom.engine.stores.blocks import BlockSum
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import ParameterStore

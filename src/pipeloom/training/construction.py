@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipeloom.common.quantities import counted
-from pipeloom.engine.batch_reader import Programs
+from pipeloom.engine.calls.reader import Programs
 from pipeloom.engine.executor import Executor
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn

@@ -18,8 +18,8 @@ from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.engine.batch import sample_mismatch
 from pipeloom.engine.binders.computations import bind_entry
 from pipeloom.engine.binders.skips import bind_skip_receive
+from pipeloom.engine.calls.refusals import PeerRefused
 from pipeloom.engine.rank_state import RankState, Step
-from pipeloom.engine.refusals import PeerRefused
 from pipeloom.errors import InputError
 from pipeloom.ir import Action, Op, Program, peer_of
 from pipeloom.ir.action import SKIP_OPS

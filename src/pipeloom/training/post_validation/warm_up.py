@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.common.random_states import RandomStates
+from pipeloom.engine.calls.refusals import PeerRefused, send_refusals
 from pipeloom.engine.rank_state import refuse_other_call
-from pipeloom.engine.refusals import PeerRefused, send_refusals
 from pipeloom.engine.worker import Bound, Worker
 from pipeloom.errors import PeerLost, RunError, StageError
 from pipeloom.passes import warm_up_lengths

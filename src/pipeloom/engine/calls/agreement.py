@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from pipeloom.engine.batch import Batch
-from pipeloom.engine.refusals import refused_by
+from pipeloom.engine.calls.refusals import refused_by
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
 from pipeloom.processes.members import Members

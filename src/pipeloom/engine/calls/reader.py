@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from pipeloom.devices import Device
 from pipeloom.engine.batch import Batch, LabelWeights, form_of, label_weights, moved, prepared
-from pipeloom.engine.batch_agreement import BatchAgreement
 from pipeloom.engine.binders.sequence_parts import cut_tokens
 from pipeloom.engine.binders.sequence_slices import cut_sequences
+from pipeloom.engine.calls.agreement import BatchAgreement
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.stores.sharing import Sharing
 from pipeloom.errors import InputError

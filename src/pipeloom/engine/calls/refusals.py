@@ -6,7 +6,7 @@
 
 A refusal travels in place of the values of a step, so a valid step costs nothing. Every rank waits for another before
 its first backward ends, so all of them hear of it before a gradient is complete. Ranks that need more than this, such
-as data-parallel replicas, agree before anything runs (`batch_agreement`); so do evaluations, whose first ranks wait for
+as data-parallel replicas, agree before anything runs (`agreement`); so do evaluations, whose first ranks wait for
 no other, and which also agree on the number of micro-batches.
 """
 
