@@ -6,7 +6,7 @@ from pipeloom.common.lazy_exports import lazy_exports
 from pipeloom.split.chain_partition import Tie, partition
 
 if TYPE_CHECKING:
-    from pipeloom.split.planned.layouts import register_layout
+    from pipeloom.split.layouts.layout import register_layout
     from pipeloom.split.profile import LayerTime, profile_layers
     from pipeloom.split.stage_module import StageModule
     from pipeloom.split.stages import Stages, TiedParameter, profile_model, split
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Module -> its public names, loaded at first use.
 _LAZY = {
-    "pipeloom.split.planned.layouts": "register_layout",
+    "pipeloom.split.layouts.layout": "register_layout",
     "pipeloom.split.profile": "LayerTime profile_layers",
     "pipeloom.split.stage_module": "StageModule",
     "pipeloom.split.stages": "Stages TiedParameter profile_model split",

@@ -13,8 +13,8 @@ from pipeloom.ir import SkippingValue
 from pipeloom.split.chain_partition import Tie, consecutive, find_ties
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
 from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find_layers
+from pipeloom.split.layouts.layout import Layout, find_layout, runs_in_order
 from pipeloom.split.planned.collected import hooks_installed
-from pipeloom.split.planned.layouts import Layout, find_layout, runs_in_order
 from pipeloom.split.planned.stage import PlannedStage
 from pipeloom.split.planned.stand_ins import without_memory
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers

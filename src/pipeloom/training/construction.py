@@ -34,7 +34,7 @@ from pipeloom.slicing import make_sliceable
 from pipeloom.split import Stages, split
 from pipeloom.split.compiling import compile_stages
 from pipeloom.split.huggingface import DecoderStage
-from pipeloom.split.planned.layouts import find_layout
+from pipeloom.split.layouts.layout import find_layout
 from pipeloom.split.planned.stage import PlannedStage
 from pipeloom.split.traced.stage import TracedStage
 from pipeloom.training.argument_checks import (

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.arguments import as_one_device
-from pipeloom.split.planned.layouts import find_layout
+from pipeloom.split.layouts.layout import find_layout
 from pipeloom.split.planned.stand_ins import HOOKS, shallow_copy
 from pipeloom.training.losses.loss_rule import Given, LossRule, Rule
 from pipeloom.training.losses.noticed_number import NoticedNumber

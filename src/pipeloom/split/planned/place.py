@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipeloom.errors import SplitError, one_line
-from pipeloom.split.planned.layouts import Layout
+from pipeloom.split.layouts.layout import Layout
 
 OTHER_WAYS = "trace the model with example= (Pipeline, split), declare its order with register_layout, or use one stage"
 

@@ -17,18 +17,17 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from pipeloom.errors import PipeloomError, SplitError
+from pipeloom.split.layouts.layout import Layout
+from pipeloom.split.planned.arguments import FIRST, ModelArguments, form_of
 from pipeloom.split.planned.attributes import ContainerAttributes
 from pipeloom.split.planned.caches import fill_others, lengths_of
 from pipeloom.split.planned.collected import INSTALLED, HooksOnDemand
 from pipeloom.split.planned.forward_run import ForwardRun, Known
-from pipeloom.split.planned.layouts import Layout
 from pipeloom.split.planned.other_parts import OtherParts
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import (
@@ -40,10 +39,6 @@ from pipeloom.split.planned.stand_ins import (
     shaped_like_result,
 )
 from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace
-
-_COUNT = "num_items_in_batch"  # differs from batch to batch, and is only divided by
-_CONSTANTS = (bool, int, float, str, NoneType)
-_FIRST = ""  # the key of the model's first argument, given without a name
 
 
 class PlannedStage(StageModule):
@@ -79,10 +74,7 @@ class PlannedStage(StageModule):
         self._shell = (self._shell_of(model, ""),)  # in a tuple: it is no submodule
         base: Any = model.get_submodule(layout.base)
         self._without_cache = "use_cache" in inspect.signature(base.forward).parameters
-        self._signature = inspect.signature(self._shell[0].forward)
-        arguments = self._signature.parameters
-        self._arguments_known = frozenset(arguments)
-        self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values())
+        self._arguments = ModelArguments(self._shell[0].forward)
         self._format_of_model = format_of(self)
         on_demand = HooksOnDemand(model, [*self.modules(), *self._containers])
         for container in self._containers:
@@ -90,8 +82,8 @@ class PlannedStage(StageModule):
                 vars(container)[INSTALLED] = on_demand
 
     @property
-    def whole_model(self) -> nn.Module:
-        """The model that the stage was cut from, with parts of other stages passed over."""
+    def whole_model(self) -> Any:
+        """The model that the stage was cut from, with parts of other stages passed over: of the model's class."""
         return self._shell[0]
 
     # The module tree that the forward walks
@@ -202,11 +194,6 @@ class PlannedStage(StageModule):
         """The number of repeated layers of the whole model."""
         return len(self._where.blocks)
 
-    @property
-    def shell(self) -> Any:
-        """The copy of the model's containers that forwards run on: an instance of the model's class."""
-        return self._shell[0]
-
     @contextmanager
     def decoding(self, cache: Any) -> Iterator[None]:
         """Inside the block, the model's forward gets `cache` as `past_key_values`, of this stage alone."""
@@ -234,7 +221,7 @@ class PlannedStage(StageModule):
                 compute in a way that stages cannot exchange.
         """
         arrived = value if self._where.first else {}
-        inputs = dict(arrived["inputs"]) if arrived else self._arguments(value)
+        inputs = dict(arrived["inputs"]) if arrived else self._arguments.of(value)
         if self.training != self._training:
             self._training = self.training
             for container in self._containers:
@@ -250,7 +237,7 @@ class PlannedStage(StageModule):
         if call.origins is not None:
             self._attributes.begin(call.origins)
         settings = dict(inputs)
-        first = (settings.pop(_FIRST),) if _FIRST in settings else ()
+        first = (settings.pop(FIRST),) if FIRST in settings else ()
         if cache is not None:
             settings.update(past_key_values=cache, use_cache=True)
         elif self._without_cache:
@@ -335,40 +322,11 @@ class PlannedStage(StageModule):
         """A value for this stage with more keyword arguments of the model."""
         if self._where.first > 0:
             return {**value, "inputs": {**value["inputs"], **more}}
-        return {**self._arguments(value), **more}
-
-    def _arguments(self, value: Any) -> dict[str, Any]:
-        """The keyword arguments of the model: a dict of these, a tuple of all it needs, or its first argument."""
-        if isinstance(value, Tensor):
-            return {_FIRST: value}
-        if isinstance(value, Mapping) and (self._takes_any or self._arguments_known.issuperset(value)):
-            return dict(value)
-        if isinstance(value, tuple):
-            needed = [
-                name
-                for name, each in self._signature.parameters.items()
-                if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and each.default is inspect.Parameter.empty
-            ]
-            if 1 < len(needed) <= len(value):
-                return dict(self._signature.bind(*value).arguments)
-        return {_FIRST: value}
+        return {**self._arguments.of(value), **more}
 
     def _form(self, inputs: Mapping[str, Any]) -> Any:
-        """What the way of values through a forward may depend on: structure and shapes of the inputs, and constants."""
+        """What the way of values through a forward may depend on."""
         kinds: list[Any] = [self.training]
         if self._cache is not None:
             kinds.append(any(lengths_of(self._cache)))
-        for name, value in inputs.items():
-            if isinstance(value, Tensor) and name != _COUNT:
-                kinds.append((name, value.shape if self._cache is None else None))
-            elif isinstance(value, _CONSTANTS) and name != _COUNT:
-                kinds.append((name, type(value), value))
-            elif name != _COUNT:
-                leaves, structure = tree_flatten(value)
-                kinds.append((name, structure, *(_kind(leaf) for leaf in leaves)))
-        return tuple(kinds)
-
-
-def _kind(leaf: Any) -> Any:
-    """What the way of values through a forward may depend on of a value inside of an input."""
-    return leaf.shape if isinstance(leaf, Tensor) else (type(leaf), leaf if isinstance(leaf, _CONSTANTS) else None)
+        return (*kinds, *form_of(inputs, shapes=self._cache is None))

@@ -121,7 +121,7 @@ def generate(
 
     def make(stage: nn.Module, prompt: Mapping[str, Any]) -> Sequences:
         if isinstance(stage, PlannedStage) and planned:
-            return ModelSequences(stage.shell, stage.num_blocks, prompt, options.settings)
+            return ModelSequences(stage.whole_model, stage.num_blocks, prompt, options.settings)
         return _plain(prompt, state, options)
 
     def read() -> tuple[Value, Value]:

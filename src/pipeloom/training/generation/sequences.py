@@ -199,7 +199,7 @@ def _holds_keys(layer: Any) -> bool:
 
 def can_prepare(stage: nn.Module) -> bool:
     """Whether a stage belongs to a model of transformers that generates."""
-    return isinstance(stage, PlannedStage) and hasattr(stage.shell, "prepare_inputs_for_generation")
+    return isinstance(stage, PlannedStage) and hasattr(stage.whole_model, "prepare_inputs_for_generation")
 
 
 class PlainSequences(Sequences):

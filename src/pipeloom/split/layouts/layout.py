@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipeloom.errors import InputError
-from pipeloom.split.planned.detection import detected_parts
+from pipeloom.split.layouts.detection import detected_parts
 
 # Model class -> patterns, relative to an instance of it.
 _REGISTERED: dict[type[nn.Module], tuple[str, ...]] = {}
