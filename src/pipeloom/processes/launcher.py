@@ -27,7 +27,7 @@ from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.preemption import PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline
-from pipeloom.processes.recovery.recoveries import Recoveries, Tether
+from pipeloom.processes.recovery.recoveries import Recoveries, Tethers
 
 _LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
@@ -188,7 +188,7 @@ def launch(
     if not hasattr(os, "memfd_create"):
         raise InputError(f"platform {sys.platform}: the launcher needs Linux. Use torchrun, or `--local`.")
     ranks: list[_Rank] = []
-    tethers = [Tether() for _ in names] if recoveries else []
+    tethers = Tethers(len(names) if recoveries else 0)
     signals: list[int] = []  # received; if handlers raised, a second signal would interrupt the clean-up
     ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if preempt_seconds else [])]
     asked = [number for number in ending if signal.getsignal(number) != signal.SIG_IGN]
@@ -199,8 +199,7 @@ def launch(
         with _anonymous_file("meeting") as meeting:
 
             def start(rank: int, generation: int) -> _Rank:
-                tether = tethers[rank] if tethers else None
-                return _start(rank, names, arguments, environment or {}, meeting, tether, generation)
+                return _start(rank, names, arguments, environment or {}, meeting, tethers, generation)
 
             for rank in range(len(names)):
                 if not signals:
@@ -208,8 +207,7 @@ def launch(
             code, line = _watch(ranks, signals, Request(preempt_seconds), Recoveries(recoveries, tethers, start))
     finally:
         _end(ranks)
-        for tether in tethers:
-            tether.close()
+        tethers.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
     if line is not None:
@@ -237,7 +235,7 @@ def _start(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     meeting: int,
-    tether: Tether | None,
+    tethers: Tethers,
     generation: int,
 ) -> _Rank:
     num_threads = str(max(1, len(os.sched_getaffinity(0)) // len(names)))
@@ -251,15 +249,16 @@ def _start(
         }
         inherited = {**os.environ, **environment}
         inherited.pop(_LIFELINE, None)  # of a rank that launches others
-        if tether is not None:
+        kept: tuple[int, ...] = ()
+        if tethers.by_rank:
             if generation:
-                tether.renew()
-            place[_LIFELINE] = tether.text(generation)
+                tethers.by_rank[rank].renew()
+            place[_LIFELINE], kept = tethers.inherited(rank, generation)
         process = subprocess.Popen(
             [sys.executable, *arguments],
             env={**defaults, **inherited, **place},
             stdin=subprocess.DEVNULL,
-            pass_fds=(meeting, descriptor, *(tether.descriptors if tether else ())),
+            pass_fds=(meeting, descriptor, *kept),
             process_group=0,  # only the launcher receives Ctrl-C from the terminal, and ends the ranks
         )
         return _Rank(names[rank], process, BlackBox(descriptor))

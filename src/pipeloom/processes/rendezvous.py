@@ -59,6 +59,20 @@ def open_sockets() -> dict[str, int]:
     return found
 
 
+def cut_connections(others: Collection[str]) -> None:
+    """End the connections of this process to other ones; whoever waits for it, or here for another, sees that.
+
+    Args:
+        others: sockets that stay open: those from before the process groups.
+    """
+    for name, descriptor in open_sockets().items():
+        if name not in others:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
+                listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # gloo ends the process at an error
+                if end.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                    end.shutdown(socket.SHUT_RDWR)  # a group may have references that nobody can reach
+
+
 def leave(others: Collection[str]) -> None:
     """Leave all process groups after the loss of a process, so that this one can join new ones.
 
@@ -75,12 +89,7 @@ def leave(others: Collection[str]) -> None:
         if "nccl" in dist.get_backend_config() and dist.group.WORLD is not None:
             dist.group.WORLD.abort()  # it would wait for the lost process
         dist.destroy_process_group()
-    for name, descriptor in open_sockets().items():
-        if name not in others:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
-                listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # gloo ends the process at an error
-                if end.family in (socket.AF_INET, socket.AF_INET6) and not listens:
-                    end.shutdown(socket.SHUT_RDWR)  # a group may have references that nobody can reach
+    cut_connections(others)
     for thread in threading.enumerate():
         if thread.name == BACKGROUND_THREAD:
             thread.join(_LEAVING_SECONDS)

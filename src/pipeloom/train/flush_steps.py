@@ -33,6 +33,7 @@ from pipeloom.train.output.step_metrics import (
     read_cost,
 )
 from pipeloom.train.output.stragglers import StragglerWatch
+from pipeloom.train.recovery.step_agreement import StepAgreement
 from pipeloom.train.run_parts import Batches, Live, RunParts
 from pipeloom.training import BarrierStep, OptimizerStep, Pipeline, PostValidatedStep, Update
 from pipeloom.training.loss_scaler import LEAST_LOSS_SCALE
@@ -46,12 +47,17 @@ _TIMELINE_SECONDS = 30.0  # between two timelines that are written while the run
 class FlushSteps:
     """Runs steps one after another, with a barrier after each or with post-validation.
 
+    Args:
+        parts: of the run.
+        probe: of memory.
+        agreement: of a run that recovers from the loss of ranks; else None.
+
     Attributes:
         done: number of completed steps, over all runs.
     """
 
-    def __init__(self, parts: RunParts, probe: MemoryProbe) -> None:
-        self._parts, self._scaler, self._probe = parts, parts.scaler, probe
+    def __init__(self, parts: RunParts, probe: MemoryProbe, agreement: StepAgreement | None = None) -> None:
+        self._parts, self._scaler, self._probe, self._agreement = parts, parts.scaler, probe, agreement
         max_norm = parts.config.optimizer.clip_norm or math.inf
         self._stepper: OptimizerStep
         if parts.config.optimizer.barrier:
@@ -59,7 +65,7 @@ class FlushSteps:
                 parts.pipeline,
                 parts.optimizer,
                 max_norm=max_norm,
-                sum_over_processes=parts.group.sum,
+                sum_over_processes=self._sum,
                 scaler=parts.scaler,
                 accept=self._accept,
                 search=None if parts.config.graphs else _search(parts),
@@ -100,6 +106,14 @@ class FlushSteps:
                 break
         yield from map(self._finish, self._stepper.settle())
 
+    def _look_at_messages(self, step: int) -> None:
+        """Take the message times of the last step; a collective call."""
+        records = gathered_records(self._parts.group, self._records)
+        self._parts.predictor.observe_messages(records)
+        for link, text in self._links.observe(records).items():
+            self._link_lines.add(link, f"step {step}  {text}")
+        self._show(records)
+
     def _show(self, records: Records) -> None:
         """Now and then, rank 0 writes the timelines of this step, for who watches the run."""
         parts, now = self._parts, time.monotonic()
@@ -138,6 +152,10 @@ class FlushSteps:
         self._begun.append((step, rate, scale, num_tokens, time.perf_counter() - started))
         self._parts.journal.count_step()
         return updates
+
+    def _sum(self, values: Tensor) -> Tensor:
+        total = self._parts.group.sum
+        return total(values) if self._agreement is None else self._agreement.sum(values, total)
 
     def _cost_numbers(self, step: int) -> Tensor:
         pipeline = self._parts.pipeline
@@ -202,13 +220,6 @@ class FlushSteps:
         cost = read_cost(numbers[:-_NUM_OFFLOAD_NUMBERS], parts.pipeline.schedule, parts.group.size)
         parts.predictor.observe(cost)
         self._steps_here += 1
-        # The first step warms up, and message times cost a collective.
-        if 2 <= self._steps_here <= 6 or self._steps_here % 20 == 0 or self._links.suspects:
-            records = gathered_records(parts.group, self._records)
-            parts.predictor.observe_messages(records)
-            for link, text in self._links.observe(records).items():
-                self._link_lines.add(link, f"step {step}  {text}")
-            self._show(records)
         row = {"step": step, "loss": loss, "grad_norm": norm, "lr": rate}
         if self._scaler is not None:
             row |= {"loss_scale": scale, "skipped_steps": self._scaler.num_skipped}
@@ -222,6 +233,12 @@ class FlushSteps:
         row |= declared_metrics(observed.losses, observed.quantities)
         row |= self._warnings(step, update, own_seconds, seconds)
         parts.journal.write(row)
+        if self._agreement is not None:
+            self._agreement.finish(step, row)
+        # After all that makes this step complete, since another rank may be lost meanwhile. The first step warms up,
+        # and message times cost a collective.
+        if 2 <= self._steps_here <= 6 or self._steps_here % 20 == 0 or self._links.suspects:
+            self._look_at_messages(step)
         if not (update.applied or update.left_out) and not (update.skipped and scale >= LEAST_LOSS_SCALE):
             raise RunError(f"step {step} has loss {loss} and gradient norm {norm}{stopped_words(update.rerun)}")
         return row

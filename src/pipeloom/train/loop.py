@@ -25,7 +25,6 @@ from pipeloom.train.output.display import Display, display
 from pipeloom.train.output.rewinds import rewind
 from pipeloom.train.process_group import Group, join, with_layout
 from pipeloom.train.recovery.run_recovery import Restart, RunRecovery
-from pipeloom.train.recovery.state_copies import StateCopies
 from pipeloom.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -67,7 +66,8 @@ def train(config: TrainConfig, member: Membership | None) -> bool:
 
 def _train_recovering(config: TrainConfig, member: Membership, lifeline: Lifeline, preemption: Preemption) -> None:
     """Train as one rank; whenever another one is lost, leave all process groups, and meet the ranks anew."""
-    recovery, others = RunRecovery(config, StateCopies(lifeline.copies)), open_sockets()
+    others = open_sockets()
+    recovery = RunRecovery(config, lifeline, member.rank, others)
     meeting = member.meeting
     if lifeline.generation:
         meeting, recovery.loss = lifeline.meet()
@@ -158,9 +158,11 @@ def _train_on(
             check_packing(trainer.run)
         try:
             with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
-                trainer.open_output(shown)
+                trainer.open_output(shown, {} if restart is None else restart.row)
                 if recovery is not None and restart is not None:
                     shown.say(recovery.line(restart))
+                    if restart.unevaluated:
+                        shown.say(f"step {done}  validation loss {trainer.evaluate(done):.4f}")
                     for line in trainer.saves.save(done) if restart.unsaved else ():
                         shown.say(line)
                 for line in planner.notes if planner else []:
@@ -181,6 +183,10 @@ def _train_on(
                 shown.say(f"sample:\n{trainer.sample()}")
         except InputError as error:  # options are valid: now it is a failure, such as a full disk
             raise RunError(str(error)) from error
+        except Exception:
+            if recovery is not None:
+                recovery.keep(trainer.run, trainer.samples_seen)
+            raise
         finally:
             if recovery is not None:
                 recovery.begun = trainer.done

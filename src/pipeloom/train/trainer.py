@@ -1,7 +1,7 @@
 """`Trainer`: one process of a run of `pipeloom train`."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +29,7 @@ from pipeloom.train.generation import generate
 from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.output.directory import prepare_output, write_timelines, writing
 from pipeloom.train.output.display import Display
-from pipeloom.train.output.reporters import Reporters
+from pipeloom.train.output.reporters import Reporters, entry_of
 from pipeloom.train.output.saves import Saves
 from pipeloom.train.process_group import Group
 from pipeloom.train.recovery.run_recovery import RunRecovery
@@ -67,10 +67,13 @@ class Trainer:
         self.run = RunParts(config, group, samples)
         self._probe = MemoryProbe(self.run)
         streams = self.run.schedule.microbatches_per_update is not None
-        self._steps = StreamSteps(self.run) if streams else FlushSteps(self.run, self._probe)
+        self._steps = (
+            StreamSteps(self.run) if streams else FlushSteps(self.run, self._probe, recovery and recovery.agreement)
+        )
         self.saves = Saves(self.run)
         self._resumed: Path | None = None
         self._first_step = 1
+        self._samples_before = (1, 0)  # a step, and the samples seen until it began
 
     def __enter__(self) -> Self:
         return self
@@ -104,10 +107,16 @@ class Trainer:
             done, self._resumed = run_checkpoints.load(self.run, start).step, start
         self._first_step = done + 1
         self._steps.done = done
+        self._samples_before = self._first_step, self.run.samples_seen
         return done
 
-    def open_output(self, shown: Display) -> None:
-        """Prepare the output directory and show the settings of the run, unless a recovery has shown them before."""
+    def open_output(self, shown: Display, row: Mapping[str, Any]) -> None:
+        """Prepare the output directory and show the settings of the run, unless a recovery has shown them before.
+
+        Args:
+            shown: takes the lines.
+            row: metrics of the last step, which may be missing after a recovery; or empty.
+        """
         output_dir, recovery = self.run.output_dir, self._recovery
         if self.group.rank == 0:
             if not self._launched:  # else the launcher holds it
@@ -121,6 +130,8 @@ class Trainer:
                 shown.say(moved)
             names, options = self.config.reporters, self.config.to_mapping()
             self.run.journal.reporters = Reporters(names, output_dir, options, self._first_step - 1, written)
+            if row and entry_of(row) not in written:
+                self.run.journal.write(row)
         # No process saves or logs before the directory is ready.
         name = "all ranks" if self.group.size == 1 else process_names(self.config)[self.group.rank]
         places = self.group.gather_json(place_of(name, self.group.black_box.descriptor))
@@ -158,9 +169,15 @@ class Trainer:
         They end earlier, after the same step on all processes, where a signal asks for it.
         """
         count, size, start = last - first + 1, self.config.batch.size, self.run.samples_seen
+        self._samples_before = first, start
         batches = (self._batch(self.run.sampler.batch(start + k * size, size)) for k in range(count))
         yield from self._steps.run(batches, count, shown.live)
-        self.run.samples_seen = start + (self.done - first + 1) * size
+        self.run.samples_seen = self.samples_seen(self.done)
+
+    def samples_seen(self, step: int) -> int:
+        """The samples seen until the end of `step`, one of those that `steps` makes, or the one before them."""
+        first, start = self._samples_before
+        return start + (step - first + 1) * self.config.batch.size
 
     def evaluate(self, step: int) -> float:
         """The mean loss over the labels of the validation batches; gradients, modes and random states stay."""

@@ -2,7 +2,7 @@
 
 import json
 import socket
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from pipeloom.errors import PeerLost
 from pipeloom.processes.black_box import BlackBox
@@ -20,6 +20,27 @@ class Loss(NamedTuple):
     at: float
 
 
+class Memories(NamedTuple):
+    """Descriptors of the memory of one rank that outlives it.
+
+    Attributes:
+        copies: of its state.
+        notes: for the other ranks, see `Notes`.
+    """
+
+    copies: tuple[int, ...]
+    notes: int
+
+    def __str__(self) -> str:
+        return ",".join(map(str, (*self.copies, self.notes)))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of ``str``."""
+        *copies, notes = map(int, text.split(","))
+        return cls(tuple(copies), notes)
+
+
 class Lifeline:
     """The end of a rank: what the launcher tells it, and the memory that outlives it.
 
@@ -28,14 +49,17 @@ class Lifeline:
         black_box: of this rank.
 
     Attributes:
+        memories: of each rank.
         copies: descriptors of the memory for copies of this rank's state.
         generation: how often the run's ranks have met anew when this process joins.
     """
 
     def __init__(self, text: str, black_box: BlackBox) -> None:
-        line, *copies, self.generation = (int(number) for number in text.split(":"))
-        self.copies, self._black_box = tuple(copies), black_box
-        self._socket = socket.socket(fileno=line)
+        line, rank, generation, table = text.split(":")
+        self.generation, self._black_box = int(generation), black_box
+        self.memories = [Memories.parse(each) for each in table.split(";")]
+        self.copies = self.memories[int(rank)].copies
+        self._socket = socket.socket(fileno=int(line))
 
     def noticed(self, error: Exception) -> bool:
         """Whether an error comes from the loss of a rank from which the run recovers; waits for the launcher's word."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from pipeloom.processes.black_box import BlackBox
-from pipeloom.processes.recovery.lifeline import PEER_LOST, Loss
+from pipeloom.processes.recovery.lifeline import PEER_LOST, Loss, Memories
 
 _NUM_COPIES = 2  # per rank: while one is written, the other is whole
 _READY_SECONDS = 30.0  # from a loss until a surviving rank has left its process groups
@@ -24,7 +24,8 @@ class Tether:
     """The launcher's end of a rank's `Lifeline`, over all processes that take this rank one after another."""
 
     def __init__(self) -> None:
-        self._copies = [os.memfd_create("pipeloom-copy") for _ in range(_NUM_COPIES)]
+        copies = tuple(os.memfd_create("pipeloom-copy") for _ in range(_NUM_COPIES))
+        self.memories = Memories(copies, os.memfd_create("pipeloom-notes"))
         self._socket, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def renew(self) -> None:
@@ -33,13 +34,9 @@ class Tether:
         self._socket, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     @property
-    def descriptors(self) -> tuple[int, ...]:
-        """What the process inherits."""
-        return (self._other.fileno(), *self._copies)
-
-    def text(self, generation: int) -> str:
-        """What the process reads in its environment."""
-        return ":".join(map(str, (*self.descriptors, generation)))
+    def end(self) -> int:
+        """The descriptor of the other end, which the process inherits."""
+        return self._other.fileno()
 
     def send(self, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
         """Send a message, unless the process has ended."""
@@ -48,12 +45,33 @@ class Tether:
 
     def close(self) -> None:
         self._close_sockets()
-        for descriptor in self._copies:
+        for descriptor in (*self.memories.copies, self.memories.notes):
             os.close(descriptor)
 
     def _close_sockets(self) -> None:
         self._socket.close()
         self._other.close()
+
+
+class Tethers:
+    """The tethers of all ranks of a run; none where it does not recover."""
+
+    def __init__(self, count: int) -> None:
+        self.by_rank = [Tether() for _ in range(count)]
+
+    def inherited(self, rank: int, generation: int) -> tuple[str, tuple[int, ...]]:
+        """For a process that takes a rank: what it reads in its environment, and the descriptors that it inherits."""
+        memories = [tether.memories for tether in self.by_rank]
+        end = self.by_rank[rank].end
+        table = ";".join(map(str, memories))
+        return f"{end}:{rank}:{generation}:{table}", (
+            end,
+            *(fd for each in memories for fd in (*each.copies, each.notes)),
+        )
+
+    def close(self) -> None:
+        for tether in self.by_rank:
+            tether.close()
 
 
 class _Process(Protocol):
@@ -80,13 +98,13 @@ class Recoveries(Generic[R]):
 
     Args:
         limit: how many there may be.
-        tethers: one per rank.
+        tethers: of all ranks.
         start: starts a rank for a generation.
     """
 
-    def __init__(self, limit: int, tethers: Sequence[Tether], start: Callable[[int, int], R]) -> None:
+    def __init__(self, limit: int, tethers: Tethers, start: Callable[[int, int], R]) -> None:
         self._limit = self._left = limit
-        self._tethers, self._start = tethers, start
+        self._tethers, self._start = tethers.by_rank, start
         self._generation = 0
         self._loss: Loss | None = None  # while ranks get ready
         self._again: dict[int, float] = {}  # ranks that were started for this generation -> their deadlines

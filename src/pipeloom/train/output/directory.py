@@ -6,7 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,16 @@ def _cut_metrics(path: Path, step: int) -> set[Entry]:
             if entry[0] <= step:
                 kept.append(line)
     write_whole(path, "".join(kept))
+    return found
+
+
+def read_entries(directory: Path) -> set[Entry]:
+    """What the whole lines of the metrics in an output directory are about."""
+    path, found = directory / "metrics.jsonl", set()
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            if line.endswith("\n"):
+                found.add(entry_of(parse_json(line)))
     return found
 
 

@@ -1,19 +1,26 @@
 """`RunRecovery`: what a process of `pipeloom train` keeps when its run recovers from the loss of a rank."""
 
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeloom.common.quantities import counted
-from pipeloom.processes.recovery.lifeline import Loss
+from pipeloom.errors import RunError
+from pipeloom.processes.recovery.lifeline import Lifeline, Loss
+from pipeloom.processes.recovery.notes import Notes
+from pipeloom.processes.rendezvous import cut_connections
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path, latest
 from pipeloom.train.checkpoint.manifest import read_manifest
-from pipeloom.train.config.schedule import is_stream, schedule_name
+from pipeloom.train.config.schedule import is_stream, process_names, schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.samples import Samples
+from pipeloom.train.output.directory import read_entries
 from pipeloom.train.process_group import Group
 from pipeloom.train.recovery.state_copies import StateCopies, StateCopy
+from pipeloom.train.recovery.step_agreement import StepAgreement
 from pipeloom.train.run_parts import RunParts
 
 
@@ -25,19 +32,38 @@ class Restart(NamedTuple):
         step: that is complete there.
         again: how many steps that had begun are trained once more.
         unsaved: whether the checkpoint that is due after `step` was lost while it was written.
+        unevaluated: whether the evaluation that is due after `step` was lost.
+        row: the metrics of `step`, which rank 0 may have lost; empty: it has not.
+        words: the source in a sentence.
     """
 
     source: Path | StateCopy | None
     step: int
     again: int
     unsaved: bool
+    unevaluated: bool
+    row: Mapping[str, Any]
+    words: str
 
-    @property
-    def words(self) -> str:
-        """The source in a sentence."""
-        if isinstance(self.source, StateCopy):
-            return f"the copies in memory of step {self.step}"
-        return "the beginning" if self.source is None else str(self.source)
+
+class _Row(NamedTuple):
+    """What one process has for a recovery.
+
+    Attributes:
+        steps: after which it has copies of its state.
+        begun: the last step that it has begun.
+        first: after which step the run began; None: it had not begun.
+        lends: whether replicas of its rank have the same state, but for random generators.
+        random_steps: after which the generators of its rank are known.
+        row: the metrics of its last complete step.
+    """
+
+    steps: list[int]
+    begun: int
+    first: int | None
+    lends: bool
+    random_steps: list[int]
+    row: dict[str, Any]
 
 
 class RunRecovery:
@@ -45,19 +71,30 @@ class RunRecovery:
 
     Args:
         config: of the run.
-        copies: of this process's state.
+        lifeline: of this process.
+        rank: of this process.
+        others: sockets of this process that no process group has made.
 
     Attributes:
+        copies: of this process's state.
+        agreement: with the other processes, about the step in which a rank is lost; None: the run has no replicas
+            with the state of each rank.
         loss: the loss after which this process has joined the others; None: it is there from the start.
         begun: the last step that this process has begun.
         samples: the data of the run, once it is open.
     """
 
-    def __init__(self, config: TrainConfig, copies: StateCopies) -> None:
+    def __init__(self, config: TrainConfig, lifeline: Lifeline, rank: int, others: Collection[str]) -> None:
         self._every, self._save_steps = config.copy_steps, config.save_steps
         self._streams = is_stream(schedule_name(config))
         self._config, self._output_dir = config, Path(config.output_dir)
-        self.copies = copies
+        self._memories, self._rank = lifeline.memories, rank
+        self.copies = StateCopies(lifeline.copies)
+        self.agreement: StepAgreement | None = None
+        if config.data_degree > 1 and not self._streams and config.optimizer.barrier:
+            notes = [Notes(each.notes) for each in lifeline.memories]
+            self.agreement = StepAgreement(notes, rank, lambda: cut_connections(others))
+        self._lends = False
         self.loss: Loss | None = None
         self.begun = 0
         self.samples: Samples | None = None
@@ -69,11 +106,16 @@ class RunRecovery:
     def begin(self, run: RunParts, step: int, restart: Restart | None) -> None:
         """Make the first copy, of the state after `step`; a collective call, after which all processes have one."""
         self.samples = run.samples
+        if self.agreement is not None:
+            self.agreement.begin(step)
+            self._lends = _is_whole(run)
         if restart is None:  # earlier copies are of before a rewind
             self.copies.drop_after(-1)
         if self._every and step not in self.copies.steps:
             self._copy(run, step)
         run.group.all_gather(b"")
+        if not self._every:  # copies that replicas lent
+            self.copies.release()
 
     def copy_again(self, run: RunParts, step: int) -> None:
         """Copy the state after `step`, where earlier copies were dropped and the run does not go back."""
@@ -89,13 +131,40 @@ class RunRecovery:
         run.journal.enter(f"copy of step {step} in memory")
         self.copies.write(step, run_checkpoints.contents(run))
 
+    def keep(self, run: RunParts, samples_seen: Callable[[int], int]) -> None:
+        """After an error in the steps, copy the state after the last complete one, where replicas can take it.
+
+        Args:
+            run: of this process.
+            samples_seen: until the end of a step.
+        """
+        if self.agreement is None:
+            return
+        step = self.agreement.complete
+        self.agreement.stop()
+        random = self.agreement.random(step)
+        if self._lends and random is not None and step not in self.copies.steps:
+            run.samples_seen = samples_seen(step)
+            with suppress(RunError):  # there is no memory for it: older copies and checkpoints remain
+                self.copies.write(step, {**run_checkpoints.contents(run), "random": random})
+
     def restart(self, group: Group) -> Restart | None:
         """Where all processes go on, a collective call; None: as if the run had not begun."""
-        rows = group.gather_json([self.copies.steps, self.begun, self.copies.first_step])
-        if (first := rows[0][2]) is None:
+        known = self.agreement.random_steps if self.agreement else []
+        own = _Row(
+            self.copies.steps,
+            self.begun,
+            self.copies.first_step,
+            self._lends,
+            known,
+            dict(self.agreement.row) if self.agreement else {},
+        )
+        rows = [_Row(*row) for row in group.gather_json(own)]
+        if (first := rows[0].first) is None:
             return None
-        begun = max(row[1] for row in rows)
-        common = max(set.intersection(*(set(row[0]) for row in rows)), default=-1)
+        begun = max(row.begun for row in rows)
+        sources = [_sources(rank, rows, group) for rank in range(group.size)]
+        common = max(set.intersection(*(set(found) for found in sources)), default=-1)
         found = latest(self._output_dir) if group.rank == 0 else None
         saved = group.gather_json(found.name if found else "")[0]
         saved_step = int(saved.rpartition("-")[2]) if saved else -1
@@ -104,11 +173,48 @@ class RunRecovery:
         if step < 0:  # neither copies nor checkpoints yet
             source = run_checkpoints.agreed_checkpoint(self._config, group)
             step = 0 if source is None else read_manifest(source).step
+            words = "the beginning" if source is None else str(source)
+        elif common == step:
+            source = self._read(step, sources[group.rank][step])
+            lent = {rank: each[step] for rank, each in enumerate(sources) if each[step] != rank}
+            words = self._words(step, lent)
         else:
-            source = self.copies.read(step) if common == step else checkpoint_path(self._output_dir, step)
+            source = checkpoint_path(self._output_dir, step)
+            words = str(source)
         self.copies.drop_after(step)
         due = bool(self._save_steps) and (step % self._save_steps == 0 or step == self._config.steps)
-        return Restart(source, step, max(0, begun - step), due and max(first, saved_step) < step)
+        return Restart(
+            source,
+            step,
+            max(0, begun - step),
+            unsaved=due and max(first, saved_step) < step,
+            unevaluated=self._unevaluated(group, first, step),
+            row=next((row.row for row in rows if row.row.get("step") == step), {}),
+            words=words,
+        )
+
+    def _read(self, step: int, rank: int) -> StateCopy:
+        """The copy of this process's state; where another rank has it, with the generators of this one."""
+        if rank == self._rank:
+            return self.copies.read(step)
+        copy = StateCopies(self._memories[rank].copies).read(step)
+        random = self.agreement.random(step) if self.agreement else None
+        assert random is not None
+        return copy.with_random(random)
+
+    def _words(self, step: int, lent: Mapping[int, int]) -> str:
+        if not lent:
+            return f"the copies in memory of step {step}"
+        names = process_names(self._config)
+        rank, other = next(iter(lent.items()))
+        more = f" and {counted(len(lent) - 1, 'more rank')} likewise" if len(lent) > 1 else ""
+        return f"the end of step {step}, {names[rank]} with the state of {names[other]}{more}"
+
+    def _unevaluated(self, group: Group, first: int, step: int) -> bool:
+        every = self._config.eval_steps
+        due = bool(every) and step > first and (step % every == 0 or step == self._config.steps)
+        wrote = group.rank == 0 and due and (step, True) in read_entries(self._output_dir)
+        return due and not group.gather_json(wrote)[0]
 
     def line(self, restart: Restart) -> str:
         """The line about a recovery."""
@@ -117,3 +223,23 @@ class RunRecovery:
             f"step {restart.step}  recovered: {self.loss.text}; all ranks went back to {restart.words}; "
             f"{counted(restart.again, 'step')} again, {time.monotonic() - self.loss.at:.1f} s"
         )
+
+
+def _is_whole(run: RunParts) -> bool:
+    """Whether each data-parallel replica has the whole state of a rank: parameters, and no other state of its own."""
+    named = {name for name, _ in run.pipeline.named_parameters()}
+    parts = run.pipeline.state.ranges.values()
+    whole = all(part.is_whole for part in parts) and not run.config.model.experts
+    return whole and set(run_checkpoints.held(run)["model"]) <= named
+
+
+def _sources(rank: int, rows: Sequence[_Row], group: Group) -> dict[int, int]:
+    """The steps after which there is a copy of a rank's state, and whose it is: its own, or that of a replica."""
+    found: dict[int, int] = {}
+    if group.mesh is not None:
+        shape = group.mesh.shape
+        place = {**shape.coordinates(rank), "dp": 0}
+        for other, row in enumerate(rows):
+            if row.lends and {**shape.coordinates(other), "dp": 0} == place:
+                found |= {step: other for step in row.steps if step in rows[rank].random_steps and step not in found}
+    return found | dict.fromkeys(rows[rank].steps, rank)

@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +41,13 @@ class StateCopy:
             kind = getattr(torch, dtype)
             size = torch.Size(shape).numel() * kind.itemsize
             self._tensors[tuple(path)] = memory[start : start + size].view(kind).view(shape)
+
+    def with_random(self, random: RandomState) -> Self:
+        """This copy, with other states of the generators; it is changed in place."""
+        kept = {path: tensor for path, tensor in self._tensors.items() if path[0] != "random"}
+        self._tensors = kept | {("random", name): tensor for name, tensor in random.tensors.items()}
+        self._random_values = random.values
+        return self
 
     def load_model(self, tensors: Mapping[str, Tensor], *_: Any, **__: Any) -> None:
         """Copy the values into `tensors` in place."""
@@ -140,6 +147,11 @@ class StateCopies:
         memory = next(each for each in self._memories if each.head[_SEAL] == step + 1)
         return StateCopy(step, *memory.read())
 
+    def release(self) -> None:
+        """Forget all copies, and free their memory."""
+        for memory in self._memories:
+            memory.release()
+
     def drop_after(self, step: int) -> None:
         """Forget copies of later steps, which are trained again."""
         for memory in self._memories:
@@ -188,6 +200,12 @@ class _Memory:
         length = self.head[_LENGTH]
         text = self._all[_HEAD_BYTES : _HEAD_BYTES + length].numpy().tobytes().decode()
         return text, self._all[_HEAD_BYTES + -(-length // _HEAD_BYTES) * _HEAD_BYTES :]
+
+    def release(self) -> None:
+        """Forget the copy, and free all but the head."""
+        self.head[_SEAL] = 0
+        self._all = torch.empty(0, dtype=torch.uint8)
+        os.ftruncate(self._descriptor, _HEAD_BYTES)
 
     def _map(self) -> None:
         size = os.fstat(self._descriptor).st_size

@@ -1,0 +1,204 @@
+"""Where a run goes on after the loss of a rank: copies, checkpoints, the state of replicas, the step that was cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeloom.chaos.comparison import compare
+from pipeloom.errors import PeerLost
+from pipeloom.processes.recovery.lifeline import Loss, Memories
+from pipeloom.processes.recovery.notes import Notes
+from pipeloom.train import checkpoint
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.recovery.run_recovery import RunRecovery
+from pipeloom.train.recovery.step_agreement import StepAgreement
+from tests.cpu.test_state_copies import Run
+from tests.cpu.train_runs import launched, metrics, printed, started, text, words  # noqa: F401
+
+
+@pytest.fixture
+def memories() -> Iterator[list[Memories]]:
+    found = [Memories((os.memfd_create("copy"), os.memfd_create("copy")), os.memfd_create("notes")) for _ in range(3)]
+    yield found
+    for each in found:
+        for descriptor in (*each.copies, each.notes):
+            os.close(descriptor)
+
+
+class Alone:
+    """The only process of a run."""
+
+    rank, size, mesh = 0, 1, None
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [json.loads(json.dumps(value))]
+
+
+def recovery(tmp_path: Path, memories: list[Memories], **options: Any) -> RunRecovery:
+    config = TrainConfig.from_mapping({"output_dir": str(tmp_path), "recover": True, "save_steps": 5, **options})
+    lifeline: Any = SimpleNamespace(memories=memories[:1], copies=memories[0].copies)
+    return RunRecovery(config, lifeline, 0, ())
+
+
+def saved(tmp_path: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoint.save(tmp_path, step, **Run().contents())
+
+
+@pytest.mark.parametrize(
+    ("first", "copied", "on_disk", "begun", "step", "words", "unsaved"),
+    [
+        (0, (4, 6), (), 7, 6, "the copies in memory of step 6", False),
+        (0, (4, 6), (5,), 7, 6, "the copies in memory of step 6", False),
+        (0, (3, 4), (5,), 7, 5, "{out}/checkpoint-5", False),  # a checkpoint that is newer than the copies
+        (0, (4, 5), (5,), 7, 5, "the copies in memory of step 5", False),
+        (0, (4, 5), (), 6, 5, "the copies in memory of step 5", True),  # the save of step 5 was cut short
+        (5, (5,), (), 6, 5, "the copies in memory of step 5", False),  # a run that began there has not saved it
+        (0, (), (5, 10), 12, 10, "{out}/checkpoint-10", False),  # copy_steps=0
+        (0, (), (), 3, 0, "the beginning", False),
+    ],
+)
+def test_where_a_run_goes_on(
+    first: int,
+    copied: tuple[int, ...],
+    on_disk: tuple[int, ...],
+    begun: int,
+    step: int,
+    words: str,
+    unsaved: bool,
+    tmp_path: Path,
+    memories: list[Memories],
+) -> None:
+    state, own, group = Run(), recovery(tmp_path, memories), Alone()
+    saved(tmp_path, *on_disk)
+    for each in copied:
+        own.copies.write(each, state.contents())
+    assert own.restart(group) is None  # type: ignore[arg-type]  # the run had not begun
+    own.copies.begin(first)
+    own.begun, own.loss = begun, Loss("rank 2 was killed", 0.0)
+    found = own.restart(group)  # type: ignore[arg-type]
+    assert found is not None
+    assert (found.step, found.again, found.unsaved) == (step, begun - step, unsaved)
+    assert found.words == words.format(out=tmp_path)
+    assert isinstance(found.source, Path) == bool(on_disk and step in on_disk and step not in copied)
+    assert f"step {step}  recovered: rank 2 was killed; all ranks went back to {found.words}; " in own.line(found)
+
+
+def test_an_evaluation_that_was_lost_is_made_again(tmp_path: Path, memories: list[Memories]) -> None:
+    own = recovery(tmp_path, memories, eval_steps=3)
+    own.copies.begin(0)
+    own.copies.write(6, Run().contents())
+    rows = ['{"step": 3, "eval_loss": 1}\n', '{"step": 6, "loss": 1}\n', '{"step": 6, "eval_loss": 1}']
+    for end, lost in (("", True), ("\n", False)):
+        (tmp_path / "metrics.jsonl").write_text("".join(rows) + end)
+        assert own.restart(Alone()).unevaluated == lost  # type: ignore[arg-type, union-attr]
+
+
+def agreements(memories: list[Memories], cuts: list[int]) -> list[StepAgreement]:
+    notes = [Notes(each.notes) for each in memories]
+    found = [StepAgreement(notes, rank, partial(cuts.append, rank)) for rank in range(len(notes))]
+    for each in found:
+        each.begin(4)
+    return found
+
+
+def lost(_: torch.Tensor) -> torch.Tensor:
+    raise PeerLost("gone")
+
+
+def test_who_lost_the_sum_before_an_update_takes_it_from_who_has_it(memories: list[Memories]) -> None:
+    cuts: list[int] = []
+    first, second, third = agreements(memories, cuts)
+    own, found = torch.tensor([1.0, 2.0], dtype=torch.float64), list[torch.Tensor]()
+    waits = threading.Thread(target=lambda: found.append(second.sum(own, lost)))
+    waits.start()  # until the others have stopped, or have the sum
+    torch.manual_seed(7)
+    assert first.sum(own, lambda values: values * 3).tolist() == [3.0, 6.0]
+    waits.join(60)
+    assert [each.tolist() for each in found] == [[3.0, 6.0]]
+    assert cuts == [1]
+    state = first.random(5)
+    assert state is not None
+    assert first.random_steps == [4, 5]
+    drawn = torch.rand(1)
+    checkpoint.restore_random_state(state)
+    assert torch.rand(1) == drawn
+    for each in (first, second):
+        each.finish(5, {"step": 5})
+        each.stop()
+    third.finish(5, {})
+    with pytest.raises(PeerLost):  # the sum of an earlier step does not count
+        third.sum(own, lost)
+
+
+def test_where_nobody_has_the_sum_no_rank_updates(memories: list[Memories]) -> None:
+    raised: list[int] = []
+
+    def sums(rank: int, each: StepAgreement) -> None:
+        try:
+            each.sum(torch.zeros(1, dtype=torch.float64), lost)
+        except PeerLost:
+            raised.append(rank)
+
+    first, *others = agreements(memories, [])
+    threads = [threading.Thread(target=sums, args=place) for place in enumerate(others)]
+    for thread in threads:
+        thread.start()
+    first.stop()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(raised) == [0, 1]
+
+
+def ends_before_its_update(directory: Path) -> None:
+    """Rank 0 is killed once, in step 6, with the sum over processes."""
+    take = StepAgreement.sum
+
+    def taken(self: StepAgreement, *arguments: Any) -> torch.Tensor:
+        found = take(self, *arguments)
+        if os.environ["RANK"] == "0" and self.complete == 5 and not (note := directory / "killed").exists():
+            note.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    StepAgreement.sum = taken  # type: ignore[method-assign]
+
+
+def test_a_lost_rank_has_the_state_of_its_replica(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Step 6, which the others complete, is evaluated and saved by the new process; rank 0 writes its metrics."""
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    options = (
+        "--parallel.pipeline=1",
+        "--parallel.data=2",
+        "--model.dropout=0.1",
+        "--steps=8",
+        "--batch.microbatches=2",
+    )
+    again = ("--recover", "--copy_steps=0")
+    with started(words(text, out, *options, *again), first=partial(ends_before_its_update, tmp_path)) as process:
+        assert process.wait() == 0, printed(process.stderr)
+        shown = printed(process.stdout)
+    assert re.search(
+        r"\nstep 6  recovered: .*; all ranks went back to the end of step 6, rank 0 of replica 0 with the state of "
+        r"rank 0 of replica 1; 0 steps again, [\d.]+ s\nstep 6  validation loss ",
+        shown,
+    ), shown
+    assert launched(words(text, reference, *options)).returncode == 0
+    assert set(metrics(out)[6]) == set(metrics(reference)[6])
+    assert compare(out, reference).equal
+    assert (out / "checkpoint-6").is_dir()
