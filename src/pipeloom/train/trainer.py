@@ -67,9 +67,8 @@ class Trainer:
         self.run = RunParts(config, group, samples)
         self._probe = MemoryProbe(self.run)
         streams = self.run.schedule.microbatches_per_update is not None
-        self._steps = (
-            StreamSteps(self.run) if streams else FlushSteps(self.run, self._probe, recovery and recovery.agreement)
-        )
+        agreement = None if recovery is None else recovery.agreement
+        self._steps = StreamSteps(self.run) if streams else FlushSteps(self.run, self._probe, agreement)
         self.saves = Saves(self.run)
         self._resumed: Path | None = None
         self._first_step = 1
