@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from pipeloom.errors import PeerLost
+from pipeloom.processes.collectives import first_line
+from pipeloom.processes.network.interfaces import choose_interface
+from pipeloom.processes.network.patience import state_of, telling
 from pipeloom.processes.rendezvous import fresh_part
 
 
@@ -33,3 +37,29 @@ def test_processes_that_are_started_again_meet_in_a_part_of_their_own(alive: lis
         answers = attempt(store, alive, 0.05)
         assert not alive or any("waited 0.05 s for the other ranks to start" in str(answer) for answer in answers)
     assert sorted(attempt(store, [0, 1, 2], 60)) == [1, 2, 3]
+
+
+def test_a_wait_for_others_is_told_ever_more_rarely(capfd: pytest.CaptureFixture[str]) -> None:
+    with telling(lambda: "rank 0 still waits", first_seconds=0.01):
+        printed = ""
+        while printed.count("\n") < 3:
+            printed += capfd.readouterr().err
+    lines = [f"pipeloom: after {seconds} s rank 0 still waits" for seconds in ("0.01", "0.02", "0.04")]
+    assert printed.splitlines()[:3] == lines
+
+
+def test_what_a_process_finds_where_the_ranks_meet() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert state_of("127.0.0.1", port).startswith("it answers")
+    assert state_of("127.0.0.1", port).startswith("no process listens there")
+
+
+def test_processes_of_one_host_use_the_loopback_interface() -> None:
+    assert choose_interface(dist.HashStore(), 0, 2, 2, "nowhere") == "lo"
+
+
+def test_what_gloo_saw_is_told_without_its_source_and_advice() -> None:
+    seen = "Read error [10.77.0.2]:4809: Connection timed out"
+    advice = "This is typically caused by a remote worker hanging or bugs in the application. Check the logs."
+    assert first_line(RuntimeError(f"[/home/gloo/transport/tcp/pair.cc:537] {seen}. {advice}\nframe 0")) == seen

@@ -46,6 +46,15 @@ def test_a_cycle_of_waits_is_told() -> None:
     assert "the ranks wait for each other: rank 0 waits for rank 1; rank 1 waits for rank 0" in found.line
 
 
+def test_a_rank_that_can_ask_nobody_says_for_whom_it_waits_and_what_does_not_answer() -> None:
+    reason = "host-1 gets no answer from host-0"
+    found = judge([report(1, (0,))], {}, 5.0, reason)
+    assert found.culprits == (0,)
+    place = "in step 3, action 1F1 (stage 1, micro-batch 1)"
+    assert found.line.startswith(f"rank 1 waits for rank 0 {place}: no progress for 6.0 s, and {reason}. ")
+    assert judge([report(1, None)], {}, 5.0, reason).line.startswith("rank 1 hangs in step 3")
+
+
 def test_the_line_has_stage_action_and_micro_batch() -> None:
     found = judge([report(0, (1,)), report(1, None)], {}, 5.0).line
     assert found.startswith(

@@ -26,6 +26,8 @@ _LOST = "another process ended, or timed out, during a collective"
 
 # Found in RuntimeErrors about a lost process: of gloo's connections, of torch.distributed and of its stores.
 _LOST_WORDS = re.compile(r"gloo/transport/|timed?[ -]?out|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
+# What gloo adds to what it saw.
+_NOT_SEEN = re.compile(r"^\[[^\]]*/gloo/[^\]]*\] |\.? This [^.]* a remote worker .*")
 # Found in errors about this process alone, or about a wrong call.
 _LOCAL_WORDS = re.compile(r"^\[enforce fail|out of memory|ncclUnhandledCudaError|ncclInvalid")
 
@@ -57,8 +59,8 @@ def noticing_lost_peers(lost: str = _LOST) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error; backends may append a stack."""
-    return shortened(str(error).strip().split("\n")[0], 200)
+    """The first line of an error, without gloo's source file and advice; backends may append a stack."""
+    return shortened(_NOT_SEEN.sub("", str(error).strip().split("\n")[0]), 200)
 
 
 @cache

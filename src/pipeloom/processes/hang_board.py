@@ -1,6 +1,7 @@
 """`HangBoard`: where the watchdogs of all ranks exchange their reports, in the store of the default process group."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from pipeloom.common.process_place import ProcessPlace
@@ -28,22 +30,32 @@ class HangBoard:
     Attributes:
         rank, size: of this process in the default group.
         name: of this rank, such as ``rank 3 (rank 1 of replica 1)``.
-        answers: whether the store answered the last call.
+        answers: whether the store answered the last call; a late answer counts.
+        unreachable: a sentence about the store, for when it does not answer.
     """
 
     def __init__(self, name: str | None) -> None:
         self.rank, self.size, self.answers, self.name = 0, 1, True, name or "rank 0"
+        self.unreachable = "the store in which the ranks met does not answer"
         self._store: Store | None = None
         self._calls: SimpleQueue[tuple[Callable[[Store], Any], SimpleQueue[Any]] | None] = SimpleQueue()
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._store = PrefixStore("pipeloom/watchdog", _get_default_store().clone())  # type: ignore[attr-defined]
+        met_in = _get_default_store()
+        self._store = PrefixStore("pipeloom/watchdog", met_in.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         own = f"rank {self.rank}"
         self.name = own if name in (None, own) else f"{own} ({name})"
         place = ProcessPlace.own(self.name)
         self._store.set(f"place/{self.rank}", json.dumps(astuple(place)))
+        while isinstance(met_in, PrefixStore):
+            met_in = met_in.underlying_store
+        if isinstance(met_in, TCPStore):
+            self.unreachable = (
+                f"{socket.gethostname()} gets no answer from {met_in.host}, port {met_in.port}, where the ranks met: "
+                "that host, the network, or the process there is stopped"
+            )
         threading.Thread(target=self._serve, args=(self._store,), name="pipeloom-watchdog-store", daemon=True).start()
 
     def _serve(self, store: Store) -> None:
@@ -51,6 +63,7 @@ class HangBoard:
             ask, answer = call
             try:
                 answer.put(ask(store))
+                self.answers = True  # the link may have been cut for a while
             except RuntimeError:  # the store has ended
                 self.answers = False
 
@@ -63,7 +76,7 @@ class HangBoard:
         try:
             return answer.get(timeout=_STORE_SECONDS)
         except Empty:
-            self.answers = False
+            self.answers = not answer.empty()
             return default
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    reports: Sequence[RankReport], silent: Mapping[int, str], limit_seconds: float, unreachable: bool = False
+    reports: Sequence[RankReport], silent: Mapping[int, str], limit_seconds: float, unreachable: str = ""
 ) -> Verdict:
     """Find the rank that waits for no other rank, by following the peers that each rank waits for.
 
@@ -78,7 +78,7 @@ def judge(
         reports: of the ranks that answered; at least one.
         silent: a sentence about each rank that did not.
         limit_seconds: without progress, after which a rank counts as hung.
-        unreachable: whether no rank can be asked.
+        unreachable: a sentence about why no other rank can be asked; empty: they were asked.
     """
     by_rank = {report.rank: report for report in reports}
     fix = f"If it only needs longer, raise the watchdog's limit of {limit_seconds:g} s (--watchdog_seconds)."
@@ -97,9 +97,16 @@ def judge(
         )
     if free:
         return Verdict((), "")
+    if unreachable:
+        own = reports[0]
+        waits = f"{own.name} waits for {ranks_text(own.waits or ())} {own.place}"
+        return Verdict(own.waits or (), f"{waits}: no progress for {own.seconds:.1f} s, and {unreachable}. {fix}")
     cycle = "; ".join(f"rank {report.rank} waits for {ranks_text(report.waits or ())}" for report in reports[:8])
-    reason = "the other ranks cannot be asked" if unreachable else "the ranks wait for each other"
-    return Verdict((), f"no progress for {reports[0].seconds:.1f} s, and {reason}: {cycle}. Look at the stacks above.")
+    return Verdict(
+        (),
+        f"no progress for {reports[0].seconds:.1f} s, and the ranks wait for each other: {cycle}. Look at the stacks "
+        "above.",
+    )
 
 
 def _reached(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> set[int]:

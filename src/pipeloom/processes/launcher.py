@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, listed
+from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, listed, unwrapped
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.preemption import PREEMPTED, Request
@@ -108,7 +108,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def last_words(member: Membership | None) -> Iterator[None]:
     """Around the work of a rank: writes an error into the black box and ends the rank with the error's exit code.
 
-    The launcher then prints the error once for all ranks. Without a black box, the error names the rank.
+    The launcher then prints the error once for all ranks. Without the launcher, the error names the rank.
     """
     try:
         yield
@@ -117,9 +117,13 @@ def last_words(member: Membership | None) -> Iterator[None]:
             time.sleep(_POLL_SECONDS)
         known = isinstance(error, PipeloomError)
         if member is None or not member.launched:
-            if member is not None and known:
-                raise type(error)(f"rank {member.rank}: {error}") from error
-            raise
+            if member is None or not known:
+                raise
+            if isinstance(error, PeerLost):  # threads may be inside torch, which the interpreter's clean-up would abort
+                where = f" in {member.black_box.phase}" if member.black_box.phase else ""
+                sys.stderr.write(f"pipeloom: error: rank {member.rank}{where}: {unwrapped(str(error))}\n")
+                leave(1)
+            raise type(error)(f"rank {member.rank}: {error}") from error
         if not known:
             traceback.print_exc()
         member.black_box.last_words = str(error) if known else f"{type(error).__name__}: {error}"

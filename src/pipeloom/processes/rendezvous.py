@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -28,6 +29,9 @@ from torch.distributed.rendezvous import rendezvous
 from pipeloom.errors import PeerLost
 from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.launcher import Membership
+from pipeloom.processes.network.interfaces import VARIABLE, set_interface
+from pipeloom.processes.network.patience import state_of, telling
+from pipeloom.processes.network.sockets import open_sockets
 from pipeloom.processes.watchdog import BACKGROUND_THREAD
 
 _POLL_SECONDS = 0.01  # of rank 0, while other ranks start
@@ -45,18 +49,31 @@ def join(member: Membership, backend: str) -> None:
     if member.launched:  # the launcher made the meeting place for this run
         dist.init_process_group(backend, init_method=member.meeting, rank=rank, world_size=size)
         return
-    store, _, _ = next(rendezvous(member.meeting, rank, size))
-    dist.init_process_group(backend, store=fresh_part(store, rank, size), rank=rank, world_size=size)
+    host, port = _meeting_place(member.meeting)
+    with telling(
+        lambda: (
+            f"rank {rank} still waits for {host}, port {port}, where the ranks meet: {state_of(host, port)}. The "
+            "place is MASTER_ADDR and MASTER_PORT."
+        )
+    ):
+        store, _, _ = next(rendezvous(member.meeting, rank, size))
+    store = fresh_part(store, rank, size)
+    set_interface(store, rank, size, member.local_size, host)
+    with telling(
+        lambda: (
+            f"rank {rank} still connects to the other ranks, by interface {os.environ.get(VARIABLE, 'of gloo')}. "
+            f"Look whether a firewall is between the hosts; {VARIABLE} sets another interface."
+        )
+    ):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
-def open_sockets() -> dict[str, int]:
-    """The sockets of this process: the kernel's name of each, and a descriptor."""
-    found = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if (name := os.readlink(entry)).startswith("socket:"):
-                found[name] = int(entry.name)
-    return found
+def _meeting_place(meeting: str) -> tuple[str, int]:
+    """Host and port of an ``init_method``, ``env://`` or ``tcp://HOST:PORT``."""
+    if meeting == "env://":
+        return os.environ.get("MASTER_ADDR", "?"), int(os.environ.get("MASTER_PORT", "0"))
+    place = urlsplit(meeting)
+    return place.hostname or "?", place.port or 0
 
 
 def cut_connections(others: Collection[str]) -> None:
@@ -108,9 +125,12 @@ def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800
     with noticing_lost_peers(lost):
         if rank == 0:
             generation = store.add("pipeloom/generation", 1)
-            deadline = time.monotonic() + timeout_seconds
-            for other in range(1, size):
-                while not store.check([f"pipeloom/taken/{generation}/{other}"]):
+            deadline, other = time.monotonic() + timeout_seconds, 1
+            with telling(lambda: f"rank 0 still waits for rank {other} to start"):
+                while other < size:
+                    if store.check([f"pipeloom/taken/{generation}/{other}"]):
+                        other += 1
+                        continue
                     if time.monotonic() > deadline:
                         raise PeerLost(
                             f"{lost}: rank {other} did not start. Start one process per rank, and look for an error of "

@@ -27,11 +27,13 @@ from types import FrameType, TracebackType
 from typing import Self
 
 import torch
+import torch.distributed as dist
 
 from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.hang_board import HangBoard
 from pipeloom.processes.hang_report import RankReport, Verdict, judge
 from pipeloom.processes.launcher import HUNG, Membership
+from pipeloom.processes.network.sockets import ConnectionLimits
 from pipeloom.processes.waits import waited_for
 
 _LEAST_SECONDS, _STEPS = 30.0, 5.0  # the limit where none is given: so many seconds, so many times the slowest step
@@ -42,6 +44,7 @@ _FIRST_STEPS = 2  # of a process, which compile and allocate
 _PATIENCE, _PATIENT_SECONDS, _PATIENT_DEFAULT_SECONDS = 10.0, 300.0, 1800.0
 _LONGEST_LOOK, _SHORTEST_LOOK = 3.0, 0.1  # seconds between two looks
 _ANSWER_SECONDS = 3.0  # how long other ranks may take to answer, beside one look
+_LINK_SECONDS = 10.0  # beyond a step's limit, until connections over which nothing comes back end in any phase
 _LAST_SECONDS = 1.5  # for stacks of other ranks, before the run ends
 _OWN_DIRECTORY = str(Path(__file__).parents[1])
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
@@ -82,6 +85,8 @@ class Watchdog:
         self._seconds, self._member, self._always = seconds, member, always
         self._parent, self._thread_id = os.getppid(), threading.get_ident()
         self._board = HangBoard(name)
+        # NCCL does not take what it is sent before it is asked to, which would count as a connection without an answer.
+        self._limits = ConnectionLimits() if always and self._board.size > 1 and "nccl" not in _backends() else None
         self._closed = threading.Event()
         self._stuck, self._round = 0.0, 0
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -113,10 +118,15 @@ class Watchdog:
     # The thread
 
     @property
-    def _limit(self) -> float:
-        """Seconds without progress, after which this rank counts as hung."""
+    def _step_limit(self) -> float:
+        """Seconds without progress in a step, after which this rank counts as hung."""
         slowest = max(self._step_seconds, default=0.0)
-        limit = max(_LEAST_SECONDS, _STEPS * slowest) if self._seconds is None else self._seconds
+        return max(_LEAST_SECONDS, _STEPS * slowest) if self._seconds is None else self._seconds
+
+    @property
+    def _limit(self) -> float:
+        """Seconds without progress, after which this rank counts as hung in its phase."""
+        limit = self._step_limit
         if self.black_box.patient == math.inf:
             return math.inf
         first = self._always and self.black_box.steps < _FIRST_STEPS
@@ -146,6 +156,8 @@ class Watchdog:
                 clock, self._stuck = self.black_box.clock, 0.0
             limit = self.black_box.limit_seconds = self._limit
             self._dump_later(limit)
+            if self._limits is not None:
+                self._limits.apply(self._step_limit + _LINK_SECONDS)
             alarmed = self._board.is_alarmed(self._round)
             if alarmed or (self._stuck >= limit and (self._always or self._in_call())):
                 self._confer()
@@ -181,9 +193,10 @@ class Watchdog:
         answers = {report.rank: report}
         answers |= {r.rank: r for r in map(RankReport.from_json, self._board.reports(number, patience))}
         missing = sorted({*range(self._board.size)} - answers.keys())
-        silent = {rank: self._board.describe(rank) for rank in missing} if self._board.answers else {}
-        reports = [answers[rank] for rank in sorted(answers)]
-        return judge(reports, silent, self._limit, unreachable=not self._board.answers)
+        silent = {rank: self._board.describe(rank) for rank in missing}
+        if not self._board.answers:
+            return judge([report], {}, self._limit, self._board.unreachable)
+        return judge([answers[rank] for rank in sorted(answers)], silent, self._limit)
 
     def _end(self, report: RankReport, verdict: Verdict, *, leads: bool) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -234,6 +247,10 @@ class Watchdog:
 
     def _say(self, text: str) -> None:
         os.write(2, f"pipeloom: {text}\n".encode())  # the stuck thread may hold the lock of sys.stderr
+
+
+def _backends() -> str:
+    return dist.get_backend_config() if dist.is_initialized() else ""
 
 
 def _line(frame: FrameType | None) -> str:

@@ -10,9 +10,10 @@ import torch
 from pipeloom.errors import InputError, RunError
 from pipeloom.parallel import run_threads
 from pipeloom.processes.launcher import Membership
+from pipeloom.processes.network.sockets import open_sockets
 from pipeloom.processes.preemption import Preemption, allowed_seconds
 from pipeloom.processes.recovery.lifeline import Lifeline
-from pipeloom.processes.rendezvous import leave, open_sockets
+from pipeloom.processes.rendezvous import leave
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path
 from pipeloom.train.config.memory import chosen_words, under_cap

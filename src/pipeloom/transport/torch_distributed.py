@@ -147,9 +147,10 @@ class _TorchIncoming(Incoming):
             self._messages.put(found)  # the next call raises it too
             if not isinstance(found, ConnectionError) and not is_lost_peer(found):
                 raise found
+            words = first_line(found)
+            happened = "ended" if "timed out" not in words else "could not be reached"  # the kernel's words
             raise PeerLost(
-                f"rank {self._channel.source} ended while rank {self._channel.target} waited for it "
-                f"({first_line(found)})"
+                f"rank {self._channel.source} {happened} while rank {self._channel.target} waited for it ({words})"
             ) from found
         message, arrived = found
         if arrived is None:
