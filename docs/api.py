@@ -19,6 +19,7 @@ TITLES = {
     "pipeloom.parallel.context": "Context parallelism: several ranks share the tokens of each sequence",
     "pipeloom.autograd": "Auxiliary losses and quantities that a model declares in its forward",
     "pipeloom.pretrained": "Models of Hugging Face directories",
+    "pipeloom.data": "Training data: corpora, tokenizers, the order of samples",
     "pipeloom.pipe": "Pipe: a pipeline in one process, used like a module; skips",
     "pipeloom.schedules": "Schedule families, and schedules from functions and files",
     "pipeloom.ir": "Actions, placements, schedules, programs, the checker",

@@ -258,7 +258,7 @@ def _allowed_imports() -> dict[str, set[str]]:
     return {room: others - {room, "common"} for room, others in allowed.items() if room != "common"}
 
 
-_LEFT_TO_RIGHT = "models schedules report sim ir passes slicing plan training split transport processes"
+_LEFT_TO_RIGHT = "models data schedules report sim ir passes slicing plan training split transport processes"
 
 
 def _rooms() -> str:

@@ -18,9 +18,10 @@ from benchmarks.common.statistics import Cell, Spread
 
 import pipeloom as pl
 from pipeloom.common.atomic_file import write_whole
+from pipeloom.data.corpus import Corpus, prepare_corpus
+from pipeloom.data.sampler import Sampler
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.train.config.sections import OptimizerConfig
-from pipeloom.train.data.corpus import Corpus, Sampler, prepare_corpus
 from pipeloom.train.optimizers import learning_rate, make_optimizer
 from pipeloom.version import __version__
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 import pipeloom as pl
+from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
+from pipeloom.data.shards import Shard
 from pipeloom.errors import DataError, InputError
 from pipeloom.train.data.documents import Documents, prepare_documents
 from pipeloom.train.data.packing import pack
-from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.transport.values import MicroBatches
 from tests.cpu.fine_tuning import MARKED, TEMPLATE, byte_tokenizer, records, save_llama, write_lines
 
@@ -37,7 +38,9 @@ def with_template(directory: Path, template: str | None) -> PretrainedTokenizer:
 
 def prepared(lines: list, llama: Path, tmp_path: Path, fraction: float = 0.0):
     file, tokenizer = write_lines(tmp_path / "a.jsonl", lines), PretrainedTokenizer(llama)
-    return *prepare_documents([file], tmp_path, tokenizer, tmp_path / "cache", fraction), tokenizer
+    return *prepare_documents(
+        [Shard.of(file, tmp_path)], str(tmp_path), tokenizer, tmp_path / "cache", fraction
+    ), tokenizer
 
 
 def scored_texts(made: Documents, number: int) -> list[tuple[str, str]]:
@@ -99,7 +102,9 @@ def test_a_wrong_line_is_named(llama: Path, tmp_path: Path, line: str, message: 
     file = tmp_path / "a.jsonl"
     file.write_text(f'{{"text": "a"}}\n{line}\n', errors="surrogateescape")
     with pytest.raises(DataError, match=message) as raised:
-        prepare_documents([file], tmp_path, PretrainedTokenizer(llama), tmp_path / "cache", 0.0)
+        prepare_documents(
+            [Shard.of(file, tmp_path)], str(tmp_path), PretrainedTokenizer(llama), tmp_path / "cache", 0.0
+        )
     assert "\n" not in str(raised.value)
     assert not list((tmp_path / "cache").glob("corpus-*"))
 
@@ -122,7 +127,9 @@ def test_every_document_comes_once_and_validation_keeps_its_own(llama: Path, tmp
             assert len(set(longest)) > 1
         found[part] = made.num_tokens(every, part)
     assert sum(found.values()) == len(numbers) - len(lines)
-    again = prepare_documents([tmp_path / "a.jsonl"], tmp_path, tokenizer, tmp_path / "cache", 0.2)
+    again = prepare_documents(
+        [Shard.of(tmp_path / "a.jsonl", tmp_path)], str(tmp_path), tokenizer, tmp_path / "cache", 0.2
+    )
     assert np.array_equal(again[0], numbers)
 
 

@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import pipeloom as pl
 from pipeloom.cli import checkpoint, main
+from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
+from pipeloom.data.sampler import Sampler
+from pipeloom.data.shards import Shard
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.config.sections import OptimizerConfig
-from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.data.documents import Documents, prepare_documents
-from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.train.optimizers import learning_rate
 from tests.cpu.fine_tuning import records, save_llama, write_lines
 
@@ -75,7 +76,7 @@ def padded(home: Path) -> Path:
 def one_process(home: Path, out: Path, *, packing: bool) -> list[float]:
     """The losses of plain accumulation over each step's documents, one after another."""
     tokenizer = PretrainedTokenizer(home / "llama")
-    numbers, facts = prepare_documents([home / "a.jsonl"], home, tokenizer, out / "data", 0.2)
+    numbers, facts = prepare_documents([Shard.of(home / "a.jsonl", home)], str(home), tokenizer, out / "data", 0.2)
     documents = Documents(numbers, facts, tokenizer, 128, packing=packing)
     sampler = Sampler(documents.num_samples(), 0)
     model = LlamaForCausalLM.from_pretrained(home / "llama", dtype=torch.float32).train()
@@ -103,7 +104,7 @@ def one_process(home: Path, out: Path, *, packing: bool) -> list[float]:
 def validation_loss(home: Path, out: Path, model: Any) -> float:
     """The loss of the validation documents that a run evaluates, each on its own."""
     tokenizer = PretrainedTokenizer(home / "llama")
-    numbers, facts = prepare_documents([home / "a.jsonl"], home, tokenizer, out / "data", 0.2)
+    numbers, facts = prepare_documents([Shard.of(home / "a.jsonl", home)], str(home), tokenizer, out / "data", 0.2)
     documents = Documents(numbers, facts, tokenizer, 128, packing=False)
     chosen = [index for batch in documents.validation_batches(BATCH, 2) for index in batch]
     inputs, labels = documents.batch(chosen, len(chosen), "validation")

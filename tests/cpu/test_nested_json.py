@@ -9,12 +9,12 @@ import pytest
 
 import pipeloom
 from pipeloom.common.tensor_file import stored_tensors
+from pipeloom.data.shards import read_lines
 from pipeloom.errors import InputError
 from pipeloom.pretrained.files import find_tensors
 from pipeloom.report.run_files import read_environment, read_metrics, read_timelines
 from pipeloom.train.checkpoint.manifest import read_weight_map
 from pipeloom.train.config.model_directory import model_facts
-from pipeloom.train.data.records import read_lines
 from tests.pure.test_json_text import FILES
 
 
@@ -64,6 +64,6 @@ def test_files_are_read_by_the_reader_that_notices_nesting() -> None:
         *("transport/values.py", "transport/shared_memory.py", "train/config/train_config.py"),
         *("train/machine/__main__.py", "train/machine/collective_times.py", "train/machine/measure.py"),
         *("plan/plan.py", "train/output/directory.py", "integrations/ray/workers.py"),
-        *("processes/recovery/lifeline.py", "train/recovery/state_copies.py"),
+        *("data/worker.py", "data/tokenizing.py", "processes/recovery/lifeline.py", "train/recovery/state_copies.py"),
     }
     assert found - {"common/json_reader.py"} == between_processes

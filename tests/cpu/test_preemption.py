@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.data.sampler import Sampler
 from pipeloom.processes.preemption import PREEMPTED, Preemption
-from pipeloom.train.data.corpus import Sampler
 from tests.cpu.train_runs import launched, local, printed, run, started, story, text, words  # noqa: F401
 
 BATCH = 6

@@ -15,9 +15,9 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeloom.cli import main
+from pipeloom.data.sampler import Sampler
 from pipeloom.errors import CheckpointError
 from pipeloom.train import run_parts
-from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.data.samples import Samples
 from pipeloom.train.output.directory import Journal
 from pipeloom.train.output.recent_band import RecentBand

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from pipeloom import schedules
+from pipeloom.data.tokenizers import ByteTokenizer
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Action, DataAxis, DataStrategy, Granularity, Op, Placement
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
@@ -30,7 +31,6 @@ from pipeloom.split import split
 from pipeloom.train.checkpoint.manifest import SEAL_NAME
 from pipeloom.train.config.sections import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.text import ByteTokenizer
 from pipeloom.train.data_parallel_costs import DataCosts, slowdown_of_host
 from pipeloom.train.generation import generate
 from pipeloom.train.optimizers import learning_rate, learning_rates, make_optimizer, set_learning_rates

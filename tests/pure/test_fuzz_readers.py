@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipeloom import schedules
 from pipeloom.cli.train import parse
 from pipeloom.common.recorded_file import FileRecord
+from pipeloom.data.shards import read_lines
 from pipeloom.errors import PipeloomError
 from pipeloom.ir import check
 from pipeloom.ir.text import format_orders, from_json, parse_orders, schedule_from_orders, to_json
@@ -30,7 +31,6 @@ from pipeloom.plan.slicing.slice_costs import parse_slice_costs
 from pipeloom.report.run_files import read_configuration, read_environment, read_metrics, read_timelines
 from pipeloom.sim import parse_costs
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, Manifest, Part, read_manifest, seal
-from pipeloom.train.data.records import read_lines
 
 EXAMPLES = os.environ.get("PIPELOOM_FUZZ_EXAMPLES")  # per reader; without it, few, and the same in every run
 ROOT = Path(__file__).parents[2]

@@ -28,13 +28,14 @@ PARALLEL = ENGINE | {"engine", "models"}  # models: experts that processes share
 PRETRAINED = PARALLEL | {"parallel"}
 TRAINING = PRETRAINED | {"pretrained", "plan"}
 PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
-TRAIN = TRAINING | PLAN | {"training", "plan", "report"}
+TRAIN = TRAINING | PLAN | {"training", "plan", "report", "data"}
 CHAOS = {"processes", "train"}
 CLI = TRAIN | {"train", "pipe", "chaos", "job_files", "watch"}
 INTEGRATIONS = TRAINING | {"training", "schedules", "train"}
 ALLOWED = {
     "common": set(),
     "ir": set(),
+    "data": set(),
     "schedules": DATA,
     "passes": DATA,
     "sim": DATA,

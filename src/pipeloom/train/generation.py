@@ -4,12 +4,12 @@ from contextlib import ExitStack
 
 import torch
 
+from pipeloom.data.tokenizers import Tokenizer
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.models import loss_fn
 from pipeloom.split import Stages
 from pipeloom.train.config.inside_stage import samples_multiple, tokens_multiple
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.text import Tokenizer
 from pipeloom.train.process_group import Group
 from pipeloom.training import Pipeline
 

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pipeloom.data.sampler import Sampler
 from pipeloom.parallel.placed import PlacedBlock, cut_blocks
 from pipeloom.processes.agreement import together
 from pipeloom.slicing.context import hashed
 from pipeloom.train import checkpoint
 from pipeloom.train.checkpoint.directory import resume_path
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.output.display import resume_notices
 from pipeloom.train.output.rewinds import Rewind, read_rewinds, with_rewinds
 from pipeloom.train.process_group import Group
@@ -56,6 +56,7 @@ def contents(run: RunParts) -> dict[str, Any]:
             "seed": run.sampler.seed,
             "num_windows": run.sampler.num_windows,
             "passed_over": run.sampler.passed_over,
+            "data": run.samples.identity,
         },
         "recent_steps": run.band.state(),
         "config": config.to_mapping(),
@@ -96,7 +97,7 @@ def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     """Restore everything that `save` wrote."""
     saved = checkpoint.load(path, key=run.checkpoint_key)
     same_text = restore(run, saved)
-    if path.absolute().parent == run.output_dir.absolute():
+    if same_text and path.absolute().parent == run.output_dir.absolute():
         run.sampler = with_rewinds(run.sampler, _rewinds(run))
     run.notices += resume_notices(run.config, saved.state["config"], path, saved.step, other_text=not same_text)
     limit = run.config.save_total_limit
@@ -125,10 +126,11 @@ def restore(run: RunParts, saved: checkpoint.Checkpoint | StateCopy) -> bool:
     if run.scaler is not None and "loss_scaler" in saved.state:
         run.scaler.load(saved.state["loss_scaler"])
     sampler = saved.state["sampler"]
-    same_text: bool = sampler["num_windows"] == run.sampler.num_windows
+    identity = run.samples.identity
+    same_text: bool = sampler["num_windows"] == run.sampler.num_windows and sampler.get("data", identity) == identity
     if same_text:  # its passes continue where they were
         passed_over = [(start, stop) for start, stop in sampler.get("passed_over", ())]
-        run.sampler = Sampler(run.sampler.num_windows, sampler["seed"], passed_over)
+        run.sampler = Sampler(run.sampler.num_windows, sampler["seed"], passed_over, run.samples.mixture)
         run.samples_seen = sampler["samples_seen"]
         if "recent_steps" in saved.state:
             run.band.load(saved.state["recent_steps"])

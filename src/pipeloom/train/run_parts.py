@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 
 from pipeloom.common.checkpoint_key import CheckpointKey
+from pipeloom.data.sampler import Sampler
 from pipeloom.models.gpt import SEES_THE_FUTURE
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.rendezvous import open_store
 from pipeloom.train.config.memory import offloads
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.corpus import Sampler
 from pipeloom.train.data.opening import open_samples
 from pipeloom.train.data.samples import Samples
 from pipeloom.train.data_parallel_costs import measure_data_costs
@@ -81,7 +81,7 @@ class RunParts(RunModel):
         if (precision := config.precision).dtype == "fp16":
             self.scaler = LossScaler(precision.loss_scale, growth_steps=precision.loss_scale_steps)
         self.predictor = Predictor(measure_data_costs(self.pipeline, group) if config.parameter_replicas > 1 else None)
-        self.sampler = Sampler(self.samples.num_samples(), config.seed)
+        self.sampler = Sampler(self.samples.num_samples(), config.seed, mixture=self.samples.mixture)
         self.checkpoint_key = CheckpointKey.read(config.checkpoint_key_file)
         self.samples_seen = 0
         self.band = RecentBand()

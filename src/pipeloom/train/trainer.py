@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from pipeloom.common.process_place import place_of, write_places
 from pipeloom.common.quantities import counted
+from pipeloom.data.corpus import Part
 from pipeloom.parallel import OffloadedOptimizer
 from pipeloom.processes.launcher import Membership
 from pipeloom.report import write_report
@@ -20,9 +21,8 @@ from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import in_use
 from pipeloom.train.config.schedule import process_names, samples_of_replica
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.corpus import Part
 from pipeloom.train.data.samples import Samples
-from pipeloom.train.data.text import MODEL_DIR
+from pipeloom.train.data.written import MODEL_DIR
 from pipeloom.train.fine_tuning.saving import save_pretrained
 from pipeloom.train.flush_steps import FlushSteps
 from pipeloom.train.generation import generate

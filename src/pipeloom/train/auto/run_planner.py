@@ -25,7 +25,7 @@ from pipeloom.train.auto.same_losses import same_losses
 from pipeloom.train.config.rules import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.opening import run_tokenizer
-from pipeloom.train.data.text import PLAN_NAME, PLAN_TIMES_NAME
+from pipeloom.train.data.written import PLAN_NAME, PLAN_TIMES_NAME
 from pipeloom.train.machine.layers import measure_layers
 from pipeloom.train.machine.measure import measure_machine
 from pipeloom.train.output.directory import writing

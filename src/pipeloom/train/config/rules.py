@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from pipeloom.data.files import weighted_paths
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
@@ -29,7 +30,7 @@ _AT_LEAST_1 = (
     *("batch.microbatches", "batch.size", "parallel.pipeline", "parallel.data", "model.layers", "model.width"),
     *("parallel.tensor", "parallel.tensor_depth", "parallel.context", "parallel.expert"),
     *("model.heads", "model.kv_heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
-    *("precision.loss_scale_steps", "model.lora", "spike_rewinds", "max_recoveries"),
+    *("precision.loss_scale_steps", "model.lora", "spike_rewinds", "max_recoveries", "data.workers"),
 )
 _AT_LEAST_0 = (
     *("steps", "seed", "save_steps", "save_errors", "copy_steps", "eval_steps", "sample_tokens"),
@@ -97,6 +98,7 @@ def validate_settings(config: TrainConfig) -> None:
             f"model.dropout={config.model.dropout}: with --local and several ranks per stage, threads draw from one "
             "random generator. Remove model.dropout, or --local."
         )
+    _check_data_paths(config)
     _check_reporters(config)
     check_optimizer(config)
     if config.facts is not None:
@@ -113,6 +115,17 @@ def validate_settings(config: TrainConfig) -> None:
     _check_graphs(config, schedule)
     _check_recovery(config)
     check_unused(config)
+
+
+def _check_data_paths(config: TrainConfig) -> None:
+    if config.data.mixture is None:
+        return
+    if config.data.path is not None:
+        raise InputError(
+            f"data.mixture={config.data.mixture} with data.path={config.data.path}: a mixture names all paths. Remove "
+            "one of them."
+        )
+    weighted_paths(config.data.mixture)
 
 
 def _check_recovery(config: TrainConfig) -> None:

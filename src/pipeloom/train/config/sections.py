@@ -25,12 +25,20 @@ def option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    path: str | None = option(None, "text file, directory or glob", value="PATH", unset="Python's standard library")
+    path: str | None = option(
+        None, "file, directory, glob or URL of text", value="PATH", unset="Python's standard library"
+    )
+    mixture: str | None = option(None, "weighted paths in place of path", value="PATH=WEIGHT,..", unset="one path")
+    field: str = option("text", "key or column of the text in .jsonl and .parquet files")
     tokenizer: str | None = option(
         None, "tokenizer.json, or directory of one", value="FILE", unset="the model's own, else bytes"
     )
     packing: bool = option(False, "pack JSONL documents; false: pad each")
-    validation_fraction: float = option(0.05, "fraction of the files held out for evaluation")
+    validation_fraction: float = option(0.05, "fraction of the documents held out for evaluation")
+    cache: str | None = option(
+        None, "directory of tokens, which runs may share", value="DIR", unset="data in the output directory"
+    )
+    workers: int | None = option(None, "most processes that tokenize", unset="the cores")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

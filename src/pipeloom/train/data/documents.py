@@ -15,15 +15,16 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipeloom.data.corpus import Part
+from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
+from pipeloom.data.shards import Shard, read_lines
+from pipeloom.data.token_cache import cached_tokens, fits_fraction
 from pipeloom.errors import DataError
-from pipeloom.train.data.corpus import Part
 from pipeloom.train.data.packing import pack
-from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
-from pipeloom.train.data.records import Document, documents, read_lines
+from pipeloom.train.data.records import Document, documents
 from pipeloom.train.data.samples import Samples
-from pipeloom.train.data.token_cache import cached_tokens, facts_of, fits_fraction
 
-_FORMAT = 1  # increment when the same files give another file of tokens
+_FORMAT = 2  # increment when the same files give another file of tokens
 _NUMBER = np.dtype(np.int32)
 _BLOCK = 1 << 24  # tokens that are looked at together
 _IGNORED = -100
@@ -65,6 +66,7 @@ class Documents(Samples):
     ) -> None:
         self.tokenizer, self._padding = tokenizer, tokenizer.padding
         self._length, self._packing, self._multiple = length, packing, multiple
+        self.identity = f"{facts['digest']}:{length}:{packing}"
         count, self._tokens = facts["num_documents"], numbers[: len(numbers) - facts["num_documents"]]
         marked = np.asarray(numbers[len(numbers) - count :], np.int64)
         lengths = np.abs(marked)
@@ -196,12 +198,12 @@ class Documents(Samples):
 
 
 def prepare_documents(
-    files: Sequence[Path], root: Path, tokenizer: PretrainedTokenizer, directory: Path, validation_fraction: float
+    files: Sequence[Shard], root: str, tokenizer: PretrainedTokenizer, directory: Path, validation_fraction: float
 ) -> tuple[NDArray[Any], dict[str, Any]]:
     """The tokens of all documents of some files, and what `Documents` needs to know; made once.
 
     Args:
-        files: with one JSON object per line.
+        files: JSON lines or Parquet.
         root: what the files are in.
         tokenizer: of the documents.
         directory: of the file of tokens.
@@ -212,8 +214,7 @@ def prepare_documents(
         DataError: a line is no document, there is none, or a file cannot be read.
     """
     key = blake2b(tokenizer.fingerprint, digest_size=12)
-    facts = [facts_of(file) for file in files]
-    key.update(json.dumps(["documents", _FORMAT, str(root), validation_fraction, facts]).encode())
+    key.update(json.dumps(["documents", _FORMAT, validation_fraction, files]).encode())
 
     def write(out: BinaryIO) -> dict[str, Any]:
         return _write(out, root, files, tokenizer, validation_fraction)
@@ -222,12 +223,12 @@ def prepare_documents(
 
 
 def _write(
-    out: BinaryIO, root: Path, files: Sequence[Path], tokenizer: PretrainedTokenizer, fraction: float
+    out: BinaryIO, root: str, files: Sequence[Shard], tokenizer: PretrainedTokenizer, fraction: float
 ) -> dict[str, Any]:
     """Write the training documents, then those of validation, then all lengths; return the JSON about them."""
     by_hash = [0, 0]  # documents: for training, for validation
     for file in files:
-        for line in read_lines(file):
+        for line in read_lines(file.path):
             by_hash[_is_chosen(line.content, fraction)] += 1
     total = sum(by_hash)
     if not total:
@@ -235,15 +236,18 @@ def _write(
     hashed = fits_fraction(by_hash[1], fraction, total)
     num_train = by_hash[0] if hashed else round(total * (1 - fraction))
     lengths: list[int] = []
+    digest = blake2b(digest_size=8)
     for wanted in (False, True):
-        lines = (line for file in files for line in read_lines(file))
+        lines = (line for file in files for line in read_lines(file.path))
         chosen = (
             line
             for number, line in enumerate(lines)
             if (_is_chosen(line.content, fraction) if hashed else number >= num_train) is wanted
         )
         for _, document in documents(chosen, tokenizer):
-            out.write(_numbers(document).tobytes())
+            numbers = _numbers(document)
+            out.write(numbers.data)
+            digest.update(numbers.data)
             lengths.append(-len(document.ids) if all(document.scored) else len(document.ids))
     out.write(np.asarray(lengths, _NUMBER).tobytes())
     return {
@@ -251,6 +255,7 @@ def _write(
         "num_documents": len(lengths),
         "num_train_documents": num_train,
         "num_files": len(files),
+        "digest": digest.hexdigest(),
     }
 
 

@@ -1,18 +1,20 @@
 """`open_samples`: the data of a run: its tokenizer, its tokens in the output directory, and its samples."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
+from pipeloom.data.corpus import Corpus, MixedCorpus, prepare_corpus
+from pipeloom.data.files import Found, find_files, weighted_paths
+from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
+from pipeloom.data.shards import JSON_LINES
+from pipeloom.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 from pipeloom.errors import DataError
 from pipeloom.train.config.inside_stage import tokens_multiple
 from pipeloom.train.config.model_directory import model_directory
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.corpus import prepare_corpus
 from pipeloom.train.data.documents import Documents, prepare_documents
-from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
-from pipeloom.train.data.records import SUFFIX, check_no_array
+from pipeloom.train.data.records import check_no_array
 from pipeloom.train.data.samples import Samples, Windows
-from pipeloom.train.data.text import ByteTokenizer, FileTokenizer, Tokenizer, find_files
+from pipeloom.train.data.written import writer_in
 from pipeloom.train.output.display import found_text, skipped_notice
 
 
@@ -36,49 +38,68 @@ def open_samples(config: TrainConfig) -> Samples:
 
 
 def _open(config: TrainConfig, tokenizer: Tokenizer) -> Samples:
-    data, output_dir = config.data, Path(config.output_dir)
+    data = config.data
     if config.facts is not None and data.path is not None:
-        root, files, passed_over, _ = find_files(data.path, output_dir / "data", output_dir)
-        lines = [file for file in files if file.suffix == SUFFIX]
-        if lines:
-            found = _open_documents(config, root, files, len(lines), tokenizer)
-            found.notices += skipped_notice({reason: number for reason, number in passed_over.items() if number})
-            return found
-        if len(files) == 1 and files[0].suffix == ".json":
-            check_no_array(files[0])
+        found = find_files(data.path, _cache(config), writer_in(Path(config.output_dir)))
+        lines = [shard for shard in found.shards if shard.kind]
+        if lines and data.field == "text":
+            return _open_documents(config, found, len(lines), tokenizer)
+        if len(found.shards) == 1 and found.shards[0].path.endswith(".json"):
+            check_no_array(Path(found.shards[0].path))
     if data.packing:
         raise DataError(
-            f"data.packing=true: has no effect on text, whose windows are full. Remove it, or use {SUFFIX} files."
+            f"data.packing=true: has no effect on text, whose windows are full. Remove it, or use {JSON_LINES} files."
         )
-    corpus = prepare_corpus(data.path, tokenizer, output_dir / "data", data.validation_fraction, output_dir=output_dir)
+    if data.mixture is None:
+        corpora = [_corpus(config, data.path, tokenizer)]
+    else:
+        corpora = [_corpus(config, path, tokenizer) for path, _ in weighted_paths(data.mixture)]
+    weights = [weight for _, weight in weighted_paths(data.mixture)] if data.mixture is not None else []
+    skipped: dict[str, int] = {}
+    for corpus in corpora:
+        skipped = {
+            reason: skipped.get(reason, 0) + corpus.skipped.get(reason, 0) for reason in (*skipped, *corpus.skipped)
+        }
     return Windows(
-        corpus,
+        MixedCorpus(corpora, weights) if weights else corpora[0],
         config.model.sequence_length,
         labelled=config.facts is not None,
-        found=found_text(corpus),
-        notices=skipped_notice(corpus.skipped),
+        found=found_text(corpora),
+        notices=skipped_notice(skipped),
     )
 
 
-def _open_documents(
-    config: TrainConfig, root: Path, files: Sequence[Path], num_lines: int, tokenizer: Tokenizer
-) -> Documents:
+def _corpus(config: TrainConfig, path: str | None, tokenizer: Tokenizer) -> Corpus:
+    return prepare_corpus(
+        path,
+        tokenizer,
+        _cache(config),
+        config.data.validation_fraction,
+        field=config.data.field,
+        workers=config.data.workers,
+        writer_in=writer_in(Path(config.output_dir)),
+    )
+
+
+def _cache(config: TrainConfig) -> Path:
+    return Path(config.output_dir) / "data" if config.data.cache is None else Path(config.data.cache).expanduser()
+
+
+def _open_documents(config: TrainConfig, found: Found, num_lines: int, tokenizer: Tokenizer) -> Documents:
     data = config.data
-    if num_lines < len(files):
-        other = next(file for file in files if file.suffix != SUFFIX)
+    if num_lines < len(found.shards):
+        other = next(shard for shard in found.shards if not shard.kind)
         raise DataError(
-            f"data path {data.path!r} has {num_lines} {SUFFIX} files and others, such as {other.name}: must be either. "
-            f"Use a glob pattern, such as '{root}/*{SUFFIX}'."
+            f"data path {data.path!r} has {num_lines} {JSON_LINES} files and others, such as {other.name}: must be "
+            f"either. Use a glob pattern, such as '{found.root}/*{JSON_LINES}'."
         )
     if not isinstance(tokenizer, PretrainedTokenizer):
         raise DataError(
-            f"data.tokenizer={data.tokenizer}: {SUFFIX} files need the tokenizer of a directory, which has special "
+            f"data.tokenizer={data.tokenizer}: {JSON_LINES} files need the tokenizer of a directory, which has special "
             "tokens and a chat template. Remove it, or name a directory."
         )
-    numbers, facts = prepare_documents(
-        files, root, tokenizer, Path(config.output_dir) / "data", data.validation_fraction
-    )
-    return Documents(
+    numbers, facts = prepare_documents(found.shards, found.root, tokenizer, _cache(config), data.validation_fraction)
+    made = Documents(
         numbers,
         facts,
         tokenizer,
@@ -86,6 +107,8 @@ def _open_documents(
         packing=data.packing,
         multiple=tokens_multiple(config),
     )
+    made.notices += skipped_notice({reason: number for reason, number in found.passed_over.items() if number})
+    return made
 
 
 def run_tokenizer(config: TrainConfig) -> Tokenizer:

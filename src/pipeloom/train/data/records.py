@@ -1,20 +1,20 @@
-"""Documents of JSON lines, as ids and which of them are scored.
+"""Documents of JSON lines or rows, as ids and which of them are scored.
 
 {"text": "..."}                                   all of it is scored
 {"prompt": "...", "completion": "..."}            the completion is scored
 {"messages": [{"role": ..., "content": ...}]}     the turns of the assistant are scored
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipeloom.common.json_reader import parse_json
+from pipeloom.data.opened import unreadable
+from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
+from pipeloom.data.shards import JSON_LINES, Line
 from pipeloom.errors import DataError
-from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
-from pipeloom.train.data.token_cache import unreadable
 
-SUFFIX = ".jsonl"
 _KINDS = {"text": ("text",), "prompt and completion": ("prompt", "completion"), "messages": ("messages",)}
 _TOGETHER = 1024  # lines that are tokenized at once
 
@@ -24,29 +24,6 @@ class Document(NamedTuple):
 
     ids: list[int]
     scored: list[bool]
-
-
-class Line(NamedTuple):
-    """A line of a file that is not empty: where it is, its bytes, and its object."""
-
-    place: str
-    content: bytes
-    record: Mapping[str, Any]
-
-
-def read_lines(file: Path) -> Iterator[Line]:
-    """The objects of a file.
-
-    Raises:
-        DataError: the file cannot be read, or a line has no object.
-    """
-    try:
-        with file.open("rb") as lines:
-            for number, content in enumerate(lines, start=1):
-                if content.strip():
-                    yield _line(f"{file} line {number}", content)
-    except OSError as error:
-        raise unreadable(file, error) from None
 
 
 def check_no_array(file: Path) -> None:
@@ -60,19 +37,7 @@ def check_no_array(file: Path) -> None:
         return
     keys = {key for each in _KINDS.values() for key in each}
     if isinstance(records, list) and records and isinstance(records[0], dict) and keys & records[0].keys():
-        raise DataError(f"{file} is a JSON array of records. Write them as a {SUFFIX} file, one object per line.")
-
-
-def _line(place: str, content: bytes) -> Line:
-    try:
-        record = parse_json(content)
-    except UnicodeDecodeError:
-        raise DataError(f"{place} is not UTF-8 text. Change it.") from None
-    except ValueError:
-        raise DataError(f"{place} is not JSON: must be one object per line. Change it.") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{place} is not a JSON object: must have {_kinds()}. Change it.")
-    return Line(place, content, record)
+        raise DataError(f"{file} is a JSON array of records. Write them as a {JSON_LINES} file, one object per line.")
 
 
 def documents(lines: Iterator[Line], tokenizer: PretrainedTokenizer) -> Iterator[tuple[Line, Document]]:

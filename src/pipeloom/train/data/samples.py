@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipeloom.train.data.corpus import Corpus, Part
-from pipeloom.train.data.text import Tokenizer
+from pipeloom.data.corpus import Corpus, MixedCorpus, Part
+from pipeloom.data.sampler import Mixture
+from pipeloom.data.tokenizers import Tokenizer
 
 
 class Samples(ABC):
@@ -18,11 +19,15 @@ class Samples(ABC):
         tokenizer: of their tokens.
         found: ``12,345 tokens of 3 files``.
         notices: lines to show before the first step.
+        identity: changes with the samples.
+        mixture: of sources, whose training samples follow each other; None: one source.
     """
 
     tokenizer: Tokenizer
     found: str
     notices: list[str]
+    identity: str
+    mixture: Mixture | None = None
 
     @abstractmethod
     def num_samples(self, part: Part = "train") -> int:
@@ -50,24 +55,34 @@ class Samples(ABC):
         All batches are full, except for a single smaller one if the data is shorter than a batch.
         """
         count = self.num_samples("validation")
-        for batch in range(min(num_batches, max(1, count // batch_size))):
-            yield np.arange(batch * batch_size, min((batch + 1) * batch_size, count))
+        number = min(num_batches, max(1, count // batch_size))
+        order = self.validation_order(min(number * batch_size, count))
+        for batch in range(number):
+            yield order[batch * batch_size : (batch + 1) * batch_size]
+
+    def validation_order(self, count: int) -> NDArray[np.int64]:
+        """The numbers of the first `count` validation samples."""
+        return np.arange(count)
 
 
 class Windows(Samples):
     """Windows of a stream of text, all of the same length.
 
     Args:
-        corpus: the stream.
+        corpus: the stream, or several that are mixed.
         length: tokens per window.
         labelled: whether inputs and targets are those of a model that computes its own loss from labels: token ids, and
             the same again. Else ids, and ids shifted by one.
         found, notices: see `Samples`.
     """
 
-    def __init__(self, corpus: Corpus, length: int, *, labelled: bool, found: str, notices: list[str]) -> None:
+    def __init__(
+        self, corpus: Corpus | MixedCorpus, length: int, *, labelled: bool, found: str, notices: list[str]
+    ) -> None:
         self.corpus, self.tokenizer, self.found, self.notices = corpus, corpus.tokenizer, found, notices
         self._length, self._labelled = length, labelled
+        self.identity = corpus.identity
+        self.mixture = corpus.mixture(length) if isinstance(corpus, MixedCorpus) else None
 
     def num_samples(self, part: Part = "train") -> int:
         return self.corpus.num_windows(self._length, part)
@@ -83,4 +98,10 @@ class Windows(Samples):
         return len(np.asarray(indices)) * (self._length - int(self._labelled))
 
     def largest_id(self) -> int:
-        return max(int(part.max(initial=0)) for part in (self.corpus.train, self.corpus.validation))
+        corpora = self.corpus.corpora if isinstance(self.corpus, MixedCorpus) else [self.corpus]
+        return max(part.max() for corpus in corpora for part in (corpus.train, corpus.validation))
+
+    def validation_order(self, count: int) -> NDArray[np.int64]:
+        if isinstance(self.corpus, MixedCorpus):
+            return self.corpus.validation_order(self._length, count)
+        return super().validation_order(count)

@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
+from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.convert import convert
-from pipeloom.train.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.train.run_parts import RunParts
 
 

@@ -22,7 +22,7 @@ from pipeloom.schedules import user_defined as own_schedule
 from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, clean, list_checkpoints
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.data.text import CONFIG_HEAD, RUN_FILES
+from pipeloom.train.data.written import CONFIG_HEAD, RUN_FILES
 from pipeloom.train.output.reporters import Entry, Reporters, entry_of
 from pipeloom.version import __version__
 

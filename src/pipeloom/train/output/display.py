@@ -1,17 +1,20 @@
 """What a run shows: a progress bar on a terminal, plain lines elsewhere, and the notices before its first step."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeloom.data.corpus import Corpus
 from pipeloom.train.config.schedule import is_stream
 from pipeloom.train.config.train_config import TrainConfig, flat
-from pipeloom.train.data.corpus import Corpus
 
 # Options that change the losses of a resumed run, or the checkpoints it keeps.
-_MATTERS = ("data", "batch", "optimizer", "precision", "seed", "model", "save_total_limit")
+_MATTERS = (
+    *(f"data.{name}" for name in ("path", "mixture", "field", "tokenizer", "packing", "validation_fraction")),
+    *("batch", "optimizer", "precision", "seed", "model", "save_total_limit"),
+)
 _MATTERS_IN_STREAMS = (  # of asynchronous schedules also: staleness of gradients, and drains
     *("schedule", "weights", "eval_steps", "save_steps"),
     *(f"parallel.{name}" for name in ("pipeline", "replicas", "cut", "in_flight")),
@@ -110,13 +113,14 @@ def describe(row: Mapping[str, Any]) -> str:
 # Notices
 
 
-def found_text(corpus: Corpus) -> str:
+def found_text(corpora: Sequence[Corpus]) -> str:
     """``12,345 tokens of 3 files``, and the output directories of runs among them."""
-    text = f"{len(corpus.train):,} tokens of {corpus.num_files} files"
-    if not corpus.left_out:
+    tokens, files = (sum(each) for each in zip(*((len(c.train), c.num_files) for c in corpora), strict=True))
+    text, left_out = f"{tokens:,} tokens of {files} files", [place for corpus in corpora for place in corpus.left_out]
+    if not left_out:
         return text
-    named = ", ".join(map(str, corpus.left_out[:_MOST_NAMED]))
-    more = len(corpus.left_out) - _MOST_NAMED
+    named = ", ".join(map(str, left_out[:_MOST_NAMED]))
+    more = len(left_out) - _MOST_NAMED
     return f"{text} (output of runs, left out: {named}{f' and {more} more' if more > 0 else ''})"
 
 
@@ -136,7 +140,7 @@ def resume_notices(
     changed = [
         f"{key} {_shown(key, before[key])} -> {_shown(key, value)}"
         for key, value in now.items()
-        if key.split(".")[0] in _MATTERS or (streams and key in _MATTERS_IN_STREAMS)
+        if not {key, key.split(".")[0]}.isdisjoint(_MATTERS) or (streams and key in _MATTERS_IN_STREAMS)
         if key in before and _plain(key, before[key]) != _plain(key, value)
     ]
     lines = []
@@ -151,7 +155,7 @@ def resume_notices(
 
 
 def _plain(key: str, value: Any) -> Any:
-    return str(Path(value).absolute()) if key in _PATHS and value is not None else value
+    return str(Path(value).absolute()) if key in _PATHS and value is not None and "://" not in value else value
 
 
 def _shown(key: str, value: Any) -> str:

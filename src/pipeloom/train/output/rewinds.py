@@ -13,12 +13,12 @@ from typing import Any, Self
 
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.json_reader import parse_json
+from pipeloom.data.sampler import Sampler
 from pipeloom.errors import CheckpointError, RunError
 from pipeloom.processes.agreement import together
 from pipeloom.train.checkpoint.directory import checkpoints
 from pipeloom.train.checkpoint.manifest import read_manifest
-from pipeloom.train.data.corpus import Sampler
-from pipeloom.train.data.text import REWINDS_NAME
+from pipeloom.train.data.written import REWINDS_NAME
 from pipeloom.train.run_parts import RunParts
 
 

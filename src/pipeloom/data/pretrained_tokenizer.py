@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipeloom.data.tokenizers import Tokenizer
 from pipeloom.errors import DataError, one_line
-from pipeloom.train.data.text import Tokenizer
 
 _FILES = (
     "tokenizer*",
@@ -45,7 +43,7 @@ class PretrainedTokenizer(Tokenizer):
             raise DataError(
                 f"tokenizer {directory}: transformers is not installed. Run pip install 'pipeloom[huggingface]'."
             ) from None
-        self._directory = directory
+        self._directory, self.source = directory, str(directory.absolute())
         try:
             self.own: Any = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except Exception as error:  # of any type, from files that are missing or damaged
@@ -58,12 +56,10 @@ class PretrainedTokenizer(Tokenizer):
         self.vocabulary_size = 1 + max(self.own.get_vocab().values(), default=0)
         self.dtype = np.min_scalar_type(self.vocabulary_size - 1)
         ends = (self.own.eos_token_id, self.own.sep_token_id)
-        self.end: list[int] = [token for token in ends if token is not None][:1]
+        self.end = [token for token in ends if token is not None][:1]
+        self.start = self._start()
         pad = self.own.pad_token_id
         self.padding: int = pad if pad is not None else self.end[0] if self.end else 0
-
-    def encode(self, texts: Sequence[str]) -> NDArray[Any]:
-        return np.concatenate([np.asarray([*self.start, *ids, *self.end], self.dtype) for ids in self.plain(texts)])
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.own.decode(list(tokens), skip_special_tokens=False))
@@ -71,8 +67,7 @@ class PretrainedTokenizer(Tokenizer):
     def prompt(self, text: str) -> list[int]:
         return [*self.start, *self.plain([text])[0]] or self.end or [self.padding]
 
-    @cached_property
-    def start(self) -> list[int]:
+    def _start(self) -> list[int]:
         """The tokens that the tokenizer puts in front of a text, such as that of its beginning."""
         [plain], whole = self.plain(["a"]), list(self.own("a")["input_ids"])
         places = range(len(whole) - len(plain) + 1)
@@ -80,7 +75,12 @@ class PretrainedTokenizer(Tokenizer):
 
     def plain(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without special tokens around it."""
-        return list(self.own(list(texts), add_special_tokens=False, verbose=False)["input_ids"])
+        if not self.own.is_fast:
+            return list(self.own(list(texts), add_special_tokens=False, verbose=False)["input_ids"])
+        fast = self.own.backend_tokenizer
+        fast.no_truncation()
+        fast.no_padding()
+        return [each.ids for each in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     # Conversations
 
