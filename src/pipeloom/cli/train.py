@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeloom.chaos.fault import VARIABLE
 from pipeloom.processes import launcher
 from pipeloom.processes.preemption import PREEMPTED
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.elastic.options import CONFIGURED
 from pipeloom.train.machine.compile_cache import without_empty_cache
 
 _DESCRIPTION = """\
@@ -58,13 +60,18 @@ def main(argv: Sequence[str]) -> int:
     with launcher.last_words(member):
         if member is not None and member.launched:
             config = TrainConfig.from_json(os.environ[_VALIDATED])
+            member = replace(member, configured=os.environ.get(CONFIGURED))
         else:
             from pipeloom.train.config.automatic import for_processes, without_plan
             from pipeloom.train.config.schedule import resolve_data_degree
             from pipeloom.train.config.validate import validate
 
             size, leads = member.world_size if member else None, member is None or member.rank == 0
-            config = for_processes(resolve_data_degree(parse(argv), size), size)
+            given = parse(argv)
+            if given.elastic and member is not None:
+                config, member = _fitted(given, member)
+            else:
+                config = for_processes(resolve_data_degree(given, size), size)
             for line in validate(without_plan(config), world_size=size, leads=leads):
                 if leads:
                     print(line, flush=True)
@@ -89,6 +96,10 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
             words = ["-m", "pipeloom", "train", *argv]
             variables = {_VALIDATED: config.to_json()}
             with without_empty_cache():
+                if config.elastic:
+                    from pipeloom.train.elastic.run import launch_elastic
+
+                    return launch_elastic(config, words, _VALIDATED)
                 return launcher.launch(
                     process_names(config),
                     words,
@@ -98,3 +109,13 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
                 )
         finally:
             clean(output_dir)  # of a save that the end cut short
+
+
+def _fitted(config: TrainConfig, member: launcher.Membership) -> tuple[TrainConfig, launcher.Membership]:
+    """The configuration for the processes that torchrun started this time, and what was given."""
+    from pipeloom.train.elastic.layouts import fit_torchrun
+
+    found = fit_torchrun(config, member.world_size)
+    if member.rank == 0 and found.config != config:
+        print(found.words, flush=True)
+    return found.config, replace(member, configured=config.to_json())

@@ -11,8 +11,8 @@ from pipeloom.ir import Action
 
 LABEL_BYTES = 64  # size of the label of the running action
 BLACKBOX_BYTES = LABEL_BYTES + 8  # of the label, and of the time when the action started
-_CLOCK, _STEPS, _PATIENT, _LIMIT, _ENDING, _READY = range(6)  # float64 numbers behind the label
-_NUMBERS_END = LABEL_BYTES + 6 * 8
+_CLOCK, _STEPS, _PATIENT, _LIMIT, _ENDING, _READY, _GROWS = range(7)  # float64 numbers behind the label
+_NUMBERS_END = LABEL_BYTES + 7 * 8
 
 
 def label_of(action: Action) -> bytes:
@@ -82,13 +82,15 @@ class BlackBox:
         limit_seconds: without progress, after which the rank counts as hung; 0: it is not watched.
         ending: 1 once the watchdog ends the process, else 0.
         ready: the generation of the run's ranks that this process can join (`processes/recovery/`).
+        grows: 1 where the launcher has asked this rank to save and to end, so that more ranks go on (`--elastic`).
         observer: receives actions and phases as they begin; None, as in ordinary runs: nothing does.
     """
 
     SIZE = 4096
     action, phase, last_words = _Text(0, LABEL_BYTES), _Text(128, 256), _Text(256, SIZE)
     clock, steps, patient = _Number(_CLOCK), _Number(_STEPS), _Number(_PATIENT)
-    limit_seconds, ending, ready = _Number(_LIMIT), _Number(_ENDING), _Number(_READY)
+    limit_seconds, ending = _Number(_LIMIT), _Number(_ENDING)
+    ready, grows = _Number(_READY), _Number(_GROWS)
 
     def __init__(self, descriptor: int = -1, *, writable: bool = True) -> None:
         if descriptor < 0 and hasattr(os, "memfd_create"):

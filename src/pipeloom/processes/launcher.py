@@ -25,6 +25,7 @@ from typing import NoReturn
 from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, listed, unwrapped
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
+from pipeloom.processes.elastic.generation import GROW, Generation
 from pipeloom.processes.preemption import PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline
 from pipeloom.processes.recovery.recoveries import Recoveries, Tethers
@@ -51,6 +52,7 @@ class Membership:
         black_box: of this rank; the launcher shares it, torchrun does not.
         launched: whether `launch` started this rank, and not torchrun.
         lifeline: what outlives this rank, in a run that recovers from the loss of ranks; else None.
+        configured: the configuration as given, as JSON, where the run has another layout; else None.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class Membership:
     black_box: BlackBox
     launched: bool = False
     lifeline: Lifeline | None = None
+    configured: str | None = None
 
 
 def membership(environment: Mapping[str, str]) -> Membership | None:
@@ -93,7 +96,7 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     if rank >= world_size:  # it would wait for ranks that do not exist
         raise InputError(f"RANK={rank}: must be below WORLD_SIZE={world_size}. Start the processes with torchrun.")
     local_rank = _number(environment, "LOCAL_RANK")
-    local_size = world_size if launched else max(local_rank + 1, _number(environment, "LOCAL_WORLD_SIZE"))
+    local_size = max(local_rank + 1, world_size if launched else _number(environment, "LOCAL_WORLD_SIZE"))
     return Membership(rank, local_rank, local_size, world_size, meeting, black_box, launched, lifeline)
 
 
@@ -165,6 +168,7 @@ def launch(
     *,
     preempt_seconds: float = 0.0,
     recoveries: int = 0,
+    elastic: Generation | None = None,
 ) -> int:
     """Run ``python ARGUMENTS`` in one process per rank, and wait for all of them.
 
@@ -181,6 +185,7 @@ def launch(
         environment: variables to add to those of this process.
         preempt_seconds: how long ranks may take to save; 0: a signal ends them at once.
         recoveries: how often the run may recover from the loss of ranks.
+        elastic: of a run that goes on with other ranks; the launcher tells it how these end.
 
     Returns:
         0 when all ranks succeeded, `PREEMPTED` when they saved after a signal, 2 for invalid input, 128 + number after
@@ -192,9 +197,11 @@ def launch(
     if not hasattr(os, "memfd_create"):
         raise InputError(f"platform {sys.platform}: the launcher needs Linux. Use torchrun, or `--local`.")
     ranks: list[_Rank] = []
-    tethers = Tethers(len(names) if recoveries else 0)
+    own = Tethers(len(names) if recoveries and elastic is None else 0)
+    tethers = own if elastic is None else elastic.tethers
     signals: list[int] = []  # received; if handlers raised, a second signal would interrupt the clean-up
     ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if preempt_seconds else [])]
+    ending += [] if elastic is None else [GROW]
     asked = [number for number in ending if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in asked}
     # Ranks inherit this: a terminal with `stty tostop` stops background processes that write.
@@ -203,15 +210,22 @@ def launch(
         with _anonymous_file("meeting") as meeting:
 
             def start(rank: int, generation: int) -> _Rank:
-                return _start(rank, names, arguments, environment or {}, meeting, tethers, generation)
+                return _start(rank, names, arguments, environment or {}, meeting, tethers, generation, elastic)
 
             for rank in range(len(names)):
                 if not signals:
                     ranks.append(start(rank, 0))
-            code, line = _watch(ranks, signals, Request(preempt_seconds), Recoveries(recoveries, tethers, start))
+            code, line = _watch(
+                ranks, signals, Request(preempt_seconds), Recoveries(recoveries, tethers, start), elastic
+            )
+            if elastic is not None:
+                codes = [rank.process.returncode for rank in ranks]
+                failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)}
+                elastic.note(ranks, codes, _ending(ranks, failed) if failed else "", signals)
+                line = line if elastic.end is None else None
     finally:
         _end(ranks)
-        tethers.close()
+        own.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
     if line is not None:
@@ -241,17 +255,18 @@ def _start(
     meeting: int,
     tethers: Tethers,
     generation: int,
+    elastic: Generation | None,
 ) -> _Rank:
     num_threads = str(max(1, len(os.sched_getaffinity(0)) // len(names)))
     defaults = {"OMP_NUM_THREADS": num_threads, "GLOO_SOCKET_IFNAME": "lo"}
     with _anonymous_file(f"black-box-{rank}", BlackBox.SIZE) as descriptor:
         place = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank if elastic is None else elastic.slots[rank]),
             "WORLD_SIZE": str(len(names)),
             _LAUNCHED: f"{os.getpid()}:{meeting}:{descriptor}",
         }
-        inherited = {**os.environ, **environment}
+        inherited = {**os.environ, **environment, **(elastic.environment if elastic else {})}
         inherited.pop(_LIFELINE, None)  # of a rank that launches others
         kept: tuple[int, ...] = ()
         if tethers.by_rank:
@@ -262,18 +277,24 @@ def _start(
             [sys.executable, *arguments],
             env={**defaults, **inherited, **place},
             stdin=subprocess.DEVNULL,
-            pass_fds=(meeting, descriptor, *kept),
+            pass_fds=(meeting, descriptor, *kept, *(elastic.inherited if elastic else ())),
             process_group=0,  # only the launcher receives Ctrl-C from the terminal, and ends the ranks
         )
         return _Rank(names[rank], process, BlackBox(descriptor))
 
 
 def _watch(
-    ranks: list[_Rank], signals: Sequence[int], request: Request, recoveries: Recoveries[_Rank]
+    ranks: list[_Rank],
+    signals: list[int],
+    request: Request,
+    recoveries: Recoveries[_Rank],
+    elastic: Generation | None,
 ) -> tuple[int, str | None]:
     """Wait until all ranks are done, one fails or a signal arrives; returns the exit code and the line to print."""
     deadline, stops, seen_killed = None, _Stops(), False
     while True:
+        if elastic is not None and elastic.wants_to_grow(signals, ranks):
+            request.ask(ranks)
         if (number := request.ending(signals, ranks)) is not None:
             phase = ranks[0].black_box.phase if ranks else ""
             return 128 + number, f"{_signal_name(number)}: all ranks were ended{phase and ', in ' + phase}"

@@ -88,6 +88,11 @@ class Preemption:
         """Whether a signal asks for a checkpoint."""
         return self._pipe is not None
 
+    @property
+    def _is_limited(self) -> bool:
+        """Whether the time to save in is limited; not where more ranks are about to go on."""
+        return self._limited and not (self._black_box is not None and self._black_box.grows)
+
     def agree(self) -> None:
         """All processes know now; the time limit of one that got no signal begins."""
         self.agreed = True
@@ -107,10 +112,10 @@ class Preemption:
         first: tuple[float, str] | None = None
         while True:
             left = None
-            if first is not None and self._limited:
+            if first is not None and self._is_limited:
                 left = max(0.0, first[0] + self._seconds - time.monotonic())
             if not select.select([reader], [], [], left)[0]:
-                if self._limited and first is not None:
+                if self._is_limited and first is not None:
                     self._end(
                         1,
                         f"preempt_seconds={self._seconds:g}: no checkpoint was complete so long after {first[1]}. "
@@ -174,6 +179,15 @@ class Request:
         self._seconds = seconds
         self._num_seen = 0
         self._since: float | None = None
+        self._from_launcher = False
+
+    def ask(self, ranks: Sequence[_Rank], *, from_launcher: bool = True) -> None:
+        """Ask the ranks to save and to end; by the launcher itself, or for a signal."""
+        self._since, self._from_launcher = time.monotonic(), from_launcher
+        for rank in ranks:
+            if rank.process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, signal.SIGUSR1)
 
     def ending(self, signals: Sequence[int], ranks: Sequence[_Rank]) -> int | None:
         """The signal that ends the run now; None: there was none, or the ranks have it and may save."""
@@ -182,12 +196,11 @@ class Request:
             self._num_seen += 1
             asks = bool(self._seconds) and number in SIGNALS
             if asks and self._since is None and ranks and all(rank.black_box.phase for rank in ranks):
-                self._since = now
-                for rank in ranks:
-                    if rank.process.returncode is None:
-                        with suppress(ProcessLookupError):
-                            os.kill(rank.process.pid, signal.SIGUSR1)
+                self.ask(ranks, from_launcher=False)
+            elif asks and self._from_launcher:  # they save already
+                self._since, self._from_launcher = now, False
             elif not asks or self._since is None or now > self._since + _REPEATED_SECONDS:
                 return number
-        late = self._since is not None and now > self._since + self._seconds + _AFTER_RANKS_SECONDS
+        limited = self._since is not None and not self._from_launcher
+        late = limited and now > (self._since or 0.0) + self._seconds + _AFTER_RANKS_SECONDS
         return signals[0] if late else None

@@ -21,6 +21,7 @@ from pipeloom.train.config.schedule import AUTO
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.data.samples import Samples
+from pipeloom.train.elastic.entry import entry_of
 from pipeloom.train.fine_tuning.packing import check_packing
 from pipeloom.train.output.display import Display, display
 from pipeloom.train.output.rewinds import rewind
@@ -69,6 +70,7 @@ def _train_recovering(config: TrainConfig, member: Membership, lifeline: Lifelin
     """Train as one rank; whenever another one is lost, leave all process groups, and meet the ranks anew."""
     others = open_sockets()
     recovery = RunRecovery(config, lifeline, member.rank, others)
+    recovery.entry = entry_of(os.environ)
     meeting = member.meeting
     if lifeline.generation:
         meeting, recovery.loss = lifeline.meet()
@@ -114,7 +116,9 @@ def train_group(
         planner: chooses the plan, and compares it with the steps; None without a plan.
         recovery: what this process keeps if another one is lost; None: then the run ends.
     """
-    restart = None if recovery is None or recovery.loss is None else recovery.restart(group)
+    restart = None
+    if recovery is not None:
+        restart = recovery.enter(group) if recovery.loss is None else recovery.restart(group)
     checkpoint = None if restart is not None else run_checkpoints.agreed_checkpoint(config, group)
     automatic = config.parallel.auto
     if planner is not None:
@@ -247,7 +251,8 @@ def _steps(
             for line in trainer.saves.finish():
                 shown.say(line)
             preemption.saved = run_checkpoints.save(trainer.run, trainer.done)
-            shown.say(f"step {trainer.done}  saved {preemption.saved}; pre-empted. {_RESUME}")
+            ends = "more ranks go on" if trainer.group.black_box.grows else f"pre-empted. {_RESUME}"
+            shown.say(f"step {trainer.done}  saved {preemption.saved}; {ends}")
             return None
         if evaluates:
             shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")

@@ -19,6 +19,7 @@ from pipeloom.processes.launcher import Membership
 from pipeloom.report import write_report
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import in_use
+from pipeloom.train.checkpoint.reader import Checkpoint
 from pipeloom.train.config.schedule import process_names, samples_of_replica
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.samples import Samples
@@ -61,6 +62,9 @@ class Trainer:
     ) -> None:
         self.config, self.group, self._recovery = config, group, recovery
         self._launched = member is not None and member.launched
+        # What ``config.yaml`` has: an elastic run may have another layout for now.
+        given = member.configured if member is not None else None
+        self._configured = config if given is None else TrainConfig.from_json(given)
         self._held = ExitStack()
         if samples is None and recovery is not None:
             samples = recovery.samples
@@ -92,12 +96,12 @@ class Trainer:
         """The number of completed steps, over all runs."""
         return self._steps.done
 
-    def resume(self, start: Path | StateCopy | None) -> int:
+    def resume(self, start: Path | StateCopy | Checkpoint | None) -> int:
         """Load a checkpoint or a copy in memory, if any; returns the number of completed steps."""
         run_checkpoints.seed_generators(self.config.seed, 0, self.group.seed_rank)
         if start is None:
             return 0
-        if isinstance(start, StateCopy):
+        if isinstance(start, StateCopy | Checkpoint):
             self.run.journal.enter(f"loading the copy of step {start.step}")
             run_checkpoints.restore(self.run, start)
             done = start.step
@@ -122,7 +126,7 @@ class Trainer:
                 self._held.enter_context(in_use(output_dir))
             with writing(output_dir):
                 goes_on = recovery is not None and recovery.copies.first_step is not None
-                moved, written = prepare_output(self.config, self._resumed, self._first_step - 1, goes_on=goes_on)
+                moved, written = prepare_output(self._configured, self._resumed, self._first_step - 1, goes_on=goes_on)
             if recovery is not None:
                 recovery.copies.begin(self._first_step - 1)
             if moved:

@@ -1,6 +1,6 @@
 """The files of one rank: which tensors and shards of the model and optimizer state it holds, and which it writes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,27 @@ class RankFiles:
                 f"{directory} does not exist: output_dir must be on a file system that all ranks share."
             )
         files: dict[str, FileRecord] = {}
+
+        def write(name: str, tensors: dict[str, TensorSource]) -> None:
+            files[name] = write_tensors(directory / name, tensors)
+
+        found = self.hand_out(write, rank_and_size, random, model, optimizer)
+        return {**found, "files": {name: record.to_dict() for name, record in files.items()}}
+
+    def hand_out(
+        self,
+        take: Callable[[str, dict[str, TensorSource]], None],
+        rank_and_size: tuple[int, int],
+        random: RandomState | None,
+        model: Mapping[str, WrittenTensor],
+        optimizer: Mapping[str, WrittenTensor],
+    ) -> dict[str, Any]:
+        """Give the name and the tensors of each file of this rank to `take`; else as `write`, without "files"."""
         rank, size = rank_and_size
         suffix = f"-{rank + 1:05d}-of-{size:05d}.safetensors"
 
         def write(kind: str, tensors: dict[str, TensorSource]) -> str:
-            files[kind + suffix] = write_tensors(directory / (kind + suffix), tensors)
+            take(kind + suffix, tensors)
             return kind + suffix
 
         weights: dict[str, TensorSource] = {}
@@ -117,7 +133,6 @@ class RankFiles:
             content |= {"random": write("random", states), "random_values": random.values}
         return {
             "part": Part(**content).to_dict(),
-            "files": {name: record.to_dict() for name, record in files.items()},
             "weights": list(weights),
             "bytes": sum(source.size_bytes for source in weights.values()),
         }

@@ -34,7 +34,7 @@ from pipeloom.train.checkpoint.state import (
     name_of,
     unwrapped,
 )
-from pipeloom.train.checkpoint.tensor_reader import TensorFiles
+from pipeloom.train.checkpoint.tensor_reader import StoredTensors, TensorFiles
 
 
 class Checkpoint:
@@ -57,13 +57,14 @@ class Checkpoint:
         verify_files: bool = True,
         of: Directory | None = None,
         key: CheckpointKey | None = None,
+        opened: Mapping[str, StoredTensors] | None = None,
     ) -> None:
         self.path, self._directory = path, of
         self.manifest = manifest = read_manifest(path, key) if of is None else of.manifest
         self.step, self.state, self.layout = manifest.step, manifest.state, manifest.layout
         self.compute_type, self.num_parts = manifest.compute_type, len(manifest.parts)
         self._records = manifest.files if verify_files else {}
-        self._files = TensorFiles(path, self._records)
+        self._files = TensorFiles(path, self._records, opened or {})
 
     @cached_property
     def weight_map(self) -> dict[str, str]:

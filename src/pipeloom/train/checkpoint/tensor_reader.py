@@ -1,9 +1,9 @@
 """Reads full tensors or ranges of their elements from the files of a checkpoint."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,19 +18,30 @@ from pipeloom.train.checkpoint.boxes import Box, boxes_of, cover_box
 from pipeloom.train.checkpoint.pieces import Piece, cover
 
 
+class StoredTensors(Protocol):
+    """The tensors of a file by name, as `safetensors.safe_open` gives them."""
+
+    def keys(self) -> Iterable[str]: ...
+    def get_slice(self, name: str) -> Any: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
 class TensorFiles:
     """The safetensors files of a checkpoint, opened lazily.
 
     Args:
         path: the checkpoint.
         records: of files; what is read of these is compared with their hashes before it is returned.
+        opened: files that are not in the directory, by name.
 
     Methods raise CheckpointError, with the file name, if a file cannot be read or is damaged.
     """
 
-    def __init__(self, path: Path, records: Mapping[str, FileRecord]) -> None:
+    def __init__(
+        self, path: Path, records: Mapping[str, FileRecord], opened: Mapping[str, StoredTensors] | None = None
+    ) -> None:
         self._path, self._records = path, records
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, Any] = dict(opened or {})
 
     def everything(self, file: str) -> dict[str, Tensor]:
         """The tensors of a file by name."""

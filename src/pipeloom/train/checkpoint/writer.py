@@ -91,12 +91,12 @@ def save(
 
         def begin() -> dict[str, Any]:
             check_limit(total_limit)
-            held = {**files.held(), "ties": {**(ties or {}), **_tied_names(model)}}
+            held = {**files.held(), "ties": {**(ties or {}), **tied_names(model)}}
             return {**held, "partial": stack.enter_context(partial_directory(output_dir, step)).name if leads else None}
 
         held = _agree(group, begin)
-        partial, all_ties = output_dir / held[0]["partial"], _merged_ties(held)
-        mine = [written[group.rank] for written in _written(held, all_ties)]
+        partial, all_ties = output_dir / held[0]["partial"], merged_ties(held)
+        mine = [written[group.rank] for written in to_write(held, all_ties)]
         written = _agree(group, lambda: files.write(partial, (group.rank, group.size), random, *mine))
 
         def finish() -> None:
@@ -150,8 +150,8 @@ def save_in_turn(
     def work() -> None:
         contents = [RankFiles(rank.model, rank.optimizer, rank.ranges, rank.blocks) for rank in ranks]
         held = [{**files.held(), "ties": rank.ties} for files, rank in zip(contents, ranks, strict=True)]
-        all_ties = _merged_ties(held)
-        models, optimizers = _written(held, all_ties)
+        all_ties = merged_ties(held)
+        models, optimizers = to_write(held, all_ties)
         with partial_directory(output_dir, step) as partial:
             written = []
             for number, rank in enumerate(ranks):
@@ -174,7 +174,7 @@ def save_in_turn(
     return output_dir / f"checkpoint-{step}"
 
 
-def _written(held: list[dict[str, Any]], ties: dict[str, str]) -> list[list[dict[str, WrittenTensor]]]:
+def to_write(held: list[dict[str, Any]], ties: dict[str, str]) -> list[list[dict[str, WrittenTensor]]]:
     """What each rank writes of the model, and of the optimizer. All ranks have the same input: all raise or none."""
     try:
         return [
@@ -191,7 +191,7 @@ def _agree(exchange: Exchange, work: Callable[[], T]) -> list[T]:
     return together(work, exchange.all_gather, failed="the checkpoint was not saved")
 
 
-def _tied_names(model: Mapping[str, Tensor]) -> dict[str, str]:
+def tied_names(model: Mapping[str, Tensor]) -> dict[str, str]:
     """The aliases of tensors with several names: {alias: first name}."""
     ties: dict[str, str] = {}
     first_name: dict[tuple[Any, ...], str] = {}
@@ -204,7 +204,7 @@ def _tied_names(model: Mapping[str, Tensor]) -> dict[str, str]:
     return ties
 
 
-def _merged_ties(held: list[dict[str, Any]]) -> dict[str, str]:
+def merged_ties(held: list[dict[str, Any]]) -> dict[str, str]:
     """The ties of all ranks. Each entry leads to a root other than its key, so there is no cycle."""
     merged: dict[str, str] = {}
     for each in held:

@@ -22,6 +22,7 @@ from pipeloom.train.config.inside_stage import check_inside_stage
 from pipeloom.train.config.memory import activation_offload, check_background_saves
 from pipeloom.train.config.schedule import AUTO, make_schedule, parse_cut, unused_data_options
 from pipeloom.train.config.train_config import TrainConfig, flat
+from pipeloom.train.elastic.options import check_elastic
 
 DRAINS = ("steps", "eval_steps", "save_steps")  # a stream drains there, so all stages must have updated
 _REPORTERS = ("tensorboard", "wandb", "trackio")
@@ -31,6 +32,7 @@ _AT_LEAST_1 = (
     *("parallel.tensor", "parallel.tensor_depth", "parallel.context", "parallel.expert"),
     *("model.heads", "model.kv_heads", "model.sequence_length", "eval_batches", "log_steps", "save_total_limit"),
     *("precision.loss_scale_steps", "model.lora", "spike_rewinds", "max_recoveries", "data.workers"),
+    *("min_ranks", "max_ranks"),
 )
 _AT_LEAST_0 = (
     *("steps", "seed", "save_steps", "save_errors", "copy_steps", "eval_steps", "sample_tokens"),
@@ -38,7 +40,7 @@ _AT_LEAST_0 = (
 )
 _RATES = (
     *("optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.muon_learning_rate"),
-    *("sample_temperature", "preempt_seconds"),
+    *("sample_temperature", "preempt_seconds", "regrow_seconds"),
 )
 _FRACTIONS = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "model.dropout", "data.validation_fraction")
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
@@ -114,6 +116,7 @@ def validate_settings(config: TrainConfig) -> None:
     check_background_saves(config)
     _check_graphs(config, schedule)
     _check_recovery(config)
+    check_elastic(config, schedule)
     check_unused(config)
 
 
@@ -388,7 +391,11 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if config.on_spike != "rewind":
         yield "spike_rewinds", f"with on_spike={config.on_spike}", "use rewind"
     if not config.recover:
-        yield from ((name, "without --recover", "add it") for name in ("copy_steps", "max_recoveries"))
+        yield "max_recoveries", "without --recover", "add it"
+    if not (config.recover or config.elastic):
+        yield "copy_steps", "without --recover and --elastic", "add one of them"
+    if not config.elastic:
+        yield from ((name, "without --elastic", "add it") for name in ("min_ranks", "max_ranks", "regrow_seconds"))
     if not config.save_steps:
         yield "background_saves", "without checkpoints", "raise --save_steps"
     if config.model.pretrained is None:

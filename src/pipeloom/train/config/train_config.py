@@ -74,8 +74,12 @@ class TrainConfig:
     sample_prompt: str = option("def ", "prompt of the generated text", group="output")
     sample_temperature: float = option(0.8, "sampling temperature; 0: greedy", group="output")
     recover: bool = option(False, "start a killed rank again while the others keep running", group="faults")
-    copy_steps: int = option(10, "steps between copies for --recover; 0: use checkpoints", group="faults")
+    copy_steps: int = option(10, "steps between copies for --recover, --elastic; 0: none", group="faults")
     max_recoveries: int = option(3, "most recoveries of a run", group="faults")
+    elastic: bool = option(False, "go on with fewer ranks when one is lost", group="faults")
+    min_ranks: int = option(1, "fewest ranks with which --elastic goes on", group="faults")
+    max_ranks: int | None = option(None, "most ranks of --elastic", unset="those configured", group="faults")
+    regrow_seconds: float = option(0.0, "wait before lost ranks rejoin; 0: for SIGUSR2", group="faults")
     preempt_seconds: float = option(30.0, "seconds to save in after SIGTERM; 0: end at once", group="faults")
     watchdog: bool = option(True, "end the run when a rank hangs; off: wait", group="faults")
     watchdog_seconds: float | None = option(

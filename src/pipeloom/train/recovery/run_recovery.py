@@ -14,6 +14,7 @@ from pipeloom.processes.rendezvous import cut_connections
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path, latest
 from pipeloom.train.checkpoint.manifest import read_manifest
+from pipeloom.train.checkpoint.reader import Checkpoint
 from pipeloom.train.config.schedule import is_stream, process_names, schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.samples import Samples
@@ -28,7 +29,7 @@ class Restart(NamedTuple):
     """Where all processes go on after a recovery.
 
     Attributes:
-        source: a copy, a checkpoint, or None for the beginning.
+        source: a copy, a checkpoint (of ranks of another layout also one in memory), or None for the beginning.
         step: that is complete there.
         again: how many steps that had begun are trained once more.
         unsaved: whether the checkpoint that is due after `step` was lost while it was written.
@@ -37,7 +38,7 @@ class Restart(NamedTuple):
         words: the source in a sentence.
     """
 
-    source: Path | StateCopy | None
+    source: Path | StateCopy | Checkpoint | None
     step: int
     again: int
     unsaved: bool
@@ -80,6 +81,7 @@ class RunRecovery:
         agreement: with the other processes, about the step in which a rank is lost; None: the run has no replicas
             with the state of each rank.
         loss: the loss after which this process has joined the others; None: it is there from the start.
+        entry: where an elastic run goes on with new ranks, until these have copies of their own.
         begun: the last step that this process has begun.
         samples: the data of the run, once it is open.
     """
@@ -96,6 +98,7 @@ class RunRecovery:
             self.agreement = StepAgreement(notes, rank, lambda: cut_connections(others))
         self._lends = False
         self.loss: Loss | None = None
+        self.entry: Restart | None = None
         self.begun = 0
         self.samples: Samples | None = None
 
@@ -114,7 +117,9 @@ class RunRecovery:
         if self._every and step not in self.copies.steps:
             self._copy(run, step)
         run.group.all_gather(b"")
-        if not self._every:  # copies that replicas lent
+        if self._every:
+            self.entry = None
+        else:  # copies that replicas lent
             self.copies.release()
 
     def copy_again(self, run: RunParts, step: int) -> None:
@@ -146,7 +151,8 @@ class RunRecovery:
         if self._lends and random is not None and step not in self.copies.steps:
             run.samples_seen = samples_seen(step)
             with suppress(RunError):  # there is no memory for it: older copies and checkpoints remain
-                self.copies.write(step, {**run_checkpoints.contents(run), "random": random})
+                contents = {**run_checkpoints.contents(run), "random": random, "row": dict(self.agreement.row)}
+                self.copies.write(step, contents)
 
     def restart(self, group: Group) -> Restart | None:
         """Where all processes go on, a collective call; None: as if the run had not begun."""
@@ -169,7 +175,9 @@ class RunRecovery:
         saved = group.gather_json(found.name if found else "")[0]
         saved_step = int(saved.rpartition("-")[2]) if saved else -1
         step = max(common, saved_step)
-        source: Path | StateCopy | None
+        source: Path | StateCopy | Checkpoint | None
+        if self.entry is not None and step < self.entry.step:
+            return self.entry
         if step < 0:  # neither copies nor checkpoints yet
             source = run_checkpoints.agreed_checkpoint(self._config, group)
             step = 0 if source is None else read_manifest(source).step
@@ -191,6 +199,19 @@ class RunRecovery:
             unevaluated=self._unevaluated(group, first, step),
             row=next((row.row for row in rows if row.row.get("step") == step), {}),
             words=words,
+        )
+
+    def enter(self, group: Group) -> Restart | None:
+        """`entry`, with what was due after its step and is not done yet; a collective call."""
+        entry = self.entry
+        if entry is None:
+            return None
+        path = checkpoint_path(self._output_dir, entry.step)
+        first, saved = group.gather_json([self.copies.first_step, path.exists()])[0]
+        due = bool(self._save_steps) and (entry.step % self._save_steps == 0 or entry.step == self._config.steps)
+        return entry._replace(
+            unsaved=due and first < entry.step and not saved,
+            unevaluated=self._unevaluated(group, first, entry.step),
         )
 
     def _read(self, step: int, rank: int) -> StateCopy:
@@ -217,11 +238,13 @@ class RunRecovery:
         return due and not group.gather_json(wrote)[0]
 
     def line(self, restart: Restart) -> str:
-        """The line about a recovery."""
-        assert self.loss is not None
+        """The line about a recovery, or about the first step with another layout."""
+        again = counted(restart.again, "step")
+        if self.loss is None:
+            return f"step {restart.step}  goes on from {restart.words} with this layout; {again} again"
         return (
             f"step {restart.step}  recovered: {self.loss.text}; all ranks went back to {restart.words}; "
-            f"{counted(restart.again, 'step')} again, {time.monotonic() - self.loss.at:.1f} s"
+            f"{again} again, {time.monotonic() - self.loss.at:.1f} s"
         )
 
 

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
+from pipeloom.processes.elastic.copy_head import FIRST as _FIRST
+from pipeloom.processes.elastic.copy_head import HEAD_BYTES as _HEAD_BYTES
+from pipeloom.processes.elastic.copy_head import LENGTH as _LENGTH
+from pipeloom.processes.elastic.copy_head import SEAL as _SEAL
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState, like, name_of, unwrapped
+from pipeloom.train.elastic.held_parts import held_parts
 
-_HEAD_BYTES = 4096
-_SEAL, _LENGTH, _FIRST = range(3)  # int64 numbers of a head
 _ALIGNMENT_BYTES = 64
 
 
@@ -30,11 +33,14 @@ class StateCopy:
     Attributes:
         step: after which it was made.
         state, layout: as `checkpoint.save` got them.
+        parts: which parts of the tensors these are; see `held_parts`.
+        row: the metrics of `step`, if the copy was made before they were surely written; else empty.
     """
 
     def __init__(self, step: int, text: str, memory: Tensor) -> None:
         found = json.loads(text)
         self.step, self.state, self.layout = step, found["state"], found["layout"]
+        self.parts, self.row = found["parts"], found["row"]
         self._random_values, self._optimizer = found["random"], OptimizerState(**found["optimizer"])
         self._tensors: dict[tuple[str, ...], Tensor] = {}
         for path, dtype, shape, start in found["tensors"]:
@@ -73,6 +79,22 @@ class StateCopy:
                     optimizer.state.pop(parameter, None)
             for key, value in saved["options"].items():
                 group[key] = like(group.get(key), value)
+
+    @property
+    def model(self) -> dict[str, Tensor]:
+        """The model's tensors by name."""
+        return {path[1]: tensor for path, tensor in self._tensors.items() if path[0] == "model"}
+
+    @property
+    def optimizer(self) -> OptimizerState:
+        """The optimizer's state by name."""
+        found = OptimizerState(
+            self._optimizer.optimizer_class, values=self._optimizer.values, groups=self._optimizer.groups
+        )
+        for path, tensor in self._tensors.items():
+            if path[0] == "optimizer":
+                found.tensors.setdefault(path[1], {})[path[2]] = tensor
+        return found
 
     def random(self, rank: int, size: int) -> RandomState:
         """The generator states of this process."""
@@ -125,6 +147,8 @@ class StateCopies:
             {
                 "state": contents["state"],
                 "layout": contents["layout"],
+                "parts": held_parts(contents),
+                "row": contents.get("row", {}),
                 "random": contents["random"].values,
                 "optimizer": {
                     **{key: getattr(optimizer, key) for key in ("optimizer_class", "values", "groups")},

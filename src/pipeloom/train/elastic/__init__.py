@@ -1,0 +1,1 @@
+"""Elastic runs of `pipeloom train`: another layout when ranks are lost or come back, from the newest state."""

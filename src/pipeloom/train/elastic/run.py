@@ -1,0 +1,122 @@
+"""`launch_elastic`: the launcher's part of an elastic run: one generation of ranks after another. No torch."""
+
+import signal
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+
+from pipeloom.common.checkpoint_key import CheckpointKey
+from pipeloom.errors import PipeloomError
+from pipeloom.processes import launcher
+from pipeloom.processes.elastic.generation import GROW, End, Generation
+from pipeloom.processes.recovery.recoveries import Tether
+from pipeloom.train.config.schedule import process_names
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.elastic.layouts import fit
+from pipeloom.train.elastic.options import CONFIGURED
+from pipeloom.train.elastic.source import Source, lends, newest
+
+
+def launch_elastic(config: TrainConfig, words: Sequence[str], variable: str) -> int:
+    """Run a configuration with pipeloom's launcher, with fewer ranks after a loss and with more again.
+
+    Args:
+        config: as given; `validate` has passed for its layout.
+        words: arguments of the Python interpreter.
+        variable: in which the ranks read their configuration.
+
+    Returns:
+        As `launcher.launch`.
+    """
+    with ExitStack() as stack:
+        run = _ElasticRun(config, stack)
+        while True:
+            code = run.generation(words, variable)
+            if code is not None:
+                return code
+
+
+class _ElasticRun:
+    def __init__(self, config: TrainConfig, stack: ExitStack) -> None:
+        self._config, self._key = config, CheckpointKey.read(config.checkpoint_key_file)
+        self._slots = list(range(config.max_ranks or config.num_processes))
+        self._most = fit(config, len(self._slots), exact=False).config.num_processes
+        self._usable = list(self._slots)
+        self._source, self._begun = Source(), 0
+        self._num_growths, self._grown, self._first = 0, False, 0
+        self._signals: list[int] = []  # between two generations
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, GROW):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                handler = signal.signal(number, lambda number, _: self._signals.append(number))
+                stack.callback(signal.signal, number, handler)
+        stack.callback(lambda: _close(self._source.tethers))
+
+    def generation(self, words: Sequence[str], variable: str) -> int | None:
+        """Run ranks until they end; the exit code of the run, or None: other ranks go on."""
+        layout = fit(self._config, len(self._usable), exact=False)
+        config = self._source.configured(layout.config)
+        slots = self._usable[: config.num_processes]
+        wait = self._config.regrow_seconds * 2**self._num_growths
+        ranks = Generation(
+            slots,
+            num_more=self._most - len(slots),
+            grow_seconds=wait if self._config.regrow_seconds and len(slots) < self._most else None,
+            grown=self._grown,
+            before=self._source.tethers,
+            variables=self._source.variables(self._begun),
+            first=self._first,
+            lends=lends(config),
+            survives=self._survives,
+            copied=self._copied,
+        )
+        variables = {variable: config.to_json()}
+        if layout.config != self._config:
+            variables[CONFIGURED] = self._config.to_json()
+        code = launcher.launch(
+            process_names(config),
+            words,
+            variables,
+            preempt_seconds=config.preempt_seconds,
+            recoveries=config.max_recoveries if config.recover else 0,
+            elastic=ranks,
+        )
+        if ranks.end is None:
+            ranks.tethers.close()
+            return code
+        self._next(ranks, ranks.end, slots, config)
+        return 128 + self._signals[0] if self._signals else None
+
+    def _copied(self) -> None:
+        """All ranks have copies of their own: those from which they began are no longer needed."""
+        _close(self._source.tethers)
+        self._source = Source()
+
+    def _survives(self, num_lost: int) -> bool:
+        try:
+            fit(self._config, len(self._usable) - num_lost, exact=False)
+        except PipeloomError:
+            return False
+        return True
+
+    def _next(self, ranks: Generation, end: End, slots: Sequence[int], config: TrainConfig) -> None:
+        """Choose the slots and the state of the next generation, and tell of them."""
+        before, self._first = self._source, ranks.first
+        self._source = newest(before, ranks, config, self._key)
+        _close({*before.tethers, *ranks.tethers.by_rank} - {*self._source.tethers})
+        if end.grows:
+            self._usable = list(self._slots)
+            self._num_growths += 1
+            why = "lost ranks start again"
+        else:
+            lost = {slots[rank] for rank in end.lost}
+            self._usable = [slot for slot in self._usable if slot not in lost]
+            why = end.text
+        self._grown, self._begun = end.grows, end.begun
+        layout = fit(self._config, len(self._usable), exact=False)
+        sys.stderr.write(f"pipeloom: warning: {why}; the run goes on from {self._source.words} with {layout.words}\n")
+        sys.stderr.flush()
+
+
+def _close(tethers: Collection[Tether]) -> None:
+    for tether in tethers:
+        tether.close()

@@ -1,0 +1,160 @@
+"""Layouts of elastic runs, and when their launcher goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeloom.errors import InputError
+from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.elastic.copy_head import SEAL, common_step, write_number
+from pipeloom.processes.elastic.generation import GROW, Generation
+from pipeloom.processes.launcher import HUNG
+from pipeloom.processes.preemption import PREEMPTED
+from pipeloom.processes.recovery.lifeline import PEER_LOST
+from pipeloom.processes.recovery.recoveries import Tethers
+from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.elastic.layouts import fit, fit_torchrun
+
+
+def job(schedule: str = "auto", layers: int = 8, size: int = 32, microbatches: int = 8, **parallel: Any) -> TrainConfig:
+    config = TrainConfig(elastic=True, schedule=schedule).changed("model", layers=layers)
+    return config.changed("batch", size=size, microbatches=microbatches).changed("parallel", **parallel)
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "exact", "words"),
+    [
+        (job(pipeline=4), 4, False, "4 ranks: parallel.pipeline=4, parallel.data=1, batch.microbatches=8"),
+        (job(pipeline=4), 3, False, "3 ranks: parallel.pipeline=3, parallel.data=1, batch.microbatches=8"),
+        (job(pipeline=1, data=2), 1, False, "1 rank: parallel.pipeline=1, parallel.data=1, batch.microbatches=16"),
+        # A third rank makes the stages smaller, where there are blocks for that.
+        (job(pipeline=2, data=2), 3, False, "3 ranks: parallel.pipeline=3, parallel.data=1, batch.microbatches=16"),
+        (job(pipeline=2, data=2, layers=4), 3, False, "2 ranks: parallel.pipeline=2, parallel.data=1, "),
+        # No rank gets a larger stage than before: three may be left over, except under torchrun.
+        (job(pipeline=4, data=2), 7, False, "4 ranks: parallel.pipeline=4, parallel.data=1, batch.microbatches=16"),
+        (job(pipeline=4, data=2), 7, True, "7 ranks: parallel.pipeline=7, parallel.data=1, batch.microbatches=16"),
+        (job(pipeline=2), 8, True, "8 ranks: parallel.pipeline=2, parallel.data=4, batch.microbatches=2"),
+        (job(pipeline=2, data=-1), 3, True, "3 ranks: parallel.pipeline=3, parallel.data=1, batch.microbatches=8"),
+        (job(pipeline=4, chunks=2, schedule="interleaved"), 3, False, "schedule=1f1b in place of interleaved"),
+        (job(pipeline=4, schedule="dualpipe"), 3, False, "schedule=1f1b in place of dualpipe"),
+        (job(pipeline=4, schedule="zb-h1"), 3, False, "3 ranks: parallel.pipeline=3, parallel.data=1, "),
+        (job(pipeline=2, cut="5,3"), 1, False, "1, batch.microbatches=8, parallel.cut=layers in place of 5,3"),
+        (job(pipeline=2, tensor=2), 3, False, "2 ranks: parallel.pipeline=1, parallel.data=1"),
+        (job(pipeline=1, tensor=2), 1, False, "1 rank: parallel.pipeline=1, parallel.data=1, batch.microbatches=8, "
+         "parallel.tensor=1 in place of 2"),
+        (job(pipeline=2).changed("memory", recompute="selective,full"), 1, False, "memory.recompute=full in place of"),
+    ],
+)  # fmt: skip
+def test_a_layout_fits_the_processes(config: TrainConfig, count: int, exact: bool, words: str) -> None:
+    found = fit(config, count, exact=exact)
+    assert words in found.words
+    assert found.config.num_processes == count if exact else found.config.num_processes <= count
+    assert found.config.batch.size == config.batch.size
+    validate_settings(found.config)
+
+
+def test_there_may_be_no_layout() -> None:
+    config = job(pipeline=2, layers=2, size=3, microbatches=1)
+    with pytest.raises(InputError, match="7 processes: the run has no layout for them"):
+        fit(config, 7, exact=True)
+    limited = TrainConfig(elastic=True, min_ranks=2, max_ranks=4)
+    with pytest.raises(InputError, match="1 processes: fewer than min_ranks=2"):
+        fit(limited, 1, exact=False)
+    with pytest.raises(InputError, match="5 processes: more than max_ranks=4"):
+        fit_torchrun(limited, 5)
+    assert fit_torchrun(limited, 4).config.resume_from_checkpoint == "auto"
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (TrainConfig(elastic=True, local=True), "one process holds all ranks"),
+        (TrainConfig(elastic=True, schedule="pipedream"), "as stale as there are stages"),
+        (TrainConfig(elastic=True, min_ranks=3, max_ranks=2), "max_ranks=2: below min_ranks=3"),
+        (TrainConfig(elastic=True, preempt_seconds=0), "preempt_seconds=0: with --elastic"),
+        (TrainConfig(min_ranks=2), "min_ranks=2: has no effect without --elastic"),
+        (TrainConfig(copy_steps=2), "copy_steps=2: has no effect without --recover and --elastic"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(config: TrainConfig, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        validate_settings(config)
+
+
+def ranks(count: int, steps: float = 1.0) -> list[Any]:
+    boxes = [BlackBox() for _ in range(count)]
+    for box in boxes:
+        box.enter("step 7, update", patient=False)
+        box.steps = steps
+    return [SimpleNamespace(black_box=box) for box in boxes]
+
+
+def generation(count: int, *, num_more: int = 0, grown: bool = False, grow_seconds: float | None = None) -> Generation:
+    return Generation(
+        range(count), num_more=num_more, grow_seconds=grow_seconds, grown=grown, before=(), variables={}, first=1,
+        lends=False, survives=lambda lost: lost < count, copied=lambda: None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("codes", "grown", "steps", "lost"),
+    [
+        ((None, -9, None), False, 1, (1,)),
+        ((PEER_LOST, -9, -11), False, 1, (1, 2)),
+        ((-9, -9, -9), False, 1, None),  # no rank is left
+        ((None, -9, 1), False, 1, None),  # an error of another rank would come again
+        ((1, PEER_LOST, None), False, 1, None),
+        ((1, PEER_LOST, None), True, 0, (0,)),  # a rank that cannot start again
+        ((1, PEER_LOST, None), True, 1, None),
+        ((HUNG, HUNG, None), False, 1, None),
+        ((0, 0, 0), False, 1, None),
+    ],
+)
+def test_a_run_goes_on_without_the_ranks_that_were_killed(
+    codes: tuple[int | None, ...], grown: bool, steps: int, lost: tuple[int, ...] | None
+) -> None:
+    found = generation(3, grown=grown)
+    found.note(ranks(3, steps), codes, "how", [])
+    assert (found.end and found.end.lost) == lost
+    assert found.end is None or (found.end.text, found.end.begun, found.end.grows) == ("how", 7, False)
+    ended = generation(3, grown=grown)
+    ended.note(ranks(3, steps), codes, "how", [15])
+    assert ended.end is None
+    found.tethers.close()
+    ended.tethers.close()
+
+
+def test_a_run_grows_once_all_ranks_have_made_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    full, fewer, timed = generation(2), generation(2, num_more=1), generation(2, num_more=1, grow_seconds=0.0)
+    started, running, signals = ranks(2, 0.0), ranks(2), [int(GROW)]
+    assert not full.wants_to_grow(signals, running)
+    assert signals == []
+    assert "SIGUSR2: the run has 2 ranks, all it may" in capsys.readouterr().err
+    assert not fewer.wants_to_grow([], running)
+    assert not fewer.wants_to_grow([int(GROW)], started)
+    assert fewer.wants_to_grow([], running)
+    assert [rank.black_box.grows for rank in running] == [1.0, 1.0]
+    assert not fewer.wants_to_grow([], running)  # they have been asked
+    fewer.note(running, (PREEMPTED, PREEMPTED), "", [])
+    assert fewer.end is not None
+    assert fewer.end.grows
+    assert timed.wants_to_grow([], ranks(2))
+    timed.note(running, (PREEMPTED, PREEMPTED), "", [15])  # the machine is about to be taken away
+    assert timed.end is None
+    for each in (full, fewer, timed):
+        each.tethers.close()
+
+
+def test_ranks_go_on_from_the_newest_step_that_all_have_copied() -> None:
+    tethers = Tethers(2)
+    copies = [tether.memories.copies for tether in tethers.by_rank]
+    assert common_step(copies) == -1
+    for memory, step in zip((*copies[0], *copies[1]), (4, 6, 6, 8), strict=True):
+        write_number(memory, SEAL, step + 1)
+    assert common_step(copies) == 6
+    assert common_step([(*copies[0], *copies[1])]) == 8  # either has the state of both
+    tethers.close()
