@@ -9,10 +9,13 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
+from base64 import b64decode
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -46,6 +49,30 @@ def _here(script: Path, options: list[str], capsys: pytest.CaptureFixture[str]) 
         patched.setattr(sys, "argv", [str(script), *options])
         runpy.run_path(str(script), run_name="__main__")
     return capsys.readouterr().out
+
+
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells, one after another, without Jupyter: what they show is kept."""
+    shown: list[str] = []
+    kept: dict[str, object] = {"SVG": str, "IFrame": lambda source, **sizes: source, "display": shown.append}
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=SimpleNamespace(**kept)))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(**kept))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    notebook = json.loads((ROOT / "examples" / "tour.ipynb").read_text())
+    names: dict[str, object] = {"__name__": "__main__"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    schedules, timelines, report = shown
+    assert all(name in schedules for name in ("gpipe", "1f1b", "zb-h1"))
+    assert timelines.startswith("<svg")
+    assert b"<!doctype html>" in b64decode(report.partition(",")[2])
+    losses = re.search(r"^loss (\S+) -> (\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert losses is not None
+    assert float(losses[2]) < float(losses[1]) / 2
 
 
 def _torchrun(script: Path, options: list[str], directory: Path) -> str:
