@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.recovery.run_recovery import RunRecovery
 from pipeloom.train.recovery.step_agreement import StepAgreement
 from tests.cpu.test_state_copies import Run
-from tests.cpu.train_runs import launched, metrics, printed, started, text, words  # noqa: F401
+from tests.cpu.train_runs import Fork, launched, metrics, printed, started, text, words  # noqa: F401
 
 
 @pytest.fixture
@@ -51,8 +54,7 @@ class Alone:
 
 def recovery(tmp_path: Path, memories: list[Memories], **options: Any) -> RunRecovery:
     config = TrainConfig.from_mapping({"output_dir": str(tmp_path), "recover": True, "save_steps": 5, **options})
-    lifeline: Any = SimpleNamespace(memories=memories[:1], copies=memories[0].copies)
-    return RunRecovery(config, lifeline, 0, ())
+    return RunRecovery(config, {0: memories[0]}, 0, ())
 
 
 def saved(tmp_path: Path, *steps: int) -> None:
@@ -113,7 +115,7 @@ def agreements(memories: list[Memories], cuts: list[int]) -> list[StepAgreement]
     notes = [Notes(each.notes) for each in memories]
     found = [StepAgreement(notes, rank, partial(cuts.append, rank)) for rank in range(len(notes))]
     for each in found:
-        each.begin(4)
+        each.begin(4, whole=True)
     return found
 
 
@@ -165,13 +167,13 @@ def test_where_nobody_has_the_sum_no_rank_updates(memories: list[Memories]) -> N
     assert sorted(raised) == [0, 1]
 
 
-def ends_before_its_update(directory: Path) -> None:
-    """Rank 0 is killed once, in step 6, with the sum over processes."""
+def end_before_their_update(directory: Path, *ranks: str) -> None:
+    """Each of these ranks is killed once, in step 6, with the sum over processes."""
     take = StepAgreement.sum
 
     def taken(self: StepAgreement, *arguments: Any) -> torch.Tensor:
-        found = take(self, *arguments)
-        if os.environ["RANK"] == "0" and self.complete == 5 and not (note := directory / "killed").exists():
+        found, rank = take(self, *arguments), os.environ["RANK"]
+        if rank in ranks and self.complete == 5 and not (note := directory / f"killed-{rank}").exists():
             note.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return found
@@ -179,18 +181,23 @@ def ends_before_its_update(directory: Path) -> None:
     StepAgreement.sum = taken  # type: ignore[method-assign]
 
 
-def test_a_lost_rank_has_the_state_of_its_replica(text: Path, tmp_path: Path) -> None:  # noqa: F811
+OPTIONS = (
+    "--parallel.pipeline=1", "--parallel.data=2", "--model.dropout=0.1", "--steps=8", "--batch.microbatches=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    out = tmp_path_factory.mktemp("reference")
+    assert launched(words(text, out, *OPTIONS)).returncode == 0
+    return out
+
+
+def test_a_lost_rank_has_the_state_of_its_replica(text: Path, reference: Path, tmp_path: Path) -> None:  # noqa: F811
     """Step 6, which the others complete, is evaluated and saved by the new process; rank 0 writes its metrics."""
-    out, reference = tmp_path / "out", tmp_path / "reference"
-    options = (
-        "--parallel.pipeline=1",
-        "--parallel.data=2",
-        "--model.dropout=0.1",
-        "--steps=8",
-        "--batch.microbatches=2",
-    )
-    again = ("--recover", "--copy_steps=0")
-    with started(words(text, out, *options, *again), first=partial(ends_before_its_update, tmp_path)) as process:
+    out = tmp_path / "out"
+    command = words(text, out, *OPTIONS, "--recover", "--copy_steps=0")
+    with started(command, first=partial(end_before_their_update, tmp_path, "0")) as process:
         assert process.wait() == 0, printed(process.stderr)
         shown = printed(process.stdout)
     assert re.search(
@@ -198,7 +205,45 @@ def test_a_lost_rank_has_the_state_of_its_replica(text: Path, tmp_path: Path) ->
         r"rank 0 of replica 1; 0 steps again, [\d.]+ s\nstep 6  validation loss ",
         shown,
     ), shown
-    assert launched(words(text, reference, *options)).returncode == 0
     assert set(metrics(out)[6]) == set(metrics(reference)[6])
     assert compare(out, reference).equal
     assert (out / "checkpoint-6").is_dir()
+
+
+def agent(command: list[str], directory: Path) -> None:
+    """What torchrun's agent does: start all ranks, and start all of them again after a failure."""
+    for _ in range(2):
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost"}
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            place["MASTER_PORT"] = str(free.getsockname()[1])
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **place}
+        kills = partial(end_before_their_update, directory, "0", "1")
+        with (directory / "printed").open("ab") as file:
+            ranks = []
+            for rank in "01":
+                own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
+                ranks.append(Fork(command, env=own, stdout=file, stderr=file, first=kills))
+            if [rank.wait() for rank in ranks] == [0, 0]:
+                return
+
+
+def test_all_ranks_of_torchrun_go_back_to_copies(text: Path, reference: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Both ranks are killed; their memory is there for the next ones, and ends with torchrun's agent."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "pipeloom", *words(text, out, *OPTIONS, "--recover", "--copy_steps=2")]
+    process = multiprocessing.get_context("fork").Process(target=agent, args=(command, tmp_path))
+    process.start()
+    process.join(300)
+    shown = (tmp_path / "printed").read_text()
+    assert re.search(
+        r"\nstep 4  recovered: torchrun started all ranks again; all ranks went back to the copies in memory of step "
+        r"4; 2 steps again, [\d.]+ s\n",
+        shown,
+    ), shown
+    assert compare(out, reference).equal
+    keeper = f"pipeloom-keeper-{os.getuid()}-{process.pid}-".encode()
+    deadline = time.monotonic() + 60
+    while any(keeper in path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -105,8 +105,10 @@ def test_runs_that_cannot_recover_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_only_the_own_launcher_recovers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launchers_that_start_no_rank_again_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--recover"]) == 2
-    assert "recover=true: only pipeloom's own launcher starts single ranks again" in capsys.readouterr().err
+    assert "recover=true: only pipeloom's own launcher and torchrun start ranks again." in capsys.readouterr().err

@@ -186,7 +186,6 @@ def test_the_table_has_what_differs_and_what_is_left() -> None:
     ("words", "message"),
     [
         (("--kinds=kil",), "'kil' is unknown: the kinds are kill, .*did you mean kill"),
-        (("--kinds=recover-kill", "--launcher=torchrun"), "torchrun starts all ranks again. Use --launcher own"),
         (("--kills=0",), "--kills=0: must be at least 1"),
         (("--kills=1",), "local=true: a campaign injects faults into processes"),
         ((), "save_steps=100: a campaign needs at least 3 checkpoints in 200 steps"),

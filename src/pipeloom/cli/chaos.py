@@ -29,8 +29,6 @@ def main(argv: Sequence[str]) -> int:
     kinds = _kinds(given["kinds"])
     if given["kills"] < 1:
         raise InputError(f"--kills={given['kills']}: must be at least 1.")
-    if RECOVERS in kinds and given["launcher"] == "torchrun":
-        raise InputError(f"--kinds {RECOVERS}: torchrun starts all ranks again. Use --launcher own.")
     config = _config(given["config"])
     options = (f"--config={Path(given['config']).absolute()}", *_own_options(config, given["watchdog_seconds"]))
     with ExitStack() as stack:

@@ -1,6 +1,7 @@
 """`train`: the loop of `pipeloom train`: steps, evaluations, checkpoints, and another plan where one is chosen."""
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,8 @@ from pipeloom.parallel import run_threads
 from pipeloom.processes.launcher import Membership
 from pipeloom.processes.network.sockets import open_sockets
 from pipeloom.processes.preemption import Preemption, allowed_seconds
-from pipeloom.processes.recovery.lifeline import Lifeline
+from pipeloom.processes.recovery.keeper import Keeper
+from pipeloom.processes.recovery.lifeline import Lifeline, Loss
 from pipeloom.processes.rendezvous import leave
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path
@@ -61,6 +63,8 @@ def train(config: TrainConfig, member: Membership | None) -> bool:
             run_threads(config.num_threads, lambda: _train(config, None, preemption))
         elif member is not None and member.lifeline is not None:
             _train_recovering(config, member, member.lifeline, preemption)
+        elif member is not None and config.recover and not config.elastic:
+            _train_again(config, member, preemption)
         else:
             _train(config, member, preemption)
     return preemption.saved is not None
@@ -69,7 +73,7 @@ def train(config: TrainConfig, member: Membership | None) -> bool:
 def _train_recovering(config: TrainConfig, member: Membership, lifeline: Lifeline, preemption: Preemption) -> None:
     """Train as one rank; whenever another one is lost, leave all process groups, and meet the ranks anew."""
     others = open_sockets()
-    recovery = RunRecovery(config, lifeline, member.rank, others)
+    recovery = RunRecovery(config, dict(enumerate(lifeline.memories)), member.rank, others)
     recovery.entry = entry_of(os.environ)
     meeting = member.meeting
     if lifeline.generation:
@@ -86,6 +90,15 @@ def _train_recovering(config: TrainConfig, member: Membership, lifeline: Lifelin
             torch.compiler.reset()  # the modules are made anew, which would count towards its limit of recompilations
         preemption.ask_again()
         meeting, recovery.loss = lifeline.meet()
+
+
+def _train_again(config: TrainConfig, member: Membership, preemption: Preemption) -> None:
+    """Train as one rank under torchrun, which may have started all ranks again; a keeper has the agent's memory."""
+    keeper, others = Keeper(), open_sockets()
+    ranks = range(member.world_size) if member.local_size == member.world_size else [member.rank]
+    recovery = RunRecovery(config, {rank: keeper.memories(f"rank-{rank}") for rank in ranks}, member.rank, others)
+    recovery.loss = Loss("torchrun started all ranks again", recovery.copies.begun_at or time.monotonic())
+    _train(config, member, preemption, recovery)
 
 
 def _train(
@@ -119,6 +132,8 @@ def train_group(
     restart = None
     if recovery is not None:
         restart = recovery.enter(group) if recovery.loss is None else recovery.restart(group)
+        if restart is None:
+            recovery.loss = None  # before the run had begun
     checkpoint = None if restart is not None else run_checkpoints.agreed_checkpoint(config, group)
     automatic = config.parallel.auto
     if planner is not None:

@@ -127,8 +127,6 @@ class Trainer:
             with writing(output_dir):
                 goes_on = recovery is not None and recovery.copies.first_step is not None
                 moved, written = prepare_output(self._configured, self._resumed, self._first_step - 1, goes_on=goes_on)
-            if recovery is not None:
-                recovery.copies.begin(self._first_step - 1)
             if moved:
                 shown.say(moved)
             names, options = self.config.reporters, self.config.to_mapping()
@@ -138,6 +136,8 @@ class Trainer:
         # No process saves or logs before the directory is ready.
         name = "all ranks" if self.group.size == 1 else process_names(self.config)[self.group.rank]
         places = self.group.gather_json(place_of(name, self.group.black_box.descriptor))
+        if recovery is not None:
+            recovery.copies.begin(self._first_step - 1)
         if self.group.rank == 0:
             with writing(output_dir):
                 write_places(output_dir, places)
@@ -174,7 +174,10 @@ class Trainer:
         count, size, start = last - first + 1, self.config.batch.size, self.run.samples_seen
         self._samples_before = first, start
         batches = (self._batch(self.run.sampler.batch(start + k * size, size)) for k in range(count))
-        yield from self._steps.run(batches, count, shown.live)
+        for row in self._steps.run(batches, count, shown.live):
+            if self._recovery is not None:
+                self._recovery.observe(row["step"])
+            yield row
         self.run.samples_seen = self.samples_seen(self.done)
 
     def samples_seen(self, step: int) -> int:

@@ -73,7 +73,7 @@ class TrainConfig:
     sample_tokens: int = option(200, "tokens generated at the end; 0: none", group="output")
     sample_prompt: str = option("def ", "prompt of the generated text", group="output")
     sample_temperature: float = option(0.8, "sampling temperature; 0: greedy", group="output")
-    recover: bool = option(False, "start a killed rank again while the others keep running", group="faults")
+    recover: bool = option(False, "start killed ranks again, from copies in memory", group="faults")
     copy_steps: int = option(10, "steps between copies for --recover, --elastic; 0: none", group="faults")
     max_recoveries: int = option(3, "most recoveries of a run", group="faults")
     elastic: bool = option(False, "go on with fewer ranks when one is lost", group="faults")

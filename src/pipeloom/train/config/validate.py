@@ -90,10 +90,10 @@ def check_processes(config: TrainConfig, world_size: int | None) -> None:
             f"--local runs all ranks in one process, but torchrun started {world_size}. Run `pipeloom train --local` "
             "without torchrun, or remove --local."
         )
-    if config.recover and world_size is not None:
+    if config.recover and world_size is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
         raise InputError(
-            "recover=true: only pipeloom's own launcher starts single ranks again. Run `pipeloom train` without "
-            "torchrun or srun, or remove --recover."
+            "recover=true: only pipeloom's own launcher and torchrun start ranks again. Run `pipeloom train` with "
+            "torchrun or without srun and mpirun, or remove --recover."
         )
     if config.local or world_size in (None, config.num_processes):
         return

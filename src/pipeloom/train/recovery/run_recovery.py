@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pipeloom.common.quantities import counted
 from pipeloom.errors import RunError
-from pipeloom.processes.recovery.lifeline import Lifeline, Loss
+from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.processes.rendezvous import cut_connections
 from pipeloom.train import run_checkpoints
@@ -72,7 +72,7 @@ class RunRecovery:
 
     Args:
         config: of the run.
-        lifeline: of this process.
+        memories: by rank, of those ranks whose memory this process can read.
         rank: of this process.
         others: sockets of this process that no process group has made.
 
@@ -86,20 +86,22 @@ class RunRecovery:
         samples: the data of the run, once it is open.
     """
 
-    def __init__(self, config: TrainConfig, lifeline: Lifeline, rank: int, others: Collection[str]) -> None:
+    def __init__(
+        self, config: TrainConfig, memories: Mapping[int, Memories], rank: int, others: Collection[str]
+    ) -> None:
         self._every, self._save_steps = config.copy_steps, config.save_steps
         self._streams = is_stream(schedule_name(config))
         self._config, self._output_dir = config, Path(config.output_dir)
-        self._memories, self._rank = lifeline.memories, rank
-        self.copies = StateCopies(lifeline.copies)
+        self._memories, self._rank = memories, rank
+        self.copies = StateCopies(memories[rank].copies)
         self.agreement: StepAgreement | None = None
-        if config.data_degree > 1 and not self._streams and config.optimizer.barrier:
-            notes = [Notes(each.notes) for each in lifeline.memories]
+        readable = len(memories) == config.num_processes
+        if readable and config.data_degree > 1 and not self._streams and config.optimizer.barrier:
+            notes = [Notes(memories[each].notes) for each in range(len(memories))]
             self.agreement = StepAgreement(notes, rank, lambda: cut_connections(others))
-        self._lends = False
         self.loss: Loss | None = None
         self.entry: Restart | None = None
-        self.begun = 0
+        self.begun = self.copies.begun
         self.samples: Samples | None = None
 
     def is_due(self, step: int) -> bool:
@@ -110,8 +112,8 @@ class RunRecovery:
         """Make the first copy, of the state after `step`; a collective call, after which all processes have one."""
         self.samples = run.samples
         if self.agreement is not None:
-            self.agreement.begin(step)
-            self._lends = _is_whole(run)
+            self.agreement.begin(step, whole=_is_whole(run))
+        self.copies.note_begun(step + 1)
         if restart is None:  # earlier copies are of before a rewind
             self.copies.drop_after(-1)
         if self._every and step not in self.copies.steps:
@@ -121,6 +123,10 @@ class RunRecovery:
             self.entry = None
         else:  # copies that replicas lent
             self.copies.release()
+
+    def observe(self, step: int) -> None:
+        """A step is complete, and another one begins."""
+        self.copies.note_begun(step + 1)
 
     def copy_again(self, run: RunParts, step: int) -> None:
         """Copy the state after `step`, where earlier copies were dropped and the run does not go back."""
@@ -148,7 +154,8 @@ class RunRecovery:
         step = self.agreement.complete
         self.agreement.stop()
         random = self.agreement.random(step)
-        if self._lends and random is not None and step not in self.copies.steps:
+        self.agreement.keep_row()
+        if self.agreement.whole and random is not None and step not in self.copies.steps:
             run.samples_seen = samples_seen(step)
             with suppress(RunError):  # there is no memory for it: older copies and checkpoints remain
                 contents = {**run_checkpoints.contents(run), "random": random, "row": dict(self.agreement.row)}
@@ -156,15 +163,9 @@ class RunRecovery:
 
     def restart(self, group: Group) -> Restart | None:
         """Where all processes go on, a collective call; None: as if the run had not begun."""
-        known = self.agreement.random_steps if self.agreement else []
-        own = _Row(
-            self.copies.steps,
-            self.begun,
-            self.copies.first_step,
-            self._lends,
-            known,
-            dict(self.agreement.row) if self.agreement else {},
-        )
+        noted = self.agreement
+        of_notes = (False, [], {}) if noted is None else (noted.whole, noted.random_steps, noted.row)
+        own = _Row(self.copies.steps, self.begun, self.copies.first_step, *of_notes)
         rows = [_Row(*row) for row in group.gather_json(own)]
         if (first := rows[0].first) is None:
             return None

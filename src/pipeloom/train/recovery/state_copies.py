@@ -10,6 +10,7 @@ is written, so that a process that is killed meanwhile leaves the other copy. Co
 import json
 import mmap
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from pipeloom.processes.elastic.copy_head import SEAL as _SEAL
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState, like, name_of, unwrapped
 from pipeloom.train.elastic.held_parts import held_parts
 
+_BEGUN, _TIME = 3, 4  # more numbers of a head: of memory 0, which step of the run has begun, and when
 _ALIGNMENT_BYTES = 64
 
 
@@ -126,6 +128,21 @@ class StateCopies:
     def begin(self, step: int) -> None:
         """The run has its output directory, and begins after `step`, unless it has begun before."""
         self._memories[0].head[_FIRST] = self._memories[0].head[_FIRST] or step + 1
+
+    @property
+    def begun(self) -> int:
+        """The last step that the run has begun, as far as it was noted; 0: none."""
+        return self._memories[0].head[_BEGUN]
+
+    @property
+    def begun_at(self) -> float:
+        """When that was noted (time.monotonic, seconds)."""
+        return self._memories[0].head[_TIME] / 1e9
+
+    def note_begun(self, step: int) -> None:
+        """A step of the run begins, now."""
+        self._memories[0].head[_BEGUN] = step
+        self._memories[0].head[_TIME] = time.monotonic_ns()
 
     def write(self, step: int, contents: Mapping[str, Any]) -> None:
         """Copy a state, in place of the older copy.

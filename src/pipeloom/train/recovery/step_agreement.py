@@ -27,7 +27,7 @@ from pipeloom.errors import PeerLost
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.train.checkpoint.state import RandomState, random_state
 
-_RANDOM, _RESULT, _RUNS, _STOPPED = (0, 1), 2, 3, 4  # parts of the notes
+_RANDOM, _RESULT, _RUNS, _STOPPED, _WHOLE, _ROW = (0, 1), 2, 3, 4, 5, 6  # parts of the notes
 _MOST_RUNS = 16  # of one step, which runs again where it is not finite
 _POLL_SECONDS = 0.005
 _STOP_SECONDS = 20.0  # until the other ranks have stopped
@@ -43,27 +43,50 @@ class StepAgreement:
 
     Attributes:
         complete: the last step of which this process has the whole result.
-        row: the metrics of that step; empty: they are not of this process's steps.
     """
 
     def __init__(self, notes: Sequence[Notes], rank: int, cut: Callable[[], None]) -> None:
         self._own, self._cut = notes[rank], cut
         self._others = [each for other, each in enumerate(notes) if other != rank]
         self._run = 0
+        self._row: Mapping[str, Any] = {}
         self.complete = 0
-        self.row: Mapping[str, Any] = {}
 
-    def begin(self, step: int) -> None:
-        """This process goes on after `step`; notes of earlier steps do not count."""
-        for part in (*_RANDOM, _RESULT, _STOPPED):
+    def begin(self, step: int, *, whole: bool) -> None:
+        """This process goes on after `step`; notes of earlier steps do not count.
+
+        Args:
+            step: the last one that is complete.
+            whole: whether data-parallel replicas have the same state, but for random generators.
+        """
+        for part in (*_RANDOM, _RESULT, _STOPPED, _WHOLE, _ROW):
             self._own.clear(part)
+        if whole:
+            self._own.write(_WHOLE, 0)
         self._own.write(_RUNS, os.getpid())
         self._note_random(step)
-        self.complete, self.row, self._run = step, {}, 0
+        self.complete, self._row, self._run = step, {}, 0
 
     def finish(self, step: int, row: Mapping[str, Any]) -> None:
         """A step is complete, its metrics are written."""
-        self.complete, self.row, self._run = step, row, 0
+        self.complete, self._row, self._run = step, row, 0
+
+    def keep_row(self) -> None:
+        """Note the metrics of the last complete step, which process 0 may have lost."""
+        if self._row:
+            self._own.write(_ROW, self.complete, json.dumps(dict(self._row)).encode())
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What `keep_row` noted; empty: nothing."""
+        key = self._own.key(_ROW)
+        found = None if key is None else self._own.read(_ROW, key)
+        return {} if found is None else json.loads(found)
+
+    @property
+    def whole(self) -> bool:
+        """Whether replicas may take copies of this process's state."""
+        return self._own.key(_WHOLE) is not None
 
     def stop(self) -> None:
         """This process has left its steps."""
