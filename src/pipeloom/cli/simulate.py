@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pipeloom import schedules
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.simulation.inputs import Inputs
+from pipeloom.cli.simulation.lost import lost_answer, print_lost
 from pipeloom.cli.simulation.model import add_model_options, print_model
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.quantities import Bytes, BytesPerSecond, bytes_text, percent_text, seconds_text
@@ -33,6 +34,7 @@ pipeloom simulate search --ranks 4 --microbatches 16 --costs costs.json --out pl
 pipeloom simulate seq1f1b --ranks 4 --microbatches 1 --slices 8
 pipeloom simulate pipedream --ranks 4 --microbatches 16 --replicas 2,1,1 --weights vertical
 pipeloom simulate bfs --ranks 2 --microbatches 4 --data 4 --data-strategy zero3 --data-granularity chunk
+pipeloom simulate 1f1b --ranks 4 --microbatches 8 --data 2 --lose 2:1
 pipeloom simulate 1f1b --ranks 4 --microbatches 8 --offload 3
 pipeloom simulate 1f1b --ranks 16 --microbatches 16 --model llama3-405b --tensor 8 --sequence-parallel --data 128
 pipeloom simulate compare 1f1b pipedream pipedream-2bw --ranks 4 --microbatches 32
@@ -64,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         print(line)
     for answer in answers:
         _print_notes(answer)
+        print_lost(answer)
         if "model" in answer:
             print_model(answer)
     for _, path in written:
@@ -148,7 +151,7 @@ def _simulate(name: str, inputs: Inputs) -> _Simulated:
         best = found.best_named
         answer["best_named"] = None if best is None else {"name": best[0], "makespan_seconds": best[1]}
         answer["lower_bound_seconds"] = found.lower_bound
-    return _Simulated(timeline, schedule, answer)
+    return _Simulated(timeline, schedule, answer | lost_answer(name, schedule, inputs))
 
 
 def _plan_json(made: _Simulated, inputs: Inputs) -> str:
@@ -269,6 +272,7 @@ def _parser() -> Parser:
     rate("--data-sum-bandwidth", help="bandwidth per rank of reductions (default: --data-bandwidth)")
     number("--data-latency", help="latency of a message between replicas in seconds (default: 0)")
     number("--data-slowdown", help="slowdown of computations during collectives, 0 to 1 (default: 0)")
+    text("--lose", metavar="RANK:REPLICA", help="with --data: also simulate a step without one rank")
     whole("--units", help="communication buckets per stage (default: 1)")
     text("--cluster", metavar="NAME|FILE", help="devices and links: a name, such as dgx-h100, or a JSON file")
     option("--parameter-bytes", type=Bytes, help="bytes of parameters per rank")
