@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from pipeloom.errors import PeerLost
+from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.collectives import first_line
+from pipeloom.processes.launcher import Membership
 from pipeloom.processes.network.interfaces import choose_interface
 from pipeloom.processes.network.patience import state_of, telling
-from pipeloom.processes.rendezvous import fresh_part
+from pipeloom.processes.rendezvous import fresh_part, open_store, own_store
 
 
 def attempt(store: dist.Store, ranks: list[int], seconds: float) -> list[int | str]:
@@ -53,6 +57,18 @@ def test_what_a_process_finds_where_the_ranks_meet() -> None:
         port = server.getsockname()[1]
         assert state_of("127.0.0.1", port).startswith("it answers")
     assert state_of("127.0.0.1", port).startswith("no process listens there")
+
+
+def test_a_store_listens_at_its_own_address_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    member = Membership(0, 0, 2, 2, f"tcp://127.0.0.1:{port}", BlackBox())
+    store = own_store(member, "127.0.0.1", port)
+    assert store is not None
+    assert open_store({"MASTER_PORT": f"{port}"}) is None
+    TCPStore("127.0.0.1", port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
+    assert own_store(replace(member, local_size=1), "127.0.0.1", port) is None  # other hosts know another address
 
 
 def test_processes_of_one_host_use_the_loopback_interface() -> None:

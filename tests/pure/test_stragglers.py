@@ -116,21 +116,29 @@ def seen(watch: LinkWatch, count: int, forward: float, backward: float, **more: 
     return [line for n in range(count) for line in watch.observe(records(forward, backward, seed=n, **more)).values()]
 
 
-def test_a_slow_link_is_named_with_its_direction_and_ends() -> None:
+@pytest.mark.parametrize("ahead", [0.0, -4e4, 5e3])
+def test_a_slow_link_is_named_with_its_direction_and_ends(ahead: float) -> None:
     watch = LinkWatch()
-    assert not seen(watch, 6, 0.05, 0.05)
+    assert not seen(watch, 6, 0.05, 0.05, ahead=ahead)
     assert not watch.suspects
-    assert not seen(watch, 1, 0.05, 0.8)
+    assert not seen(watch, 1, 0.05, 0.8, ahead=ahead)
     assert watch.suspects
-    (line,) = seen(watch, 5, 0.05, 0.8)
+    (line,) = seen(watch, 5, 0.05, 0.8, ahead=ahead)
     assert line.startswith("messages from rank 1 to rank 0 are ")
     assert not watch.suspects
     (slow,) = watch.slow()
     assert (slow["source"], slow["target"]) == (1, 0)
     assert slow["factor"] > 5
     assert 0.05 < slow["share"] < 0.5
-    assert seen(watch, 3, 0.05, 0.05) == ["messages from rank 1 to rank 0 are as fast as before"]
+    assert seen(watch, 3, 0.05, 0.05, ahead=ahead) == ["messages from rank 1 to rank 0 are as fast as before"]
     assert not watch.slow()
+
+
+@pytest.mark.parametrize("ahead", [-4e4, 5e3])
+def test_a_link_that_was_waited_for_before_is_named_between_machines(ahead: float) -> None:
+    watch = LinkWatch()
+    assert not seen(watch, 6, 0.05, 0.05, ahead=ahead, compute=0.5)
+    assert seen(watch, 5, 1.2, 0.05, ahead=ahead, compute=0.5)[0].startswith("messages from rank 0 to rank 1 are ")
 
 
 def test_slow_computing_is_no_slow_link() -> None:

@@ -23,19 +23,23 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pipeloom.errors import PeerLost
+from pipeloom.processes.cluster_environment import with_rank
 from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.launcher import Membership
-from pipeloom.processes.network.interfaces import VARIABLE, set_interface
+from pipeloom.processes.network.interfaces import LOOPBACK, VARIABLE, route_to, set_interface
 from pipeloom.processes.network.patience import state_of, telling
 from pipeloom.processes.network.sockets import open_sockets
 from pipeloom.processes.watchdog import BACKGROUND_THREAD
 
 _POLL_SECONDS = 0.01  # of rank 0, while other ranks start
 _LEAVING_SECONDS = 5.0  # for threads that waited for a lost process
+_STARTING_SECONDS = 1800.0  # until all ranks have started
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # variable: torchrun has the store
 _LISTEN = "0A"  # state of a socket in /proc/net/tcp
 
 
@@ -56,7 +60,9 @@ def join(member: Membership, backend: str) -> None:
             "place is MASTER_ADDR and MASTER_PORT."
         )
     ):
-        store, _, _ = next(rendezvous(member.meeting, rank, size))
+        store = own_store(member, host, port) if rank == 0 and _AGENT not in os.environ else None
+        if store is None:
+            store, _, _ = next(rendezvous(member.meeting, rank, size))
     store = fresh_part(store, rank, size)
     set_interface(store, rank, size, member.local_size, host)
     with telling(
@@ -68,10 +74,32 @@ def join(member: Membership, backend: str) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
+def own_store(member: Membership, host: str, port: int) -> Store | None:
+    """Rank 0's store, which listens at the address of `host` alone; None: other hosts may reach it by another address.
+
+    A store of torch listens on all interfaces, without a password.
+    """
+    route = route_to(host)
+    if route is None or (route.interface == LOOPBACK and member.local_size < member.world_size):
+        return None
+    with suppress(OSError), socket.create_server((route.address, port)) as server:
+        return TCPStore(
+            host,
+            port,
+            member.world_size,
+            is_master=True,
+            timeout=timedelta(seconds=_STARTING_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
+    return None  # an address of another machine that passes connections on, or the port is taken
+
+
 def _meeting_place(meeting: str) -> tuple[str, int]:
     """Host and port of an ``init_method``, ``env://`` or ``tcp://HOST:PORT``."""
     if meeting == "env://":
-        return os.environ.get("MASTER_ADDR", "?"), int(os.environ.get("MASTER_PORT", "0"))
+        port = os.environ.get("MASTER_PORT", "")
+        return os.environ.get("MASTER_ADDR", "?"), int(port) if port.isdecimal() else 0
     place = urlsplit(meeting)
     return place.hostname or "?", place.port or 0
 
@@ -115,7 +143,7 @@ def leave(others: Collection[str]) -> None:
     gc.collect()
 
 
-def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800.0) -> Store:
+def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = _STARTING_SECONDS) -> Store:
     """A part of `store`, the same for the `size` processes that call it, which no earlier process has used.
 
     Raises:
@@ -148,19 +176,19 @@ def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = 1800
 
 
 def open_store(environment: Mapping[str, str]) -> str | None:
-    """A line about the store of torchrun, if it listens on all interfaces of this machine; else None.
+    """A line about the store of the run, if it listens on all interfaces of this machine; else None.
 
-    torch's TCPStore has no password, and binds to all interfaces whatever the address of the rendezvous is.
+    torchrun's TCPStore has no password, and binds to all interfaces whatever the address of the rendezvous is.
     """
-    port = environment.get("MASTER_PORT", "")
-    if "TORCHELASTIC_RUN_ID" not in environment or not port.isdecimal():
+    port = with_rank(environment).get("MASTER_PORT", "")
+    if not port.isdecimal():
         return None
     if {name for _, name in socket.if_nameindex()} <= {"lo"} or not _listens_everywhere(int(port)):
         return None
     return (
-        f"MASTER_PORT={port}: torchrun's store listens on all interfaces, without a password. On one machine, start "
-        "pipeloom train without torchrun, which opens no port to other machines; on several, close the port with a "
-        "firewall."
+        f"MASTER_PORT={port}: the store in which the ranks met listens on all interfaces, without a password. On one "
+        "machine, start pipeloom train without torchrun, which opens no port to other machines; on several, close the "
+        "port with a firewall."
     )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-_LOOPBACK = "lo"
+LOOPBACK = "lo"
 _SIOCGIFCONF = 0x8912
 _ROW = struct.Struct("16s4x4s16x")  # name and IPv4 address of an interface
 _MOST_ROWS = 1024
@@ -35,7 +35,7 @@ def route_to(host: str) -> Route | None:
         probe.connect((host, _ANY_PORT))
         address, own = probe.getpeername()[0], probe.getsockname()[0]
         if own.startswith("127."):
-            return Route(address, _LOOPBACK)
+            return Route(address, LOOPBACK)
         if (name := _interfaces(probe).get(own)) is not None:
             return Route(address, name)
     return None
@@ -54,9 +54,9 @@ def choose_interface(store: Store, rank: int, size: int, local_size: int, host: 
         host: name or address.
     """
     if local_size >= size:
-        return _LOOPBACK
+        return LOOPBACK
     route = route_to(host)
-    away = "" if route is None or route.interface == _LOOPBACK else route.address
+    away = "" if route is None or route.interface == LOOPBACK else route.address
     store.set(f"pipeloom/address/{rank}", away)
     if route is None or away:
         return None if route is None else route.interface
@@ -64,7 +64,7 @@ def choose_interface(store: Store, rank: int, size: int, local_size: int, host: 
         if other != rank and (address := store.get(f"pipeloom/address/{other}").decode()):
             found = route_to(address)
             return None if found is None else found.interface
-    return _LOOPBACK
+    return LOOPBACK
 
 
 def set_interface(store: Store, rank: int, size: int, local_size: int, host: str) -> None:

@@ -28,6 +28,31 @@ _FLOOR_SECONDS = 1e-4  # per step; less counts as this
 _OTHER_CLOCK_SECONDS = 1.0  # clocks that differ by more are those of two machines
 
 
+class MachineClocks:
+    """How far the clocks of two machines are apart, from the shortest messages of both directions.
+
+    Messages of the step in which both together took least tell most, as in the network time protocol: one direction
+    that becomes slower changes no clock. A delay of one direction that is there from the start counts half in each.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Link, deque[tuple[float, float]]] = {}  # seconds there and back, seconds ahead
+
+    def observe(self, shortest: Mapping[Link, float]) -> None:
+        """Take, for each link, the least seconds from the begin of a send to the end of its receive, by both clocks."""
+        for (source, target), seconds in shortest.items():
+            back = shortest.get((target, source))
+            if back is not None and source < target:
+                found = self._seen.setdefault((source, target), deque(maxlen=_HISTORY))
+                found.append((seconds + back, (seconds - back) / 2))
+
+    def ahead(self, link: Link) -> float:
+        """Seconds by which the target's clock is ahead of the source's; 0 on one machine."""
+        found = self._seen.get((min(link), max(link)), ())
+        ahead = min(found)[1] if found else 0.0
+        return 0.0 if abs(ahead) <= _OTHER_CLOCK_SECONDS else ahead if link[0] < link[1] else -ahead
+
+
 class LinkWatch:
     """Says which links have become slower than in earlier steps, and more so than the others.
 
@@ -37,6 +62,7 @@ class LinkWatch:
     """
 
     def __init__(self) -> None:
+        self._clocks = MachineClocks()
         self._history: dict[Link, deque[float]] = {}  # seconds per step
         self._counts: dict[Link, int] = {}  # steps in a row in which a link is slow
         self._slow: dict[Link, tuple[float, float]] = {}  # factor and share of those told
@@ -55,7 +81,7 @@ class LinkWatch:
 
     def observe(self, records: Rows) -> dict[Link, str]:
         """Take the records of all ranks in one step; a line about each link that changed."""
-        times = {link: sum(found) for link, found in link_waits(records).items()}
+        times = {link: sum(found) for link, found in link_waits(records, self._clocks).items()}
         span = max((_last_end(rows) - min(start for _, start, _ in rows) for _, rows in records if rows), default=0.0)
         known = {link for link in times if len(self._history.get(link, ())) >= _LEAST_HISTORY}
         base = {link: statistics.median(self._history[link]) for link in known}
@@ -94,32 +120,27 @@ class LinkWatch:
         return None
 
 
-def link_waits(records: Rows) -> dict[Link, list[float]]:
+def link_waits(records: Rows, clocks: MachineClocks | None = None) -> dict[Link, list[float]]:
     """By link, the seconds that the receiver of each message waited after its sender began to send it.
 
-    The clocks of two machines are compared by the shortest messages of both directions, so that a delay of one
-    direction counts half in each.
+    Args:
+        records: of all ranks in one step.
+        clocks: what earlier steps tell of the clocks; None: this step alone.
     """
+    clocks = clocks or MachineClocks()
     sent = {action: (rank, start) for rank, rows in records for action, start, _ in rows if action.op in SENDS}
     messages: dict[Link, list[tuple[float, float, float]]] = {}
     for rank, rows in records:
         for action, start, end in rows:
             if action.op in RECEIVES and (other := sent.get(action.other_end())) is not None and other[0] != rank:
                 messages.setdefault((other[0], rank), []).append((other[1], start, end))
-    shortest = {link: min(end - begun for begun, _, end in found) for link, found in messages.items()}
+    clocks.observe({link: min(end - begun for begun, _, end in found) for link, found in messages.items()})
     return {
         link: [max(0.0, end - max(begun + ahead, start)) for begun, start, end in found]
         for link, found in messages.items()
-        for ahead in (_clock_ahead(shortest, link),)
+        for ahead in (clocks.ahead(link),)
     }
 
 
 def _last_end(rows: Sequence[tuple[Action, float, float]]) -> float:
     return max(end for _, _, end in rows)
-
-
-def _clock_ahead(shortest: Mapping[Link, float], link: Link) -> float:
-    """Seconds by which the target's clock is ahead of the source's; 0 on one machine."""
-    back = shortest.get((link[1], link[0]))
-    ahead = 0.0 if back is None else (shortest[link] - back) / 2
-    return ahead if abs(ahead) > _OTHER_CLOCK_SECONDS else 0.0
