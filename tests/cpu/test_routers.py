@@ -39,7 +39,7 @@ def expected_groups(router, x, groups: int, seed: int) -> list[reference.Group]:
     if settings.router == "gshard":
         numbers = torch.rand(len(x), dtype=x.dtype)
     if settings.router == "noisy-topk":
-        std = F.softplus(F.linear(x, router.noise))
+        std = F.softplus(F.linear(x, router.noise)) + 0.01
         numbers = torch.randn_like(logits) if training else torch.zeros_like(logits)
     found = []
     for part in torch.arange(len(x)).chunk(groups):
@@ -277,3 +277,20 @@ def test_capacity_is_exact():
     assert ExpertSettings.of(experts=4, router="switch", capacity_factor=1.1).capacity(40) == 11
     assert ExpertSettings.of(experts=4, capacity_factor=0.01).capacity(8) == 1
     assert ExpertSettings.of(experts=4, router="expert-choice", capacity_factor=100.0).capacity(8) == 8
+
+
+def test_noise_that_is_almost_none_has_finite_gradients():
+    router = make("noisy-topk")
+    with torch.no_grad():
+        router.noise.fill_(-100.0)
+    routing = router(torch.rand(12, WIDTH) + 0.5)
+    sum(value * weight for value, weight in routing.losses.values()).backward()
+    assert router.noise.grad.isfinite().all()
+    assert router.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["switch", "expert-choice"])
+def test_an_empty_batch_passes(name):
+    layer = Experts(WIDTH, experts=4, expert_width=8, router=name, capacity_by="sequence")
+    assert layer(torch.empty(0, 3, WIDTH)).shape == (0, 3, WIDTH)
+    assert layer(torch.empty(2, 0, WIDTH)).shape == (2, 0, WIDTH)

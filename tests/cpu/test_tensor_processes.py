@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pipeloom as pl
+from pipeloom.errors import InputError
 from pipeloom.models import loss_fn
 from pipeloom.parallel.placed import placed_block
 from tests.cpu.ranks import run_ranks
@@ -47,3 +48,21 @@ def test_dropout_without_slices_is_the_same_on_ranks_with_the_same_seed(sequence
     assert found[0][0] == found[1][0]
     assert math.isfinite(found[0][0])
     _full_gradients(found)
+
+
+def _seeded_step(rank: int) -> str:
+    torch.manual_seed(rank)
+    with pl.Mesh(tp=2) as mesh:
+        model = pl.parallelize(build(config(kv_heads=2, dropout=0.1)), mesh)
+        made = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=4)
+        with pl.Pipeline(model, made, loss_fn=loss_fn, mesh=mesh) as pipe:
+            with pytest.raises(InputError) as refused:
+                pipe.step(*batch())
+            torch.manual_seed(1)
+            assert math.isfinite(pipe.step(*batch()))
+    return str(refused.value)
+
+
+def test_ranks_with_other_seeds_are_refused_before_they_draw():
+    found = run_ranks(_seeded_step, 2)
+    assert all("different random numbers for dropout" in text and "torch.manual_seed" in text for text in found)

@@ -142,3 +142,81 @@ def test_routers_declare_losses_and_loads_and_move_their_bias():
 def test_models_without_fused_experts_are_refused():
     with pytest.raises(InputError, match=r"^Linear has no experts with fused weights"):
         take_over(torch.nn.Linear(2, 2))
+
+
+def test_losses_without_a_router_that_declares_them_are_refused():
+    model = make("Mixtral")
+    for layer in model.model.layers:
+        layer.mlp.gate = torch.nn.Identity()
+    assert take_over(model)
+    with pytest.raises(InputError, match=r"^balance_weight=0.1.*'model.layers.0.mlp.experts' is no router"):
+        take_over(model, balance_weight=0.1)
+
+
+def test_a_bias_keeps_32_bits_in_a_model_of_16():
+    model = make("DeepseekV3")
+    take_over(model)
+    router = model.bfloat16().model.layers[1].mlp.gate
+    assert router.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        router.e_score_correction_bias.fill_(0.75)
+    for _ in range(10):
+        router.after_step({"chosen": torch.arange(8)})
+    assert router.e_score_correction_bias[0] == pytest.approx(0.76)
+    router.after_step({})  # before the layer has run
+
+
+class PlainExperts(torch.nn.Module):
+    """Experts of another form than the usual ones: no gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up_proj = torch.nn.Parameter(torch.randn(4, 8, 6) * 0.3)
+        self.down_proj = torch.nn.Parameter(torch.randn(4, 6, 8) * 0.3)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique():
+            token, choice = torch.where(top_k_index == expert)
+            inside = torch.relu(hidden_states[token] @ self.up_proj[expert].T)
+            out = out.index_add(0, token, inside @ self.down_proj[expert].T * top_k_weights[token, choice, None])
+        return out
+
+
+class ChosenByInput(torch.nn.Module):
+    """The last feature of a token is its expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = torch.nn.Linear(6, 6), PlainExperts()
+
+    def forward(self, x):
+        expert = x[..., 6].reshape(-1, 1).long()
+        hidden = self.first(x[..., :6])
+        return self.experts(hidden.reshape(-1, 6), expert, torch.ones_like(expert, dtype=x.dtype)).view_as(hidden)
+
+
+def test_replicas_whose_experts_no_token_chose_shard_their_zero_gradients():
+    """Replicas 0 and 1 share experts and choose those of replica 0 alone; 2 and 3 choose all."""
+    torch.manual_seed(0)
+    base = ChosenByInput().double()
+    x = torch.randn(4, 4, 7, dtype=torch.float64)
+    x[:2, :, 6], x[2:, :, 6] = torch.tensor([0.0, 1, 0, 1]), torch.tensor([0.0, 1, 2, 3])
+    loss = torch.nn.functional.mse_loss(base(x.flatten(0, 1)), x.flatten(0, 1)[:, :6])
+    loss.backward()
+
+    def work():
+        with pl.Mesh(dp=4, ep=2) as mesh:
+            model = pl.parallelize(copy.deepcopy(base), mesh)
+            made = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=1)
+            options = {"loss_fn": torch.nn.functional.mse_loss, "mesh": mesh, "data": pl.DataParallel("zero1")}
+            with pl.Pipeline(torch.nn.Sequential(model), made, **options) as pipe:
+                own = x[mesh.coordinate("dp")]
+                found = pipe.step(own, own[:, :6])
+                gradients = dict(pipe.named_parameters())
+                return found, {name: p.grad for name, p in gradients.items() if p.grad is not None}
+
+    for found, gradients in pl.run_threads(4, work, timeout_seconds=30):
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=0)
+        assert gradients

@@ -157,3 +157,25 @@ def test_the_mlp_is_that_of_the_gpt():
     x = torch.randn(1, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     wanted = F.linear(F.gelu(F.linear(x, block.mlp_up.weight)), block.mlp_down.weight)
     assert torch.equal(block.mlp(x), wanted)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "momentum"])
+def test_states_that_are_not_elementwise_are_resumed(tmp_path: Path, optimizer: str):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    more = ["--optimizer.name", optimizer, "--data.path", str(tmp_path / "text"), "--output_dir"]
+    assert cli.main([*RUN, *more, str(tmp_path / "run"), "--steps", "1"]) == 0
+    upcycle(tmp_path / "run", tmp_path / "mixture", experts=3)
+    mixture = [
+        *more,
+        str(tmp_path / "mixture"),
+        "--model.experts",
+        "3",
+        "--resume_from_checkpoint",
+        "auto",
+        "--steps",
+        "2",
+    ]
+    assert cli.main([*RUN, *mixture]) == 0
+    states = checkpoint.load(tmp_path / "mixture").optimizer_state().tensors["blocks.0.experts.up"]
+    assert all(value.shape[0] == 3 for value in states.values() if value.dim() > 1)

@@ -60,6 +60,9 @@ def test_rows_are_those_that_leave_and_come():
     assert rows_of(counts, 1) == Rows(own=6, sent=4, received=3)
     assert balanced_rows(EIGHT, 16, 4) == Rows(32, 24, 24)
     assert balanced_rows(EIGHT, 16, 4, imbalance=1.5) == Rows(32, 24, 36)
+    assert balanced_rows(replace(EIGHT, capacity_factor=0.5), 16, 4) == Rows(16, 12, 12)
+    chosen = ExpertSizes(experts=8, top_k=1.5, expert_width=64, capacity_factor=1.0, router="expert-choice")
+    assert balanced_rows(chosen, 16, 4) == Rows(24, 18, 18)
 
 
 def test_dispatch_sends_rows_there_and_back():
@@ -166,7 +169,7 @@ def test_a_mixture_is_read_from_json():
     for more, rule in (
         ('"top_k": 2', "top_k=2: has no effect without experts. Add experts, or remove it."),
         ('"experts": 8', "experts=8: needs top_k, the experts per token. Add it."),
-        ('"experts": 2, "top_k": 3', "model top_k=3: must be from 1 to experts=2."),
+        ('"experts": 2, "top_k": 3', "model top_k=3: must be above 0 and at most experts=2."),
     ):
         with pytest.raises(InputError) as refused:
             parse_architecture(f"{{{SMALL}, {more}}}")

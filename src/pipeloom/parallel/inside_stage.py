@@ -183,7 +183,7 @@ class StageTraffic:
         sizes, inside = self._sizes, self._inside
         assert isinstance(self._layers, OneDTraffic)
         assert sizes.experts is not None
-        rows = rows or balanced_rows(sizes.experts, sizes.tokens, inside.expert)
+        rows = rows or balanced_rows(sizes.experts, sizes.tokens, inside.expert, samples=sizes.samples)
         return self._layers.expert_block(
             attention,
             repeated,

@@ -62,10 +62,10 @@ class Architecture:
         for name in (*sizes, "experts_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"model {name}={getattr(self, name)}: must be at least 1.")
-        if self.experts is not None and not 1 <= self.experts.top_k <= self.experts.experts:
+        if self.experts is not None and not 0 < self.experts.top_k <= self.experts.experts:
             raise InputError(
-                f"model top_k={self.experts.top_k}: must be from 1 to experts={self.experts.experts}. Change one of "
-                "them."
+                f"model top_k={self.experts.top_k}: must be above 0 and at most experts={self.experts.experts}. Change "
+                "one of them."
             )
         for name, of in (("heads", "width"), ("key_heads", "heads")):
             if name == "heads" and self.given_head_width is not None:
@@ -127,7 +127,7 @@ class Architecture:
         assert self.experts is not None
         active = self.experts.shared + (self.experts.experts if all_experts else self.experts.top_k)
         router = self.experts.router_matrices * self.experts.experts * self.width
-        return attention + router + active * self.experts.matrix_numbers(self.width)
+        return attention + router + round(active * self.experts.matrix_numbers(self.width))
 
     def layer_sizes(self, samples: int, element: int) -> LayerSizes:
         """Sizes that formulae of traffic need, of a micro-batch of `samples` with `element` bytes per number."""
@@ -150,12 +150,13 @@ class Architecture:
 def _experts_of(sizes: GPTConfig) -> ExpertSizes:
     """The experts of pipeloom's GPT."""
     settings = ExpertSettings.of(**sizes.expert_settings)
+    top_k: float = settings.top_k
     factor = settings.capacity_factor
     if settings.router == "expert-choice":  # the factor is the mean number of experts per token
-        factor = 1.0 if factor is None else factor / settings.top_k
+        top_k, factor = min(settings.experts, top_k if factor is None else factor), 1.0
     return ExpertSizes(
         experts=sizes.experts,
-        top_k=settings.top_k,
+        top_k=top_k,
         expert_width=sizes.width_of_expert,
         shared=sizes.shared_experts,
         capacity_factor=factor,

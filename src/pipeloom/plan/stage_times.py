@@ -313,4 +313,5 @@ class StageTimes:
         sizes, inside = self.model.experts, self.inside
         if not experts or sizes is None:
             return None
-        return balanced_rows(sizes, self.tokens // inside.context, inside.expert, self.imbalance)
+        tokens = self.tokens // inside.context
+        return balanced_rows(sizes, tokens, inside.expert, self.imbalance, samples=self.samples)

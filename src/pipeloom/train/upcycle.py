@@ -210,11 +210,16 @@ def _optimizer(
             parameters[parameters.index(name)] = expert
             if old == _FIRST:
                 prefix = f"blocks.{index}.experts.router."
-                parameters += [key for key in tensors if key.startswith(prefix) and tensors[key].dim() > 1]
-            state.tensors[expert] = {
-                key: value.expand(tensors[expert].shape).contiguous() if value.shape == shape else value
+                routers = [key for key in tensors if key.startswith(prefix) and tensors[key].dim() > 1]
+                parameters += routers
+            state.tensors[expert] = {  # also factors of a matrix's statistics, [R, 1] and [1, C]
+                key: value.expand(tensors[expert].shape[0], *value.shape).contiguous()
+                if value.dim() == len(shape)
+                else value
                 for key, value in state.tensors.pop(name, {}).items()
             }
+            if old == _FIRST and "momentum_buffer" in state.tensors[expert]:  # a fused update wants all or none
+                state.tensors.update({key: {"momentum_buffer": torch.zeros_like(tensors[key])} for key in routers})
             state.values[expert] = state.values.pop(name, {})
     if not copy:
         state.tensors.clear()

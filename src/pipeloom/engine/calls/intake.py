@@ -12,6 +12,7 @@ import torch
 from pipeloom.devices import Device, HostDevice
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.calls.agreement import BatchAgreement, LineExchange, MembersExchange, different_forms
+from pipeloom.engine.calls.equal_seeds import check_seeds
 from pipeloom.engine.calls.reader import BatchReader, Programs
 from pipeloom.engine.calls.refusals import all_ranks_run_all_microbatches
 from pipeloom.engine.model_state import ModelState
@@ -48,7 +49,8 @@ class BatchIntake:
         parts: SequenceParts | None,
         check_batch: Callable[[Batch], None],
     ) -> None:
-        self._state, self._sliced, self._has_values = state, sliced, False
+        self._state, self._sliced = state, sliced
+        self._has_values = self._seeds_are_equal = False
         last = programs.train.placement.num_stages - 1
         self._reader = BatchReader(
             reads_inputs=_device_of_stage(0, devices, state),
@@ -87,6 +89,9 @@ class BatchIntake:
             if not self._has_values:
                 self._state.check_values()
                 self._has_values = True
+            if training and not (self._sliced or self._seeds_are_equal):  # slices agree on a seed for each step
+                check_seeds(self._state.modules(), self._state.sharing.blocks)
+                self._seeds_are_equal = True
             return read()
 
         call = call_number(count, kind)

@@ -26,7 +26,7 @@ class ExpertChoice(Router):
         capacity = self.capacity(x_NW, groups)
         assert capacity is not None
         gate_EGC, place_EGC = share_NE.view(groups, N // groups, E).permute(2, 0, 1).topk(capacity, -1)
-        first_G1 = torch.arange(0, N, max(1, N // groups), device=x_NW.device)[:groups].unsqueeze(1)
+        first_G1 = (N // groups) * torch.arange(groups, device=x_NW.device).unsqueeze(1)
         token_A = (place_EGC + first_G1).flatten()
         counts_E = torch.full((E,), groups * capacity, device=x_NW.device)
         routing = Routing(token_A, gate_EGC.flatten(), counts_E)

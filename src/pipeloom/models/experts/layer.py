@@ -123,7 +123,7 @@ class Experts(nn.Module):
     def forward(self, x_BSW: Tensor) -> Tensor:
         all_BSW = self.enter(x_BSW)
         x_NW = all_BSW.reshape(-1, all_BSW.shape[-1])
-        groups = all_BSW.shape[0] if self.settings.capacity_by == "sequence" else 1
+        groups = max(1, all_BSW.shape[0]) if self.settings.capacity_by == "sequence" else 1
         routing = self.router(x_NW, groups)
         for name, (value, weight) in routing.losses.items():
             auxiliary_loss(value, weight, name, module=self)

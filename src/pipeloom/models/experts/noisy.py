@@ -11,9 +11,13 @@ from pipeloom.models.experts.router import RandomRouter, chosen_per_expert
 from pipeloom.models.experts.routing import Routing, assign
 from pipeloom.models.experts.settings import ExpertSettings
 
+_LEAST_STD = 1e-2
+
 
 class NoisyTopK(RandomRouter):
-    """Softmax of the `top_k` largest of logits + normal noise * softplus(x @ noise.T) (section 2.1).
+    """Softmax of the `top_k` largest of logits + normal noise * (softplus(x @ noise.T) + 0.01) (section 2.1).
+
+    Unlike in the paper, the standard deviation is at least 0.01: the load loss divides by it.
 
     In evaluation there is no noise. Two losses balance the experts (section 4 and appendix A): the squared coefficient
     of variation of the importance, the sum of gates over tokens, and of the load, the expected number of tokens if the
@@ -37,7 +41,7 @@ class NoisyTopK(RandomRouter):
     def forward(self, x_NW: Tensor, groups: int = 1) -> Routing:
         E, K = self.settings.experts, self.settings.top_k
         clean_NE = self.logits(x_NW)
-        std_NE = F.softplus(self.logits(x_NW, self.noise))
+        std_NE = F.softplus(self.logits(x_NW, self.noise)) + _LEAST_STD
         noisy_NE = clean_NE
         if self.training:
             noisy_NE = clean_NE + self.random(clean_NE) * std_NE

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.models.experts.router import Router, chosen_per_expert
 from pipeloom.models.experts.routing import Routing, assign
@@ -18,12 +18,21 @@ def moved_bias(bias_E: Tensor, chosen_E: Tensor, rate: float) -> Tensor:
     return bias_E + rate * (chosen_E.mean() - chosen_E).sign().to(bias_E.dtype)
 
 
+def keep_wide(module: nn.Module, name: str, apply: Callable[[], Any]) -> None:
+    """Call `apply`, which changes dtypes or devices, but keep a bias in 32 bits: in 16, its small steps are lost."""
+    before = getattr(module, name).detach()
+    apply()
+    after = getattr(module, name)
+    if after.dtype.itemsize < 4:
+        after.data = before.to(after.device, torch.promote_types(before.dtype, torch.float32))
+
+
 class Sigmoid(Router):
     """Gates are sigmoids, normalized over the chosen experts; a bias per expert takes part in choosing alone.
 
     DeepSeek-V3, section 2.1.2, equations 13 to 16: after each step, the bias of an expert with more than the mean load
     falls by `bias_rate`, and that of one with less rises by as much. The loads are those of all replicas, so the bias
-    is equal everywhere; it is a buffer, in checkpoints. It stays float32 in modules of 16 bits.
+    is equal everywhere; it is a buffer, in checkpoints. It has 32 bits also in modules of 16.
 
     Attributes:
         bias: [E].
@@ -38,7 +47,9 @@ class Sigmoid(Router):
 
     def __init__(self, width: int, settings: ExpertSettings) -> None:
         super().__init__(width, settings)
-        self.register_buffer("bias", torch.zeros(settings.experts))
+        self.register_buffer(
+            "bias", torch.zeros(settings.experts, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+        )
 
     def reset_buffers(self) -> None:
         """Set the bias to 0."""
@@ -61,11 +72,9 @@ class Sigmoid(Router):
     @torch.no_grad()
     def move_bias(self, observed: Mapping[str, Tensor]) -> None:
         """Move the bias by the loads of a step: ``observed["chosen"]`` [E], of all micro-batches and replicas."""
-        self.bias.copy_(moved_bias(self.bias, observed["chosen"], self.bias_rate))
+        if (chosen_E := observed.get("chosen")) is not None:  # else the layer has not run yet
+            self.bias.copy_(moved_bias(self.bias, chosen_E, self.bias_rate))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        before = self.bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.bias.dtype in (torch.bfloat16, torch.float16):
-            self.bias = before.to(self.bias.device)
+        keep_wide(self, "bias", lambda: super(Sigmoid, self)._apply(fn, recurse))  # type: ignore[no-untyped-call]
         return self

@@ -15,7 +15,7 @@ form, with the same forward, keep their own computation (`OwnExperts`).
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from pipeloom.autograd.grouped_linear import grouped_linear
 from pipeloom.errors import InputError
 from pipeloom.models.experts.router import chosen_per_expert, switch_balance
 from pipeloom.models.experts.routing import Compute, Routing, assign, dispatch_here
-from pipeloom.models.experts.sigmoid import moved_bias
+from pipeloom.models.experts.sigmoid import keep_wide, moved_bias
 
 _BIAS = "e_score_correction_bias"  # DeepSeek-V3's, which takes part in choosing alone
 
@@ -88,7 +88,10 @@ class OwnExperts(FusedExperts):
         """The experts of this process: rows [A, W] sorted by expert, and rows per expert, -> [A, W]."""
         rows = rows_AW.shape[0]
         if not rows:
-            return rows_AW * 1.0  # with a graph, so that the backward of an exchange runs here too
+            # With a graph, so that the backward of an exchange runs here too, and all parameters have gradients: ranks
+            # that sum or shard them wait for each other's.
+            none = [parameter[:0].sum() for parameter in self.parameters()]
+            return rows_AW * 1.0 + torch.stack(none).sum().to(rows_AW.dtype)
         expert_A = torch.arange(counts_E.shape[0], device=rows_AW.device)
         expert_A = expert_A.repeat_interleave(counts_E, output_size=rows)
         own: Any = super(FusedExperts, self).forward
@@ -108,9 +111,9 @@ class DeclaringRouter(nn.Module):
     z_loss_weight = 0.0
     bias_rate = 0.001
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [N, E], gates [N, K] and chosen experts [N, K]."""
-        logits_NE, gate_NK, expert_NK = super().forward(hidden_states)
+    def forward(self, hidden_states: Tensor, *args: Any, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [N, E], gates [N, K] and chosen experts [N, K]; some families pass further arguments."""
+        logits_NE, gate_NK, expert_NK = super().forward(hidden_states, *args, **settings)
         of_sigmoids = hasattr(self, _BIAS)
         score_NE = logits_NE.float().sigmoid() if of_sigmoids else F.softmax(logits_NE.float(), -1)
         share_NE = score_NE / score_NE.sum(-1, keepdim=True)
@@ -129,11 +132,16 @@ class DeclaringRouter(nn.Module):
 
 
 class _BiasRouter(DeclaringRouter):
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        keep_wide(self, _BIAS, lambda: super(_BiasRouter, self)._apply(fn, recurse))  # type: ignore[no-untyped-call]
+        return self
+
     @torch.no_grad()
     def after_step(self, observed: Mapping[str, Tensor]) -> None:
         """Move the bias by the loads of a step, see `Sigmoid.move_bias`."""
         bias: Tensor = getattr(self, _BIAS)
-        bias.copy_(moved_bias(bias, observed["chosen"], self.bias_rate))
+        if (chosen_E := observed.get("chosen")) is not None:  # else the layer has not run yet
+            bias.copy_(moved_bias(bias, chosen_E, self.bias_rate))
 
 
 def take_over(model: nn.Module, *, balance_weight: float = 0.0, z_loss_weight: float = 0.0) -> list[str]:
@@ -156,15 +164,26 @@ def take_over(model: nn.Module, *, balance_weight: float = 0.0, z_loss_weight: f
             f"{type(model).__name__} has no experts with fused weights gate_up_proj and down_proj [experts, ..., ...]. "
             "Name a mixture of experts of transformers 5."
         )
+    weighted = balance_weight or z_loss_weight
     for name in found:
         make_dispatching(model.get_submodule(name))
+        known = False
         for router in model.get_submodule(name.rpartition(".")[0]).children():
             if hasattr(router, "top_k") and isinstance(getattr(router, "weight", None), nn.Parameter):
                 if not isinstance(router, DeclaringRouter):
                     base = _BiasRouter if hasattr(router, _BIAS) else DeclaringRouter
                     router.__class__ = _joined(base, type(router))
+                    if base is _BiasRouter:
+                        keep_wide(router, _BIAS, lambda: None)
                 declaring: Any = router
                 declaring.balance_weight, declaring.z_loss_weight = balance_weight, z_loss_weight
+                known = True
+        if weighted and not known:
+            raise InputError(
+                f"balance_weight={balance_weight}, z_loss_weight={z_loss_weight}: beside the experts {name!r} is no "
+                "router with top_k and a weight that could declare these losses. Leave both at 0; the model may have "
+                "a loss of its own."
+            )
     return found
 
 

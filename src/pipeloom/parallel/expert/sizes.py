@@ -11,7 +11,7 @@ class ExpertSizes:
 
     Attributes:
         experts: number of experts, without shared ones.
-        top_k: experts per token; of expert-choice routers, the mean.
+        top_k: experts per token; of expert-choice routers the mean, which need not be whole.
         expert_width: of each expert's inner layer.
         gated: whether an expert has two matrices of width x expert_width.
         shared: experts that every token passes.
@@ -22,7 +22,7 @@ class ExpertSizes:
     """
 
     experts: int
-    top_k: int
+    top_k: float
     expert_width: int
     gated: bool = False
     shared: int = 0
@@ -37,12 +37,13 @@ class ExpertSizes:
             return tokens
         groups = samples if self.by_sequence else 1
         group = tokens // groups
-        most = math.ceil(Fraction(str(self.capacity_factor)) * self.top_k * group / self.experts)
+        most = math.ceil(Fraction(str(self.capacity_factor)) * Fraction(str(self.top_k)) * group / self.experts)
         return groups * (min(group, most) if self.router == "expert-choice" else most)
 
     def assignments(self, samples: int, tokens: int) -> int:
         """Assignments of a micro-batch, as for `capacity`, if no expert gets more than its capacity."""
-        return min(self.top_k * tokens, self.experts * self.capacity(samples, tokens))
+        slots = self.experts * self.capacity(samples, tokens)
+        return slots if self.router == "expert-choice" else min(round(self.top_k * tokens), slots)
 
     def matrix_numbers(self, width: int) -> int:
         """Numbers in the matrices of one expert, for a residual stream of `width`."""

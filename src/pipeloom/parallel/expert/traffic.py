@@ -46,13 +46,13 @@ def rows_of(counts: Sequence[Sequence[int]], place: int) -> Rows:
     return Rows(sum(counts[place]), sent, received)
 
 
-def balanced_rows(sizes: ExpertSizes, tokens: int, degree: int, imbalance: float = 1.0) -> Rows:
+def balanced_rows(sizes: ExpertSizes, tokens: int, degree: int, imbalance: float = 1.0, *, samples: int = 1) -> Rows:
     """Where every expert gets as many tokens; `imbalance` is the busiest process's load over the mean load.
 
     Args:
-        tokens: of one process.
+        tokens, samples: of one process.
     """
-    own = sizes.top_k * tokens
+    own = sizes.assignments(samples, tokens)
     sent = own * (degree - 1) // degree
     return Rows(own, sent, round(sent * imbalance))
 
@@ -86,7 +86,7 @@ def dispatch_traffic(
         slots = sends(_EP, "all_to_all", degree, sizes.experts * sizes.capacity(samples, tokens) * row)
         both = total([slots, slots])
         return Traffic(both, both)
-    rows = balanced_rows(sizes, tokens, degree) if rows is None else rows
+    rows = balanced_rows(sizes, tokens, degree, samples=samples) if rows is None else rows
     there_and_back: Table = {(_EP, "all_to_all"): Sent(2, (rows.sent + rows.received) * row)}
     counts = sends(_EP, "all_to_all", degree, _COUNT_BYTES * sizes.experts)
     return Traffic(total([counts, there_and_back]), there_and_back)

@@ -82,6 +82,17 @@ class BlockKernels:
         return self.samples * self.model.sequence_length / parts
 
     @property
+    def _rows(self) -> float:
+        """Of a slice, through the experts of the busiest process; with tensor parallelism each rank has all of them."""
+        of, tokens = self.model.experts, round(self._tokens)
+        if of is None:
+            return 0.0
+        samples = max(1, round(self.samples / self.inside.sample_parts))
+        if self.inside.expert > 1 and self.inside.exchange == "capacity":  # experts compute the padding too
+            return of.experts * of.capacity(samples, tokens)
+        return self.imbalance * of.assignments(samples, tokens)
+
+    @property
     def _dropout(self) -> bool:
         return max(self.model.dropout, self.software.dropout) > 0
 
@@ -122,8 +133,8 @@ class BlockKernels:
         if experts and model.experts is not None:
             of = model.experts
             activation = _GATED if of.gated else _MLP
-            inner = of.expert_width / inside.head_parts * (of.shared + self.imbalance * of.top_k)
-            loads.append((_ROW, around * of.top_k * width))
+            inner = of.expert_width / inside.head_parts * of.shared
+            loads += [(_ROW, self._rows * width), (activation, self._rows * of.expert_width / inside.head_parts)]
         heads = model.heads / inside.head_parts
         features = (heads + 2 * inside.key_heads(model.key_heads)) * model.head_width
         loads += [(activation, tokens * inner), (_QKV, tokens * features)]
@@ -162,10 +173,10 @@ class BlockKernels:
             yield self._row(model.mlp_width, model.width)
             return
         of, cut = model.experts, inside.head_parts
-        yield Product(self._tokens / inside.tensor, model.width, of.router_matrices * of.experts)
+        yield Product(self._tokens, model.width, of.router_matrices * of.experts)
         here = of.experts // inside.expert
-        rows = self.imbalance * self._tokens * of.top_k / here
-        for width, count, each in ((of.expert_width, here, rows), (of.shared * of.expert_width, 1, self._tokens)):
+        routed, shared = (of.expert_width, here, self._rows / here), (of.shared * of.expert_width, 1, self._tokens)
+        for width, count, each in (routed, shared):
             if width:
                 for _ in range(2 if of.gated else 1):
                     yield Product(each, model.width, width / cut, count)
