@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipeloom.chaos.comparison import compare
 from pipeloom.errors import PeerLost
@@ -25,8 +26,11 @@ from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.train import checkpoint
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.recovery.partner_copies import PartnerCopies, receivers_of
 from pipeloom.train.recovery.run_recovery import RunRecovery
+from pipeloom.train.recovery.state_copies import StateCopies
 from pipeloom.train.recovery.step_agreement import StepAgreement
+from tests.cpu.ranks import run_ranks
 from tests.cpu.test_state_copies import Run
 from tests.cpu.train_runs import Fork, launched, metrics, printed, started, text, words  # noqa: F401
 
@@ -165,6 +169,38 @@ def test_where_nobody_has_the_sum_no_rank_updates(memories: list[Memories]) -> N
     for thread in threads:
         thread.join(60)
     assert sorted(raised) == [0, 1]
+
+
+def loses_a_machine(rank: int) -> tuple[list[int], list[float], bool]:
+    """Three machines of one rank; that of rank 1 is replaced by a new one."""
+    own, held = (StateCopies([os.memfd_create("copy") for _ in range(2)]) for _ in range(2))
+    on_next = PartnerCopies(rank, 3, 1, own, held)
+    torch.manual_seed(rank)
+    state = Run()
+    for step in (3, 6):
+        state.step()
+        own.write(step, state.contents())
+        on_next.exchange(step)
+    on_next.exchange(6)  # once more
+    assert on_next.held_steps == [6]
+    if rank == 1:
+        own.drop_after(-1)
+        held.drop_after(-1)
+    rows: list[Any] = [None] * 3
+    dist.all_gather_object(rows, (own.steps, {on_next.held_rank: on_next.held_steps}))
+    on_next.give_back(6, receivers_of(6, [steps for steps, _ in rows], [each for _, each in rows]))
+    found = Run()
+    own.read(6).load_model(found.model.state_dict())
+    own.read(6).load_optimizer(found.optimizer, found.names)
+    weights = [each.tolist() for each in found.model.parameters()]
+    return own.steps, weights, weights == [each.tolist() for each in state.model.parameters()]
+
+
+def test_a_new_machine_gets_the_copies_that_the_next_one_holds() -> None:
+    found = run_ranks(loses_a_machine, 3)
+    assert [steps for steps, _, _ in found] == [[3, 6], [6], [3, 6]]
+    assert len({str(weights) for _, weights, _ in found}) == 3
+    assert all(same for _, _, same in found)
 
 
 def end_before_their_update(directory: Path, *ranks: str) -> None:

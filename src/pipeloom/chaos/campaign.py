@@ -89,7 +89,7 @@ class Result:
     @property
     def good(self) -> bool:
         """Whether the run came out as the reference run, by itself if it should, and left nothing behind."""
-        by_itself = self.attempts == 1 or self.fault.kind != RECOVERS
+        by_itself = self.attempts == 1 or self.fault.kind not in RECOVERS
         return self.outcome is not None and self.outcome.equal and not self.left and by_itself
 
 

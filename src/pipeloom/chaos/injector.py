@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from pipeloom.chaos.fault import Fault, Order
 from pipeloom.chaos.flip import flip_bit
+from pipeloom.chaos.leftovers import children
 from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.launcher import Membership
 
@@ -119,6 +120,10 @@ class Injector(ActionObserver):
         self._write({"struck": where, "phase": self._box.phase})
         match fault.kind:
             case "kill" | "recover-kill" | "flip":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "recover-all-kill":
+                for process in {*children(os.getppid())} - {os.getpid()}:
+                    os.kill(process, signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
             case "save-kill":
                 self._kill_after(fault.delay_seconds)

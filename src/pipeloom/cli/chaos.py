@@ -20,7 +20,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.version import __version__
 
 _LEAST_SAVES = 3  # flips need a good checkpoint before the damaged one, and the last one is compared
-_KINDS = ",".join(kind for kind in KINDS if kind != RECOVERS)
+_KINDS = ",".join(kind for kind in KINDS if kind not in RECOVERS)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,7 +97,7 @@ def _parser() -> Parser:
         type=str,
         default=_KINDS,
         metavar="NAME,..",
-        help=f"kinds of faults, equally often (default: all but {RECOVERS})",
+        help=f"kinds of faults, equally often (default: all but {', '.join(RECOVERS)})",
     )
     launcher = "what starts the ranks: own, or torchrun with restarts"
     option("--launcher", type=Literal["own", "torchrun"], default="own", help=launcher)

@@ -28,6 +28,7 @@ from pipeloom.train.fine_tuning.packing import check_packing
 from pipeloom.train.output.display import Display, display
 from pipeloom.train.output.rewinds import rewind
 from pipeloom.train.process_group import Group, join, with_layout
+from pipeloom.train.recovery.partner_copies import partners
 from pipeloom.train.recovery.run_recovery import Restart, RunRecovery
 from pipeloom.train.trainer import Trainer
 
@@ -95,8 +96,10 @@ def _train_recovering(config: TrainConfig, member: Membership, lifeline: Lifelin
 def _train_again(config: TrainConfig, member: Membership, preemption: Preemption) -> None:
     """Train as one rank under torchrun, which may have started all ranks again; a keeper has the agent's memory."""
     keeper, others = Keeper(), open_sockets()
-    ranks = range(member.world_size) if member.local_size == member.world_size else [member.rank]
-    recovery = RunRecovery(config, {rank: keeper.memories(f"rank-{rank}") for rank in ranks}, member.rank, others)
+    rank, size, near = member.rank, member.world_size, member.local_size
+    ranks = range(size) if near == size else (rank, partners(rank, size, near)[1])
+    memories = {each: keeper.memories(f"rank-{each}") for each in ranks}
+    recovery = RunRecovery(config, memories, rank, others, near)
     recovery.loss = Loss("torchrun started all ranks again", recovery.copies.begun_at or time.monotonic())
     _train(config, member, preemption, recovery)
 

@@ -20,6 +20,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.samples import Samples
 from pipeloom.train.output.directory import read_entries
 from pipeloom.train.process_group import Group
+from pipeloom.train.recovery.partner_copies import PartnerCopies, partners, receivers_of
 from pipeloom.train.recovery.state_copies import StateCopies, StateCopy
 from pipeloom.train.recovery.step_agreement import StepAgreement
 from pipeloom.train.run_parts import RunParts
@@ -54,6 +55,7 @@ class _Row(NamedTuple):
         steps: after which it has copies of its state.
         begun: the last step that it has begun.
         first: after which step the run began; None: it had not begun.
+        held: rank -> after which steps it has copies of that rank's state, which are sent back to it.
         lends: whether replicas of its rank have the same state, but for random generators.
         random_steps: after which the generators of its rank are known.
         row: the metrics of its last complete step.
@@ -62,6 +64,7 @@ class _Row(NamedTuple):
     steps: list[int]
     begun: int
     first: int | None
+    held: dict[str, list[int]]
     lends: bool
     random_steps: list[int]
     row: dict[str, Any]
@@ -72,22 +75,29 @@ class RunRecovery:
 
     Args:
         config: of the run.
-        memories: by rank, of those ranks whose memory this process can read.
+        memories: by rank: of all ranks; or on several machines of this one, and of that whose copies it holds.
         rank: of this process.
         others: sockets of this process that no process group has made.
+        near: processes per machine; None: all are on one.
 
     Attributes:
         copies: of this process's state.
         agreement: with the other processes, about the step in which a rank is lost; None: the run has no replicas
             with the state of each rank.
         loss: the loss after which this process has joined the others; None: it is there from the start.
+        partners: where each copy has a twin on another machine; None: all processes are on one machine.
         entry: where an elastic run goes on with new ranks, until these have copies of their own.
         begun: the last step that this process has begun.
         samples: the data of the run, once it is open.
     """
 
     def __init__(
-        self, config: TrainConfig, memories: Mapping[int, Memories], rank: int, others: Collection[str]
+        self,
+        config: TrainConfig,
+        memories: Mapping[int, Memories],
+        rank: int,
+        others: Collection[str],
+        near: int | None = None,
     ) -> None:
         self._every, self._save_steps = config.copy_steps, config.save_steps
         self._streams = is_stream(schedule_name(config))
@@ -95,8 +105,12 @@ class RunRecovery:
         self._memories, self._rank = memories, rank
         self.copies = StateCopies(memories[rank].copies)
         self.agreement: StepAgreement | None = None
-        readable = len(memories) == config.num_processes
-        if readable and config.data_degree > 1 and not self._streams and config.optimizer.barrier:
+        self.partners: PartnerCopies | None = None
+        size = config.num_processes
+        if near is not None and near < size:
+            _, held_rank = partners(rank, size, near)
+            self.partners = PartnerCopies(rank, size, near, self.copies, StateCopies(memories[held_rank].copies))
+        elif config.data_degree > 1 and not self._streams and config.optimizer.barrier:
             notes = [Notes(memories[each].notes) for each in range(len(memories))]
             self.agreement = StepAgreement(notes, rank, lambda: cut_connections(others))
         self.loss: Loss | None = None
@@ -115,9 +129,11 @@ class RunRecovery:
             self.agreement.begin(step, whole=_is_whole(run))
         self.copies.note_begun(step + 1)
         if restart is None:  # earlier copies are of before a rewind
-            self.copies.drop_after(-1)
+            self._drop_after(-1)
         if self._every and step not in self.copies.steps:
             self._copy(run, step)
+        elif self._every and self.partners is not None:
+            self.partners.exchange(step)  # the next machine may be a new one
         run.group.all_gather(b"")
         if self._every:
             self.entry = None
@@ -141,6 +157,13 @@ class RunRecovery:
     def _copy(self, run: RunParts, step: int) -> None:
         run.journal.enter(f"copy of step {step} in memory")
         self.copies.write(step, run_checkpoints.contents(run))
+        if self.partners is not None:
+            self.partners.exchange(step)
+
+    def _drop_after(self, step: int) -> None:
+        self.copies.drop_after(step)
+        if self.partners is not None:
+            self.partners.drop_after(step)
 
     def keep(self, run: RunParts, samples_seen: Callable[[int], int]) -> None:
         """After an error in the steps, copy the state after the last complete one, where replicas can take it.
@@ -165,11 +188,15 @@ class RunRecovery:
         """Where all processes go on, a collective call; None: as if the run had not begun."""
         noted = self.agreement
         of_notes = (False, [], {}) if noted is None else (noted.whole, noted.random_steps, noted.row)
-        own = _Row(self.copies.steps, self.begun, self.copies.first_step, *of_notes)
+        held = {} if self.partners is None else {str(self.partners.held_rank): self.partners.held_steps}
+        own = _Row(self.copies.steps, self.begun, self.copies.first_step, held, *of_notes)
         rows = [_Row(*row) for row in group.gather_json(own)]
-        if (first := rows[0].first) is None:
+        if (first := next((row.first for row in rows if row.first is not None), None)) is None:
             return None
+        self.copies.begin(first)  # the memory of a new machine is empty
         begun = max(row.begun for row in rows)
+        if self.partners is not None:
+            self._give_back(self.partners, rows)
         sources = [_sources(rank, rows, group) for rank in range(group.size)]
         common = max(set.intersection(*(set(found) for found in sources)), default=-1)
         found = latest(self._output_dir) if group.rank == 0 else None
@@ -190,7 +217,7 @@ class RunRecovery:
         else:
             source = checkpoint_path(self._output_dir, step)
             words = str(source)
-        self.copies.drop_after(step)
+        self._drop_after(step)
         due = bool(self._save_steps) and (step % self._save_steps == 0 or step == self._config.steps)
         return Restart(
             source,
@@ -201,6 +228,18 @@ class RunRecovery:
             row=next((row.row for row in rows if row.row.get("step") == step), {}),
             words=words,
         )
+
+    def _give_back(self, holders: PartnerCopies, rows: Sequence[_Row]) -> None:
+        """Give ranks without it their copy of the newest step of which every rank has one, or another rank for it."""
+        held = [{int(rank): steps for rank, steps in row.held.items()} for row in rows]
+        all_steps = (
+            {*row.steps, *(step for each in held for step in each.get(rank, ()))} for rank, row in enumerate(rows)
+        )
+        if common := set.intersection(*all_steps):
+            receivers = receivers_of(max(common), [row.steps for row in rows], held)
+            holders.give_back(max(common), receivers)
+            for rank in receivers:
+                rows[rank].steps.append(max(common))
 
     def enter(self, group: Group) -> Restart | None:
         """`entry`, with what was due after its step and is not done yet; a collective call."""

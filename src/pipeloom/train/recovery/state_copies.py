@@ -113,6 +113,7 @@ class StateCopies:
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._memories = [_Memory(descriptor) for descriptor in descriptors]
+        self._arriving = self._memories[0]
 
     @property
     def steps(self) -> list[int]:
@@ -185,8 +186,33 @@ class StateCopies:
 
     def read(self, step: int) -> StateCopy:
         """The copy made after `step`, which is one of `steps`."""
-        memory = next(each for each in self._memories if each.head[_SEAL] == step + 1)
-        return StateCopy(step, *memory.read())
+        return StateCopy(step, *self._of(step).read())
+
+    def head(self, step: int) -> list[int]:
+        """Sizes of a copy for `open`: bytes of its text and of its tensors."""
+        memory = self._of(step)
+        return [memory.head[_LENGTH], len(memory.read()[1])]
+
+    def packed(self, step: int) -> Tensor:
+        """A copy as uint8 numbers."""
+        return self._of(step).packed()
+
+    def open(self, text_bytes: int, tensor_bytes: int) -> Tensor:
+        """The place for a `packed` copy that arrives, instead of the older copy; `seal` makes it a copy."""
+        self._arriving = min(self._memories, key=lambda each: each.head[_SEAL])
+        self._arriving.head[_SEAL] = 0
+        room = self._arriving.open(text_bytes, tensor_bytes)
+        return self._arriving.packed()[: room.storage_offset() - _HEAD_BYTES + len(room)]
+
+    def seal(self, step: int) -> None:
+        """What has arrived is a copy of the state after `step`."""
+        for memory in self._memories:
+            if memory.head[_SEAL] == step + 1:
+                memory.head[_SEAL] = 0
+        self._arriving.head[_SEAL] = step + 1
+
+    def _of(self, step: int) -> "_Memory":
+        return next(each for each in self._memories if each.head[_SEAL] == step + 1)
 
     def release(self) -> None:
         """Forget all copies, and free their memory."""
@@ -241,6 +267,11 @@ class _Memory:
         length = self.head[_LENGTH]
         text = self._all[_HEAD_BYTES : _HEAD_BYTES + length].numpy().tobytes().decode()
         return text, self._all[_HEAD_BYTES + -(-length // _HEAD_BYTES) * _HEAD_BYTES :]
+
+    def packed(self) -> Tensor:
+        """All behind the head."""
+        self._map()
+        return self._all[_HEAD_BYTES:]
 
     def release(self) -> None:
         """Forget the copy, and free all but the head."""
