@@ -12,12 +12,12 @@ from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import CLUSTERS
-from pipeloom.plan.search.live_moments import moments_of
-from pipeloom.plan.search.memory_choice import Choice, MemoryChoices
-from pipeloom.plan.search.offload_bound import offloaded_of
+from pipeloom.plan.search.memory.live_moments import moments_of
+from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
+from pipeloom.plan.search.memory.offload_bound import offloaded_of
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import Shape, candidate_seconds
-from pipeloom.plan.search.simulated import Step
+from pipeloom.plan.search.simulated import Step, Steps
 from pipeloom.plan.search.space import Space, Way
 
 GIB = 2.0**30
@@ -76,13 +76,17 @@ def test_bounds_are_never_above_what_is_simulated(seed):
         for of_group, way, shape, choices in samples(space, costs, request, rng):
             for choice in some(choices, 2, rng):
                 try:
-                    step = Step(costs, choice.of, choice.schedule_limit)
+                    step = Step(Steps(costs), choice.of, choice.schedule_limit)
                     if step.actions > MOST_ACTIONS:
                         continue
                     found = step.simulated(step.peaks())
                 except PipeloomError:
                     continue
                 simulated += 1
+                timeline = found.timeline if simulated <= 10 else None
+                if timeline is not None and timeline.num_microbatches == choice.of.microbatches:
+                    assert (found.makespan, found.busy_seconds) == (timeline.makespan, timeline.ideal_seconds)
+                    assert found.peak_bytes == pytest.approx(costs.peak_bytes(choice.of))
                 update = costs.update_seconds(choice.of, shape.placement.stages_of)
                 least, likely = candidate_seconds(costs, shape._replace(of=choice.of))
                 bounds = [of_group, space.shapes.bound(shape), least + update]

@@ -9,13 +9,17 @@ import pytest
 from pipeloom.cli import main
 from pipeloom.errors import InputError
 from pipeloom.ir import Op
+from pipeloom.ir.recompute import Recompute
 from pipeloom.passes import insert_offload, lower
 from pipeloom.passes.offload import least_held
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.search.answer import plan_of
 from pipeloom.plan.search.best_first import Answer, find_plans
-from pipeloom.plan.search.offload_bound import least_moves, lowest_cap, most_live
+from pipeloom.plan.search.memory.live_moments import moments_of
+from pipeloom.plan.search.memory.memory_choice import MemoryChoices
+from pipeloom.plan.search.memory.offload_bound import least_moves, lowest_cap, most_live
 from pipeloom.plan.search.request import Request, parse_fixed
+from pipeloom.plan.search.shapes import Shape, shape_of
 from pipeloom.schedules import find
 from tests.pure.published_runs import cost_model, gpt
 
@@ -55,6 +59,19 @@ def test_offload_that_computations_hide_is_better_than_recomputation():
     best, without = (search(20 * GIB, fixed, model=wide, forbidden=frozenset(each)) for each in ((), ("offload",)))
     assert best.plans[0].of.offload is not None
     assert best.plans[0].step_seconds < 0.97 * without.plans[0].step_seconds
+
+
+def test_keys_and_values_of_slices_stay_on_the_device():
+    costs = cost_model(gpt(8, 8192, 64, sequence=2048, vocabulary=8000), "dgx-a100-80", "pipeloom")
+    of = Configuration(
+        schedule="seq1f1b", pipeline=8, slices=4, microbatches=16, microbatch_size=2, blocks=(1,) * 8,
+        recompute=Recompute.FULL,
+    )  # fmt: skip
+    whole = max(costs.peak_bytes(replace(of, recompute=Recompute.NONE)))
+    shape = Shape(of, *shape_of("seq1f1b", 8, 1, 4))
+    request = Request(devices=8, batch_size=32, memory_bytes=0.8 * whole)
+    (choice,) = MemoryChoices(costs, shape, moments_of(of), request).offloaded(of)[(Recompute.FULL,) * 8]
+    assert 0.75 * whole < choice.least_bytes <= max(costs.peak_bytes(choice.of))  # 0.61 without keys and values
 
 
 def test_states_are_offloaded_where_a_step_has_many_micro_batches():

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Placement
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
@@ -16,10 +16,12 @@ from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.bounds import mixed_seconds
-from pipeloom.plan.search.memory_choice import knapsack
+from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.request import Request, parse_fixed
+from pipeloom.plan.search.shapes import shape_of
 from pipeloom.plan.search.simulated import simulated
 from pipeloom.plan.search.words import against, lines_of, usual_text
+from pipeloom.schedules import find
 from pipeloom.train.config.planned import planned_config
 from pipeloom.train.config.train_config import TrainConfig
 from tests.pure.published_runs import cost_model, gpt
@@ -86,6 +88,20 @@ def test_a_long_step_follows_from_short_ones(schedule):
     assert short.timeline.num_microbatches < 1800
     assert short.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
     assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "bfs", "seq1f1b-interleaved", "hanayo", "dualpipe"])
+def test_shapes_of_many_ranks_and_chunks_are_those_of_built_schedules(name):
+    family = find(name)
+    for ranks, chunks, slices in product((3, 4, 6, 20), (2, 3, 4, 5), (1, 2) if family.sliced else (1,)):
+        try:
+            number = None if family.chunks else chunks
+            made = family(num_ranks=ranks, num_microbatches=2 * ranks, num_chunks=number, num_slices=slices)
+        except ScheduleError:
+            with pytest.raises(ScheduleError):
+                shape_of(name, ranks, chunks, slices)
+        else:
+            assert shape_of(name, ranks, chunks, slices) == (made.placement, bool(made.split_backwards))
 
 
 def test_the_knapsack_is_exact():

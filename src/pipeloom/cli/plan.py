@@ -34,6 +34,7 @@ from pipeloom.plan.search.request import (
     parse_forbidden,
     parse_precisions,
 )
+from pipeloom.plan.search.simulated import Steps
 
 _USABLE = 0.92  # of a device's memory: the rest is for messages, workspaces and fragments
 _SHOWN = 3  # plans that are compared in words
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         ends_alone=planned.ends_alone,
         precisions=precisions,
     )
-    asked: dict[str, Any] = {"can_run": planned.can_run, "accept": planned.accept}
+    asked: dict[str, Any] = {"can_run": planned.can_run, "accept": planned.accept, "steps": Steps(costs)}
     answer = find_plans(costs, request, exhaustive=options.exhaustive, **asked)
     rows = [row_of(costs, found) for found in answer.plans]
     plan = plan_of(costs, answer.plans[0].of, answer.plans[0].schedule_limit, **predicted(answer.plans[0]))

@@ -17,7 +17,7 @@ from math import lcm
 from typing import ClassVar, TypeVar, cast
 
 from pipeloom.errors import ScheduleError, folded
-from pipeloom.ir.action import COMPUTE_OPS, Action, Op
+from pipeloom.ir.action import COMPUTE_OPS, SKIP_RECEIVES, SKIP_SENDS, Action, Op
 from pipeloom.ir.check.input_types import as_orders, as_pairs, check_groups, check_skips, of_type, whole_number
 from pipeloom.ir.data_axis import DataAxis
 from pipeloom.ir.order import LARGE, Order
@@ -26,7 +26,10 @@ from pipeloom.ir.skips import Skip, skip_receives
 
 T = TypeVar("T")
 
+# Looking up a member of an enumeration takes as long as two tuples.
 F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
+SEND_F, RECV_F, SEND_B, RECV_B = Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B
+_SENT = {SEND_F: (0, F), RECV_F: (-1, SEND_F), RECV_B: (1, SEND_B)}  # what a message waits for: relative stage and op
 
 
 class WeightPolicy(StrEnum):
@@ -232,35 +235,20 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     backwards of its stage because they come earlier on its rank; `walk` makes the ranks of its group wait for each
     other.
     """
-    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
     stage, op, microbatch, piece = action
-    if op in (Op.RECV_SKIP, Op.RECV_SKIP_GRAD):
-        return (action.other_end(),)
-    if op in (Op.SEND_SKIP, Op.SEND_SKIP_GRAD):
-        return (Action(stage, F, microbatch) if op is Op.SEND_SKIP else _backward(schedule, stage, microbatch, None),)
-    if op is Op.SEND_F:
-        return (Action(stage, F, microbatch, piece),)
-    if op is Op.RECV_F:
-        return (Action(stage - 1, Op.SEND_F, microbatch, piece),)
-    if op is Op.RECV_B:
-        return (Action(stage + 1, Op.SEND_B, microbatch, piece),)
-    if op is Op.SEND_B or op is W:
+    if op in _SENT:
+        offset, sent = _SENT[op]
+        return (Action(stage + offset, sent, microbatch, piece),)
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    if op is SEND_B or op is W:
         return (_backward(schedule, stage, microbatch, piece),)
-    if op is Op.STEP and microbatch is not None and isinstance(pipeline, Program):
-        num_replicas = len(schedule.placement.replicas[stage])
-        if num_replicas == 1:
-            return ()
-        end = (microbatch + 1) * schedule.update_interval(stage)  # every replica reduces after its last micro-batch
-        return tuple(Action(stage, Op.REDUCE_GRAD, b) for b in range(end - num_replicas, end))
     if op not in COMPUTE_OPS or microbatch is None:
-        return ()
+        return _of_other(action, pipeline)
     needs: list[Action] = []
     if op is F:
         if stage > 0:
-            if pipeline.lowered and _is_remote(schedule, stage - 1, stage, microbatch):
-                needs.append(Action(stage, Op.RECV_F, microbatch, piece))
-            else:
-                needs.append(Action(stage - 1, F, microbatch, piece))
+            remote = pipeline.lowered and _is_remote(schedule, stage - 1, stage, microbatch)
+            needs.append(Action(stage if remote else stage - 1, RECV_F if remote else F, microbatch, piece))
         if piece is not None and piece > 0:
             needs.append(Action(stage, F, microbatch, piece - 1))
         if isinstance(pipeline, Program) and stage in pipeline.skips_into:
@@ -269,7 +257,7 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     needs.append(Action(stage, F, microbatch, piece))
     if stage < schedule.num_stages - 1:
         if pipeline.lowered and _is_remote(schedule, stage + 1, stage, microbatch):
-            needs.append(Action(stage, Op.RECV_B, microbatch, piece))
+            needs.append(Action(stage, RECV_B, microbatch, piece))
         else:
             needs.append(_backward(schedule, stage + 1, microbatch, piece))
     if piece is not None and piece < schedule.num_slices - 1:
@@ -277,6 +265,23 @@ def dependencies(action: Action, pipeline: Schedule | Program) -> tuple[Action, 
     if isinstance(pipeline, Program) and stage in pipeline.skips_from:
         needs += skip_receives(action, pipeline.skips, schedule.placement)
     return tuple(needs)
+
+
+def _of_other(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
+    """`dependencies` of what is neither computation nor message between neighbours."""
+    schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+    stage, op, microbatch, _ = action
+    if op in SKIP_RECEIVES:
+        return (action.other_end(),)
+    if op in SKIP_SENDS:
+        return (Action(stage, F, microbatch) if op is Op.SEND_SKIP else _backward(schedule, stage, microbatch, None),)
+    if op is Op.STEP and microbatch is not None and isinstance(pipeline, Program):
+        num_replicas = len(schedule.placement.replicas[stage])
+        if num_replicas == 1:
+            return ()
+        end = (microbatch + 1) * schedule.update_interval(stage)  # every replica reduces after its last micro-batch
+        return tuple(Action(stage, Op.REDUCE_GRAD, b) for b in range(end - num_replicas, end))
+    return ()
 
 
 def peer_of(action: Action, placement: Placement) -> int:
@@ -288,15 +293,14 @@ def peer_of(action: Action, placement: Placement) -> int:
 def message_after(action: Action, schedule: Schedule) -> Action | None:
     """The SEND of a computation's result; None if no other rank needs it."""
     stage, op, microbatch, piece = action
-    if op is Op.F and stage < schedule.num_stages - 1:
-        send = Action(stage, Op.SEND_F, microbatch, piece)
-    elif op in (Op.B, Op.I) and stage > 0:
-        send = Action(stage, Op.SEND_B, microbatch, piece)
+    if op is F and stage < schedule.num_stages - 1:
+        other, sent = stage + 1, SEND_F
+    elif (op is B or op is I) and stage > 0:
+        other, sent = stage - 1, SEND_B
     else:
         return None
     assert microbatch is not None
-    place = schedule.placement
-    return None if peer_of(send, place) == place.rank_of(stage, microbatch) else send
+    return Action(stage, sent, microbatch, piece) if _is_remote(schedule, stage, other, microbatch) else None
 
 
 def awaited(action: Action, pipeline: Schedule | Program) -> tuple[Action, ...]:
@@ -314,5 +318,6 @@ def _backward(schedule: Schedule, stage: int, microbatch: int | None, piece: int
 
 def _is_remote(schedule: Schedule, producer: int, consumer: int, microbatch: int) -> bool:
     """Whether the two stages run the micro-batch on different ranks."""
-    place = schedule.placement.rank_of
-    return place(producer, microbatch) != place(consumer, microbatch)
+    replicas = schedule.placement.replicas
+    ranks, others = replicas[producer], replicas[consumer]
+    return ranks[microbatch % len(ranks)] != others[microbatch % len(others)]

@@ -16,11 +16,12 @@ What travels while the device computes, see `hidden_collectives`, does not count
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.expert.traffic import Rows, balanced_rows
-from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.parallel.inside_stage import InsideStage, StageTraffic
 from pipeloom.parallel.tensor.grids.traffic import linear_traffic
 from pipeloom.parallel.tensor.one_d.traffic import OneDTraffic
 from pipeloom.parallel.traffic import Table, Traffic
@@ -77,7 +78,7 @@ def table_seconds(
     return seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StageTimes:
     """Seconds of layers on one process of a stage.
 
@@ -109,12 +110,12 @@ class StageTimes:
     slices: int = 1
     free: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def strides(self) -> dict[str, int]:
         """Devices from one process to the next along each mesh axis."""
         return strides({**self.degrees, "tp": self.inside.tensor, "cp": self.inside.context}, self.order)
 
-    @property
+    @cached_property
     def links(self) -> dict[str, LinkRate]:
         """The link of each axis. Processes that share experts are in neighbouring replicas, or share sequences."""
         inside, at = self.inside, self.strides
@@ -134,11 +135,11 @@ class StageTimes:
         """Seconds per kernel or collective in which the host sees its end and launches the next one."""
         return 2 * self._host if self.software.synchronous else 0.0
 
-    @property
+    @cached_property
     def _kernels(self) -> KernelTimes:
         return KernelTimes(self.cluster, self.element, self._waits)
 
-    @property
+    @cached_property
     def _block(self) -> BlockKernels:
         return BlockKernels(
             model=self.model,
@@ -160,9 +161,17 @@ class StageTimes:
         """Of a micro-batch, all processes together."""
         return self.samples * self.model.sequence_length
 
+    @cached_property
+    def _axes(self) -> Mapping[str, int]:
+        return self.inside.axes
+
+    @cached_property
+    def _traffic(self) -> StageTraffic:
+        return self.inside.traffic(self.model.layer_sizes(self.samples, self.element))
+
     def collectives(self, traffic: Traffic) -> tuple[float, float]:
         """Seconds of the collectives of a layer, forward and backward, hidden ones included."""
-        axes, links = self.inside.axes, self.links
+        axes, links = self._axes, self.links
         forward, backward = (table_seconds(table, axes, links, self.slices, self._waits) for table in traffic)
         return forward, backward
 
@@ -194,13 +203,11 @@ class StageTimes:
 
     def block_traffic(self, *, experts: bool) -> Traffic:
         """What one block sends, with experts or without."""
-        stage = self.inside.traffic(self.model.layer_sizes(self.samples, self.element))
-        return stage.block(self.recompute, experts=experts, rows=self._rows(experts))
+        return self._traffic.block(self.recompute, experts=experts, rows=self._rows(experts))
 
     def embedding(self) -> Seconds:
         """The embedding: a look-up, and its collectives."""
-        traffic = self.inside.traffic(self.model.layer_sizes(self.samples, self.element)).embedding()
-        sends, returns = self.collectives(traffic)
+        sends, returns = self.collectives(self._traffic.embedding())
         numbers = self.tokens / self.inside.context / self.inside.sample_parts * self.model.width
         look_up, add = (
             self._kernels.elementwise(passes * self.element * numbers, self.slices) for passes in _EMBEDDING_PASSES
@@ -221,8 +228,7 @@ class StageTimes:
             )
         )
         hidden = self._hidden_product(model.width, model.vocabulary_size, inward=True)
-        stage = self.inside.traffic(model.layer_sizes(self.samples, self.element))
-        norm, head = self.collectives(stage.norm()), self.collectives(stage.head())
+        norm, head = self.collectives(self._traffic.norm()), self.collectives(self._traffic.head())
         logits = self._kernels.elementwise(_LOGIT_BYTES * self.slices * rows * columns, 4 * self.slices)
         returns = norm[1] + head[1] - hidden[1]
         if self.software.hides_collectives:
@@ -270,11 +276,11 @@ class StageTimes:
         return sum(each[0] for each in found), sum(each[1] for each in found)
 
     def _hidden_attention(self, attention: float) -> tuple[float, float]:
-        inside, sizes = self.inside, self.model.layer_sizes(self.samples, self.element)
+        inside = self.inside
         hops, kind = inside.context, inside.context_kind
         if hops == 1 or kind == "ulysses":
             return 0.0, 0.0
-        traffic, _ = inside.traffic(sizes).attention()
+        traffic, _ = self._traffic.attention()
         shifts, back = (self._seconds_of(table, "cp", "shift") for table in traffic)
         if kind == "ring-self-attention":
             hidden = passes_hidden(hops, attention / 2, shifts / (2 * (hops - 1)))
@@ -294,7 +300,7 @@ class StageTimes:
         back = (products_hidden(shape.side, product, each) for each in (x, weight))
         return products_hidden(shape.side, product, x + weight), sum(back)
 
-    @property
+    @cached_property
     def _one_d(self) -> OneDTraffic:
         sizes = self.model.layer_sizes(self.samples, self.element)
         sizes = replace(sizes, sequence_length=sizes.sequence_length // self.inside.context)
@@ -302,11 +308,11 @@ class StageTimes:
         return OneDTraffic(sizes, degree, sequence=self.inside.sequence)
 
     def _of_axis(self, table: Table) -> float:
-        return table_seconds(table, self.inside.axes, self.links, self.slices, self._waits)
+        return table_seconds(table, self._axes, self.links, self.slices, self._waits)
 
     def _seconds_of(self, table: Table, axis: str, collective: str) -> float:
         key = axis, collective
-        return table_seconds({key: table[key]} if key in table else {}, self.inside.axes, self.links)
+        return table_seconds({key: table[key]} if key in table else {}, self._axes, self.links)
 
     def _rows(self, experts: bool) -> Rows | None:
         """Assignments of the busiest process that pass experts of others."""

@@ -27,6 +27,7 @@ from pipeloom.sim.spans import Span
 LINKS = {Op.UNSHARD: "data", Op.REDUCE_GRAD: "data", Op.OFFLOAD: "memory", Op.RELOAD: "memory"}
 _READS_PARAMETERS = frozenset({Op.F, Op.B, Op.I})
 _WAITS_FOR_ACTIVATION = frozenset({Op.B, Op.I})
+F, REDUCE_GRAD = Op.F, Op.REDUCE_GRAD  # looking up a member of an enumeration takes as long as two tuples
 
 
 class Background:
@@ -54,7 +55,7 @@ class Background:
         self._free: dict[tuple[int, str], float] = {}
         self._reduced: dict[int, float] = {}  # of a rank, the end of its last reduction
         self._gathered: dict[tuple[int, int], list[float]] = {}  # of rank and stage, when each unit was gathered
-        self._back: dict[Action, float] = {}  # ends of RELOADs
+        self._back: dict[tuple[int, int | None, int | None], float] = {}  # ends of RELOADs
         self._busy: list[deque[Span]] = [deque() for _ in pipeline.orders]  # pending transfers of data links
 
     def begin(self, rank: int, action: Action, now: float) -> None:
@@ -63,7 +64,7 @@ class Background:
             count = 1 if self._one_by_one else self._counts[action.stage]
             self._gathered[rank, action.stage] = [self._transfer(rank, action, now) for _ in range(count)]
         elif action.op is Op.RELOAD:
-            self._back[action] = self._transfer(rank, action, now)
+            self._back[action.stage, action.microbatch, action.slice] = self._transfer(rank, action, now)
         elif action.op is Op.OFFLOAD or not self._in_units:  # else backwards have started it
             self._transfer(rank, action, now)
 
@@ -80,19 +81,27 @@ class Background:
 
     def there(self, rank: int, action: Action) -> float:
         """The time at which the links have delivered what an action needs to start; 0 if it needs nothing."""
+        stage, op, microbatch, piece = action
+        if op is REDUCE_GRAD:
+            return self._free.get((rank, "data"), 0.0) if meets(action) else 0.0
         there = 0.0
-        if action.op in _READS_PARAMETERS and (gathered := self._gathered.get((rank, action.stage))):
-            there = gathered[0 if action.op is Op.F else -1]
-        if action.op in _WAITS_FOR_ACTIVATION and self._back:
-            there = max(there, self._back.get(action.with_op(Op.RELOAD), 0.0))
-        return self._free.get((rank, "data"), 0.0) if meets(action) else there
+        if op in _READS_PARAMETERS and (gathered := self._gathered.get((rank, stage))):
+            there = gathered[0 if op is F else -1]
+        if self._back and op in _WAITS_FOR_ACTIVATION:
+            there = max(there, self._back.get((stage, microbatch, piece), 0.0))
+        return there
 
     def compute(self, rank: int, action: Action, start: float, seconds: float) -> tuple[float, float]:
         """Run a computation of `seconds` that links make longer; returns its end, and the seconds it waited inside."""
         stage, count = action.stage, self._counts[action.stage]
         gathered = self._gathered.get((rank, stage)) if action.op in _READS_PARAMETERS else None
-        reduction = action.with_op(Op.REDUCE_GRAD) if action in self._last_backwards else None
-        now, waited = start, 0.0
+        reduction = action.with_op(REDUCE_GRAD) if action in self._last_backwards else None
+        now, waited, each = start, 0.0, seconds / count
+        all_there = gathered is None or (not self._one_by_one and gathered[-1] <= start)
+        if all_there and reduction is None and not self._slowdown:
+            for _ in range(count):
+                now += each
+            return now, 0.0
         for unit in range(count):
             there = max(now, gathered[unit]) if gathered is not None else now
             if reduction is not None and unit:
@@ -100,7 +109,7 @@ class Background:
             if gathered is not None and self._one_by_one and unit + 1 < count:
                 gathered.append(self._transfer(rank, Action(stage, Op.UNSHARD), there))
             waited += there - now
-            now = self._slowed(rank, there, seconds / count)
+            now = self._slowed(rank, there, each)
         there = now if reduction is None else self._reduce(rank, reduction, now)
         return there, waited + there - now
 

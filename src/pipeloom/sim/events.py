@@ -1,11 +1,11 @@
 """Event-driven simulation of a schedule or program, with links that transfer one message at a time."""
 
-import heapq
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from pipeloom.ir.action import COMPUTE_OPS, RECEIVES, SENDS, SKIP_OPS, Action, Op
-from pipeloom.ir.schedule import Program, Schedule, awaited, message_after, peer_of
+from pipeloom.ir.schedule import Program, Schedule, awaited, dependencies, message_after, peer_of
 from pipeloom.ir.walk import in_background, meets, walk
 from pipeloom.sim.background import Background
 from pipeloom.sim.costs import Costs
@@ -13,6 +13,10 @@ from pipeloom.sim.network import Network, Pair
 from pipeloom.sim.spans import Span
 
 OWN_LINK = -1
+# Looking up a member of an enumeration takes as long as two tuples.
+SEND_F, REDUCE_GRAD = Op.SEND_F, Op.REDUCE_GRAD
+_IN_BACKGROUND = frozenset({Op.UNSHARD, Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD})  # those that may be
+_FROM_LINKS = frozenset({Op.F, Op.B, Op.I, Op.REDUCE_GRAD})  # what may wait for something on a link in the background
 
 
 class Transfer(NamedTuple):
@@ -67,11 +71,13 @@ class EventRun:
         self.seconds, self.overlap = costs.seconds(schedule), costs.overlap
         self.factors = costs.factors(schedule)
         self.slowness = costs.slowness(schedule) or (1.0,) * schedule.num_ranks
+        self.partners = schedule.partners
         self.latency = network.latency(schedule.num_ranks)
         self.bytes_sent = costs.bytes_sent(schedule) if network.limited else None
         skips = pipeline.skips if isinstance(pipeline, Program) and network.limited else ()
         self.skip_bytes = costs.bytes_of_skips(skips)
         self.shared = network.shared_links(schedule.num_ranks)
+        self.lines: dict[Pair, tuple[int, float | None]] = {}  # by source and target, number and bandwidth of the link
         # Of each stage whose gradients are summed over several ranks, its group and those ranks.
         self.meetings: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         if isinstance(pipeline, Program):
@@ -91,39 +97,51 @@ class EventRun:
         self.transfers: list[Transfer] = []
 
     def begin(self, rank: int) -> None:
-        """Start the next action of a rank if its needs are available or in flight; else wait for the missing one."""
-        order = self.orders[rank]
-        while self.position[rank] < len(order) and in_background(order[self.position[rank]], self.schedule):
-            self.background.begin(rank, order[self.position[rank]], self.clock[rank])
-            self.position[rank] += 1
-        if self.position[rank] == len(order):
-            return
-        action = order[self.position[rank]]
-        free = self.clock[rank]
-        ready = max(free, self.background.there(rank, action))
-        if action in self.schedule.partners:
-            ready = max(ready, self.background.there(rank, self.schedule.partners[action]))
-        for need in awaited(action, self.pipeline):
-            result = self.results.get(need)
-            if result is None:
-                self.waiting.setdefault(need, []).append(rank)
-                return
-            if result.rank != rank:
-                ready = max(ready, result.at + self.latency[result.rank][rank]) + result.taking
-        self.running[rank] = spans = self._spans(rank, action, free, ready)
-        heapq.heappush(self.moments, (spans[-1].end, rank))
+        """Start the next action of a rank if its needs are available or in flight; else wait for the missing one.
 
-    def _spans(self, rank: int, action: Action, free: float, ready: float) -> tuple[Span, ...]:
-        """The spans of the rank's next action if the rank is free at `free` and the needs are available at `ready`."""
-        stage, op = action.stage, action.op
+        No other rank waits for a receive: it ends at once, and the next action starts.
+        """
+        order, results, latency = self.orders[rank], self.results, self.latency
+        needs_of = awaited if self.partners else dependencies
+        while True:
+            at, free = self.position[rank], self.clock[rank]
+            while at < len(order) and order[at].op in _IN_BACKGROUND and in_background(order[at], self.schedule):
+                self.background.begin(rank, order[at], free)
+                at += 1
+            self.position[rank] = at
+            if at == len(order):
+                return
+            action, ready = order[at], free
+            if action.op in _FROM_LINKS:
+                ready = max(ready, self.background.there(rank, action))
+                if self.partners and action in self.partners:
+                    ready = max(ready, self.background.there(rank, self.partners[action]))
+            for need in needs_of(action, self.pipeline):
+                result = results.get(need)
+                if result is None:
+                    self.waiting.setdefault(need, []).append(rank)
+                    return
+                if result.rank != rank:
+                    ready = max(ready, result.at + latency[result.rank][rank]) + result.taking
+            if action.op not in RECEIVES:
+                self.running[rank] = spans = self._spans(rank, action, ready)
+                heappush(self.moments, (spans[-1].end, rank))
+                return
+            end = ready + self.network.receive_seconds
+            self.spans[rank].append(Span(action, free, end))
+            results[action] = _Result(rank, end)
+            self.clock[rank] = end
+            self.position[rank] += 1
+
+    def _spans(self, rank: int, action: Action, ready: float) -> tuple[Span, ...]:
+        """The spans of a rank's next action, which is no receive, if it starts at `ready`."""
+        op = action.op
         if op in SENDS:
             return (Span(action, ready, ready + self.network.send_seconds),)
-        if op in RECEIVES:
-            return (Span(action, free, ready + self.network.receive_seconds),)
-        if meets(action) and stage in self.meetings:
+        if op is REDUCE_GRAD and meets(action) and action.stage in self.meetings:
             return (Span(action, ready, ready),)
         seconds = self._computing(action, rank)
-        partner = self.schedule.partners.get(action) if self.schedule.overlapped else None
+        partner = self.partners.get(action) if self.partners else None
         if partner is None:
             return (self._span(rank, action, ready, seconds),)
         first = self._span(rank, action, ready, self.overlap * seconds)
@@ -137,27 +155,30 @@ class EventRun:
         return Span(action, start, end)
 
     def _computing(self, action: Action, rank: int) -> float:
-        seconds = self.seconds[action.op][action.stage]
-        if self.factors and action.op in self.factors:
-            seconds *= self.factors[action.op][action.slice or 0]
-        return seconds * self.slowness[rank] if action.op in COMPUTE_OPS else seconds
+        op = action.op
+        seconds = self.seconds[op][action.stage]
+        if self.factors and op in self.factors:
+            seconds *= self.factors[op][action.slice or 0]
+        return seconds * self.slowness[rank] if op in COMPUTE_OPS else seconds
 
     def finish(self, now: float, rank: int) -> None:
         """End a rank's running actions: publish results and start the actions that waited for them or for the rank."""
         spans, self.running[rank] = self.running[rank], ()
-        action = spans[0].action
-        if meets(action) and action.stage in self.meetings:
+        first = spans[0].action
+        if first.op is REDUCE_GRAD and meets(first) and first.stage in self.meetings:
             self._meet(rank, spans)
             return
         self.clock[rank] = now
         woken: list[int] = []
         result = _Result(rank, now)
         for span in spans:
-            self.results[span.action] = result if self.bytes_sent is None else self._publish(span.action, rank, now)
-            if span.action in self.waiting:
-                woken += self.waiting.pop(span.action)
-        if spans[-1].end < self.clock[rank] and action.op in SENDS:
-            spans = (spans[0]._replace(end=self.clock[rank]),)
+            action = span.action
+            sends = self.bytes_sent is not None and (action.op in SENDS or not self.pipeline.lowered)
+            self.results[action] = self._publish(action, rank, now) if sends else result
+            if action in self.waiting:
+                woken += self.waiting.pop(action)
+        if first.op in SENDS and spans[-1].end < self.clock[rank]:
+            spans = (Span(first, spans[0].start, self.clock[rank]),)
         self.spans[rank] += spans
         self.position[rank] += len(spans)
         for other in woken:
@@ -187,23 +208,26 @@ class EventRun:
         send = action if action.op in SENDS else None if self.pipeline.lowered else message_after(action, self.schedule)
         if send is None:
             return _Result(rank, now)
-        pair: Pair = (rank, peer_of(send, self.schedule.placement))
-        link = self.shared.get(pair, OWN_LINK)
-        bandwidth = self.network.bytes_per_second if link == OWN_LINK else self.network.links[link].bytes_per_second
+        target = peer_of(send, self.schedule.placement)
+        if (rank, target) not in self.lines:
+            link = self.shared.get((rank, target), OWN_LINK)
+            of = self.network if link == OWN_LINK else self.network.links[link]
+            self.lines[rank, target] = link, of.bytes_per_second
+        link, bandwidth = self.lines[rank, target]
         if bandwidth is None:
             return _Result(rank, now)
         there, back = self.bytes_sent
         if send.op in SKIP_OPS:
             size = self.skip_bytes[min(send.stage, send.other_stage), max(send.stage, send.other_stage)]
         else:
-            size = there[send.stage] if send.op is Op.SEND_F else back[send.stage - 1]
+            size = there[send.stage] if send.op is SEND_F else back[send.stage - 1]
         blocking = not self.network.overlap_communication
         ready = self.clock[rank]  # after its earlier messages, where they keep it busy
-        transfer = Transfer(send, *pair, link, ready, ready, ready, blocking)
-        start = max(ready, self.line_free.get(transfer.line, 0.0))
+        line = (rank, target) if link == OWN_LINK else link
+        start = max(ready, self.line_free.get(line, 0.0))
         end = start + size / bandwidth
-        self.transfers.append(transfer._replace(start=start, end=end))
-        self.line_free[transfer.line] = end
+        self.transfers.append(Transfer(send, rank, target, link, ready, start, end, blocking))
+        self.line_free[line] = end
         if not blocking:
             return _Result(rank, end)
         self.clock[rank] = end
@@ -216,7 +240,7 @@ def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network
     for rank in range(len(run.orders)):
         run.begin(rank)
     while run.moments:
-        now, rank = heapq.heappop(run.moments)
+        now, rank = heappop(run.moments)
         run.finish(now, rank)
     if any(position < len(order) for position, order in zip(run.position, run.orders, strict=True)):
         for _ in walk(pipeline):  # says who waits for whom

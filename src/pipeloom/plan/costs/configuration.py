@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
@@ -91,12 +92,7 @@ class Configuration:
 
     def data_axis(self) -> DataAxis:
         """The replicas of parameters."""
-        return DataAxis(
-            degree=self.replicas,
-            strategy=self.strategy,
-            granularity=self.granularity,
-            separate_master=self.precision.has_masters,
-        )
+        return _data_axis(self.replicas, self.strategy, self.granularity, self.precision.has_masters)
 
     def blocks_of(self, layers: int) -> list[int]:
         """Blocks of every stage. Where there are more stages than blocks, the first has none, then the last.
@@ -111,6 +107,11 @@ class Configuration:
                 f"blocks={','.join(map(str, self.blocks))}: must add up to the {layers} layers. Change them."
             )
         return list(self.blocks)
+
+
+@lru_cache(maxsize=1024)
+def _data_axis(degree: int, strategy: DataStrategy, granularity: Granularity, has_masters: bool) -> DataAxis:
+    return DataAxis(degree=degree, strategy=strategy, granularity=granularity, separate_master=has_masters)
 
 
 def even_blocks(layers: int, stages: int) -> list[int]:

@@ -1,9 +1,10 @@
 """`CostModel`: from a transformer, a cluster and a configuration to the seconds and bytes of a step. No torch here."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Program
@@ -28,6 +29,16 @@ from pipeloom.split.chain_partition import consecutive
 
 # Bytes that F keeps, by kind: of the embedding, of all blocks before each block, and of norm and head.
 _Kept = tuple[Mapping[Recompute, float], Mapping[Recompute, list[float]], Mapping[Recompute, float]]
+
+
+class _Layers(NamedTuple):
+    """Seconds of embedding, head, blocks without and with experts; bytes of a message; a stage beside its layers."""
+
+    embedding: Seconds
+    head: Seconds
+    blocks: dict[bool, Seconds]
+    message_bytes: float
+    more: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +71,8 @@ class CostModel(StepCosts):
     cluster: Cluster
     software: Software = PIPELOOM
     measured: LayerTimes | None = None
-    _layers: dict[object, tuple[Seconds, Seconds, dict[bool, Seconds], float, Seconds]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _layers: dict[object, "_Layers"] = field(default_factory=dict, repr=False, compare=False)
+    _others: dict[object, "_Layers"] = field(default_factory=dict, repr=False, compare=False)  # any recomputation
     _kept: dict[object, _Kept] = field(default_factory=dict, repr=False, compare=False)
     _numbers: dict[InsideStage, tuple[float, float, float, list[float]]] = field(
         default_factory=dict, repr=False, compare=False
@@ -120,29 +130,33 @@ class CostModel(StepCosts):
             slices=of.slices,
         )
 
-    def _of_layers(
-        self, of: Configuration, recompute: Recompute
-    ) -> tuple[Seconds, Seconds, dict[bool, Seconds], float, Seconds]:
-        """Embedding, head, blocks without and with experts, bytes of a message, and a stage beside its layers."""
+    def _of_layers(self, of: Configuration, recompute: Recompute) -> "_Layers":
         far = of.strides["dp"] if of.inside.expert > 1 else 0
         beside = of.devices if self.cluster.measured else 1
         sizes = of.microbatch_size, of.element, of.imbalance, of.slices, beside
-        key = (of.inside, recompute, sizes, of.strides["tp"], far)
-        found = self._layers.get(key)
+        same = of.inside, sizes, of.strides["tp"], far
+        found = self._layers.get((same, recompute))
         if found is None:
-            times = self.times(of, recompute)
-            kinds = {self.model.has_experts(index) for index in range(self.model.layers)}
-            blocks = {experts: times.block(experts=experts) for experts in kinds}
-            rates = times.cluster.rates
-            more = _NOTHING
-            if rates is not None:
-                more = Seconds(rates.second("stage forward"), rates.second("stage backward"), 0.0)
-            found = times.embedding(), times.head(), blocks, times.message_bytes(), more
+            times, kinds = self.times(of, recompute), self._block_kinds
             if self.measured is not None and self.measured.element == of.element:
                 embedding, head, blocks, stage = scaled_layers(self.measured, times, kinds)
-                found = embedding, head, blocks, times.message_bytes(), stage
-            self._layers[key] = found
+                found = _Layers(embedding, head, blocks, times.message_bytes(), stage)
+            elif (other := self._others.get(same)) is not None:  # recomputed are blocks alone
+                found = other._replace(blocks={experts: times.block(experts=experts) for experts in kinds})
+            else:
+                rates, more = times.cluster.rates, _NOTHING
+                if rates is not None:
+                    more = Seconds(rates.second("stage forward"), rates.second("stage backward"), 0.0)
+                blocks = {experts: times.block(experts=experts) for experts in kinds}
+                found = _Layers(times.embedding(), times.head(), blocks, times.message_bytes(), more)
+                self._others[same] = found
+            self._layers[same, recompute] = found
         return found
+
+    @cached_property
+    def _block_kinds(self) -> set[bool]:
+        """Whether blocks have experts, for all kinds of blocks."""
+        return {self.model.has_experts(index) for index in range(self.model.layers)}
 
     @cached_property
     def _experts_before(self) -> list[int]:
@@ -162,19 +176,19 @@ class CostModel(StepCosts):
             mixed = before[start + count] - before[start]
             start += count
             if (count, mixed, recompute) not in made:
-                blocks = self._of_layers(of, recompute)[2]
+                blocks = self._of_layers(of, recompute).blocks
                 plain, experts = blocks.get(False, _NOTHING), blocks.get(True, _NOTHING)
                 pairs = zip(plain, experts, strict=True)
                 made[count, mixed, recompute] = Seconds(*((count - mixed) * a + mixed * b for a, b in pairs))
             found.append(made[count, mixed, recompute])
-        embedding, head, *_ = self._of_layers(of, of.recompute_of(0))
-        found[0] += embedding
-        found[-1] += head
+        layers = self._of_layers(of, of.recompute_of(0))
+        found[0] += layers.embedding
+        found[-1] += layers.head
         return found
 
     def message_bytes(self, of: Configuration) -> float:
         """Bytes from one stage to the next, per process and micro-batch."""
-        return self._of_layers(of, of.recompute_of(0))[3]
+        return self._of_layers(of, of.recompute_of(0)).message_bytes
 
     def layers(self, of: Configuration) -> list[list[LayerMemory]]:
         """The layers of every stage on one process."""
@@ -200,7 +214,7 @@ class CostModel(StepCosts):
 
     def costs(self, of: Configuration) -> Costs:
         """Seconds and bytes of every stage, for the simulator."""
-        more = self._of_layers(of, of.recompute_of(0))[4]
+        more = self._of_layers(of, of.recompute_of(0)).more
         stages, memory = [each + more for each in self.stage_seconds(of)], self.memory_model(of)
         parameters, gradients = stage_bytes(memory, of.replicas)
         split = 1.0 if self.measured is None else self.measured.split(of.microbatch_size)
@@ -301,13 +315,15 @@ class CostModel(StepCosts):
         key = of.inside, of.microbatch_size, of.element, of.imbalance, sliced
         known = self._kept.get(key)
         if known is None:
+            few = replace(self.model, layers=min(self.model.layers, self.model.experts_every))  # of each kind of blocks
             embedding, *blocks, norm, head = (
                 _kept_in_slices(layer) if sliced else layer.kept_bytes
                 for layer in transformer_layers(
-                    self.model, of.microbatch_size, of.element, of.inside, of.imbalance, self.software
+                    few, of.microbatch_size, of.element, of.inside, of.imbalance, self.software
                 )
             )
-            sums = {kind: [0.0, *accumulate(kept[kind] for kept in blocks)] for kind in Recompute}
+            of_blocks = [blocks[index % len(blocks)] for index in range(self.model.layers)]
+            sums = {kind: [0.0, *accumulate(kept[kind] for kept in of_blocks)] for kind in Recompute}
             known = self._kept[key] = embedding, sums, {kind: norm[kind] + head[kind] for kind in Recompute}
         first, before, last = known
         found, start = [], 0

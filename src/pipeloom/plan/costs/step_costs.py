@@ -15,6 +15,7 @@ from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Conditions
 from pipeloom.sim import Costs, Network, Timeline, simulate
 from pipeloom.sim.shared_cores import simulate_shared
+from pipeloom.sim.simulator import simulate_seconds
 
 
 class StepCosts(ABC):
@@ -147,10 +148,15 @@ class StepCosts(ABC):
 
     def program(self, of: Configuration, schedule: Schedule | None = None) -> Program:
         """What every replica runs."""
+        return self.offloading(of, self.lowered(of, schedule))
+
+    def lowered(self, of: Configuration, schedule: Schedule | None = None) -> Program:
+        """`program` before activations are offloaded."""
         schedule = schedule or self.schedule(of)
-        if self.merges_backwards:
-            schedule = merge_backwards(schedule)
-        program = lower(schedule, data=of.data_axis())
+        return lower(merge_backwards(schedule) if self.merges_backwards else schedule, data=of.data_axis())
+
+    def offloading(self, of: Configuration, program: Program) -> Program:
+        """A lowered program, in which activations are offloaded."""
         return program if of.offload is None else insert_offload(program, of.offload or least_held(program))
 
     def state_bytes(self, of: Configuration, elements: float) -> float:
@@ -188,6 +194,14 @@ class StepCosts(ABC):
         program = program if isinstance(program, Program) else lower(program)
         copies, crowding = of.devices // of.pipeline, self.crowding(of)
         return simulate_shared(program, costs, network, cores=measured.cores, copies=copies, crowding=crowding)
+
+    def makespan(self, of: Configuration, program: Program, network: Network | None = None) -> tuple[float, float]:
+        """`Timeline.makespan` and `Timeline.ideal_seconds` of `timeline`, in less time."""
+        network, measured = network or self.network(of), self.cluster.measured
+        if measured is None or of.devices <= measured.cores:
+            return simulate_seconds(program, self.costs(of), network)
+        timeline = self.timeline(of, program, None, network)
+        return timeline.makespan, timeline.ideal_seconds
 
     def crowding(self, of: Configuration) -> float:
         """Slowdown of processes that take turns on the cores of a measured machine, beside their shares of a core."""

@@ -93,16 +93,18 @@ def transformer_layers(
     kinds = {}
     for experts in {model.has_experts(index) for index in range(model.layers)}:
         parameters = shapes.block(experts=experts)
+        kept_bytes = {kind: kept.block(kind, experts=experts) for kind in Recompute}
         kinds[experts] = _Block(
             parameters,
-            {kind: kept.block(kind, experts=experts) for kind in Recompute},
+            kept_bytes,
             recompute_shares(model, experts=experts),
             kept.block_backward(parameters, experts=experts),
+            block_slices(model, kept_bytes, **sizes, software=software) if inside.context == 1 else None,
         )
 
     def block(index: int) -> LayerMemory:
         experts = model.has_experts(index)
-        parameters, kept_bytes, share, backward = kinds[experts]
+        parameters, kept_bytes, share, backward, slices = kinds[experts]
         biases = model.experts.buffers if experts and model.experts is not None else 0
         return LayerMemory(
             name=f"blocks.{index}",
@@ -112,7 +114,7 @@ def transformer_layers(
             is_block=True,
             recompute_share=share,
             expert_parameters=frozenset(f"blocks.{index}.{name}" for name in parameters if name in EXPERT_PARAMETERS),
-            slices=block_slices(model, kept_bytes, **sizes, software=software) if inside.context == 1 else None,
+            slices=slices,
             forward_bytes=3 * stream,
             backward=backward,
             deferred_bytes=kept_bytes[Recompute.NONE],
@@ -142,6 +144,7 @@ class _Block(NamedTuple):
     kept_bytes: dict[Recompute, float]
     recompute_share: dict[Recompute, float]
     backward: Sequence[BackwardMoment]
+    slices: SliceBytes | None
 
 
 def recompute_shares(model: Architecture, *, experts: bool) -> dict[Recompute, float]:

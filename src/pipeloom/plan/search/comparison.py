@@ -12,7 +12,7 @@ from pipeloom.plan.search.request import Request
 from pipeloom.plan.search.simulated import Simulated
 
 USUAL_NAME = "usual choice"
-_FACTORS = (1.1, 1.5)  # of the memory of a device
+_FACTORS = (1.5, 1.1)  # of the memory of a device
 _LEAST_GAIN = 0.01
 _PART = 0.2  # of the steps of a search on many devices
 
@@ -28,12 +28,14 @@ def more_memory(costs: StepCosts, request: Request, best: Simulated, **asked: An
     """
     if request.memory_bytes == inf or request.objective != "time":
         return None
+    gain: tuple[float, float] | None = None
     for factor in _FACTORS:
         more = replace(request, memory_bytes=factor * request.memory_bytes, top=1)
         found = find_plans(costs, more, known=[best], part=_PART, **asked).plans[0]
-        if found.step_seconds < (1 - _LEAST_GAIN) * best.step_seconds and found.peak > request.memory_bytes:
-            return found.peak - request.memory_bytes, found.step_seconds
-    return None
+        if found.step_seconds >= (1 - _LEAST_GAIN) * best.step_seconds or found.peak <= request.memory_bytes:
+            break  # less memory is no faster
+        gain = found.peak - request.memory_bytes, found.step_seconds
+    return gain
 
 
 def usual_plan(costs: CostModel, request: Request, **asked: Any) -> Simulated | None:

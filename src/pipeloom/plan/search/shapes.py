@@ -235,6 +235,10 @@ def shape_of(name: str, ranks: int, chunks: int, slices: int) -> tuple[Placement
     number = None if family.chunks else chunks
     if family.to_measure:
         return Placement.loop(ranks, chunks), True
+    if chunks > 2 and family.chunks is None:
+        placement, split = shape_of(name, ranks, 2, slices)
+        if placement == Placement.loop(ranks, 2):
+            return Placement.loop(ranks, chunks), split
     if ranks > _SMALL and (found := _same_on(name, ranks, chunks, slices)) is not None:
         return found
     for microbatches in (ranks, 2 * ranks):

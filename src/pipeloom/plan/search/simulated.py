@@ -8,19 +8,24 @@ time, and a cool-down. So a step of m micro-batches takes
 and memory, which grows with m in schedules such as gpipe, follows in the same way.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import lcm
+from typing import TypeVar
 
-from pipeloom.ir import Program, Schedule
+from pipeloom import schedules
+from pipeloom.ir import Program
 from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.memory import memory_of_ranks
+from pipeloom.plan.memory.rank_memory import RankPeaks
+from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
 from pipeloom.sim import Timeline
 
-_MOST_ACTIONS = 6_000  # forwards and backwards of all ranks of a step that is simulated as a whole
+T = TypeVar("T")
+
 _LEAST_GROWTH = 1e-5  # of a peak; less is that of another backward of the steady state
-_WARM_UP = 3  # times the ranks: micro-batches of a short step
+_KEPT = 16  # programs
+_OF_MEMORY = 0.4  # of the time that a candidate takes: its program and its memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,6 @@ class Simulated:
         peak_bytes: of every rank.
         makespan: of a step, without the update.
         busy_seconds: of computations, mean of the ranks.
-        timeline: of the longest step that was simulated.
         step: which was simulated.
     """
 
@@ -47,7 +51,6 @@ class Simulated:
     peak_bytes: tuple[float, ...]
     makespan: float
     busy_seconds: float
-    timeline: Timeline
     step: "Step" = field(repr=False, compare=False)
 
     @property
@@ -55,22 +58,62 @@ class Simulated:
         """Of the rank that needs most."""
         return max(self.peak_bytes)
 
+    @property
+    def timeline(self) -> Timeline:
+        """Of the longest step that was simulated."""
+        return self.step.timeline()
 
-def short_microbatches(of: Configuration, stages: int) -> tuple[int, int]:
-    """Micro-batches of a step that stands for `of`, and of a group; the first is that of `of` where it is short."""
-    group = lcm(of.pipeline, 2)
-    actions = 2 * stages * of.slices
-    least = max(_WARM_UP * of.pipeline, 2 * group)
-    if actions * of.microbatches <= _MOST_ACTIONS or of.microbatches < least + group:
-        return of.microbatches, group
-    return of.microbatches - (of.microbatches - least) // group * group, group
+
+class Steps:
+    """Steps of one model on one cluster, with what configurations share: nothing is computed twice.
+
+    Args:
+        costs: of the model on its cluster.
+
+    Attributes:
+        work: forwards and backwards that were simulated; those whose memory alone was predicted count in part.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs, self.work = costs, 0.0
+        self._lowered: dict[Hashable, Program] = {}
+        self._programs: dict[Hashable, Program] = {}
+        self._peaks: dict[Hashable, tuple[float, ...]] = {}
+
+    def program(self, of: Configuration, limit: float | None) -> Program:
+        """What every replica runs. Raises ScheduleError where the schedule does not support the sizes."""
+        costs = self.costs
+
+        if schedules.find(of.schedule).to_measure:
+            return costs.program(of, costs.schedule(of, limit))
+        sizes = of.schedule, of.pipeline, of.microbatches, of.chunks, of.slices
+        key = sizes, of.data_axis()
+        before = _kept(self._lowered, key, lambda: costs.lowered(of, schedule_of(*sizes)))
+        return _kept(self._programs, (key, of.offload), lambda: costs.offloading(of, before))
+
+    def peaks(self, of: Configuration, limit: float | None, find: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        """Peak memory of every rank, which the order of the mesh axes does not change."""
+        key = replace(of, order=ORDER), limit
+        if schedules.find(of.schedule).to_measure:
+            return find()
+        if key not in self._peaks:
+            self._peaks[key] = find()
+        return self._peaks[key]
+
+
+def _kept(known: dict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+    """The value of a key, which is made where it is not among the last ones that were asked for."""
+    known[key] = value = known.pop(key) if key in known else make()
+    if len(known) > _KEPT:
+        del known[next(iter(known))]
+    return value
 
 
 class Step:
     """One step of a configuration.
 
     Args:
-        costs: of the model on its cluster.
+        steps: what it shares with others.
         of: the configuration, with `blocks`.
         schedule_limit: see `Simulated`.
         whole: whether to simulate all micro-batches.
@@ -80,17 +123,17 @@ class Step:
     """
 
     def __init__(
-        self, costs: StepCosts, of: Configuration, schedule_limit: float | None = None, *, whole: bool = False
+        self, steps: Steps, of: Configuration, schedule_limit: float | None = None, *, whole: bool = False
     ) -> None:
-        self._costs, self._of, self._limit = costs, of, schedule_limit
+        self._steps, self._costs, self._of, self._limit = steps, steps.costs, of, schedule_limit
         number, group = short_microbatches(of, of.stages)
         number = of.microbatches if whole else number
         self._times = (of.microbatches - number) // group  # of the group, beside the short step
         self._short = replace(of, microbatches=number)
         self._shorter = replace(of, microbatches=number - group)
 
-    def _scheduled(self, of: Configuration) -> Schedule:
-        return self._costs.schedule(of, self._limit)
+    def _program(self, of: Configuration) -> Program:
+        return self._steps.program(of, self._limit)
 
     @property
     def actions(self) -> int:
@@ -98,19 +141,17 @@ class Step:
         both = self._short.microbatches + (self._shorter.microbatches if self._times else 0)
         return 2 * self._of.stages * self._of.slices * both
 
-    @cached_property
-    def _program(self) -> Program:
-        return self._costs.program(self._short, self._scheduled(self._short))
-
-    @cached_property
-    def _shorter_program(self) -> Program:
-        return self._costs.program(self._shorter, self._scheduled(self._shorter))
-
     def peaks(self) -> tuple[float, ...]:
         """Peak memory of every rank."""
-        found = self._peaks(self._short, self._program)
+        return self._steps.peaks(self._of, self._limit, self._peaks)
+
+    def _peaks(self) -> tuple[float, ...]:
+        self._steps.work += _OF_MEMORY * self.actions
+        program = self._program(self._short)
+        ranks = RankPeaks(program, self._costs.memory_model(self._short))
+        found = ranks.of(program)
         if self._times:
-            less = self._peaks(self._shorter, self._shorter_program)
+            less = ranks.of(self._program(self._shorter))
             growth = [peak - other for peak, other in zip(found, less, strict=True)]
             found = [
                 peak + self._times * (more if more > _LEAST_GROWTH * peak else 0.0)
@@ -118,18 +159,13 @@ class Step:
             ]
         return tuple(found)
 
-    def _peaks(self, of: Configuration, program: Program) -> list[float]:
-        return [rank.peak for rank in memory_of_ranks(program, self._costs.memory_model(of))]
-
     def simulated(self, peaks: tuple[float, ...]) -> Simulated:
         """With its seconds."""
-        timeline = self._timeline(self._short, self._program)
-        seconds = timeline.makespan
-        if self._times:
-            less = self._timeline(self._shorter, self._shorter_program).makespan
-            seconds += self._times * (timeline.makespan - less)
-        update = self._costs.update_seconds(self._of, self._program.placement.stages_of)
-        shared = self._costs.shared_sum_seconds(self._of, self._program.placement)
+        self._steps.work += (1 - _OF_MEMORY) * self.actions
+        seconds, busy = self._makespan()
+        placement = self._program(self._short).placement
+        update = self._costs.update_seconds(self._of, placement.stages_of)
+        shared = self._costs.shared_sum_seconds(self._of, placement)
         return Simulated(
             of=self._of,
             schedule_limit=self._limit,
@@ -137,29 +173,36 @@ class Step:
             update_seconds=update,
             peak_bytes=peaks,
             makespan=seconds,
-            busy_seconds=timeline.ideal_seconds * self._of.microbatches / self._short.microbatches,
-            timeline=timeline,
+            busy_seconds=busy * self._of.microbatches / self._short.microbatches,
             step=self,
         )
 
-    def _timeline(self, of: Configuration, program: Program, *, replicas: bool = True) -> Timeline:
+    def without_replicas(self) -> float:
+        """Seconds of the step, without the update, where data parallelism communicates in no time."""
+        return self._makespan(replicas=False)[0]
+
+    def timeline(self) -> Timeline:
+        """Of the longest step that is simulated."""
+        return self._costs.timeline(self._short, self._program(self._short))
+
+    def _makespan(self, *, replicas: bool = True) -> tuple[float, float]:
+        """Seconds of the step, without the update, and of the computations of its short step, mean of the ranks."""
+        seconds, busy = self._simulated(self._short, replicas)
+        if self._times:
+            less, _ = self._simulated(self._shorter, replicas)
+            seconds += self._times * (seconds - less)
+        return seconds, busy
+
+    def _simulated(self, of: Configuration, replicas: bool) -> tuple[float, float]:
         network = self._costs.network(of)
         if not replicas:
             network = replace(
                 network, data_bytes_per_second=None, data_sum_bytes_per_second=None, data_latency_seconds=0.0
             )
-        return self._costs.timeline(of, program, None, network)
-
-    def without_replicas(self) -> float:
-        """Seconds of the step, without the update, where data parallelism communicates in no time."""
-        seconds = self._timeline(self._short, self._program, replicas=False).makespan
-        if self._times:
-            less = self._timeline(self._shorter, self._shorter_program, replicas=False).makespan
-            seconds += self._times * (seconds - less)
-        return seconds
+        return self._costs.makespan(of, self._program(of), network)
 
 
 def simulated(costs: StepCosts, of: Configuration, *, whole: bool = False) -> Simulated:
     """Simulate a step. Raises InputError or ScheduleError for sizes that do not fit."""
-    step = Step(costs, of, whole=whole)
+    step = Step(Steps(costs), of, whole=whole)
     return step.simulated(step.peaks())

@@ -10,12 +10,13 @@ Each level refuses configurations that cannot run or cannot fit, and counts them
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
 from pipeloom.errors import InputError
-from pipeloom.ir.data_axis import DataStrategy, Granularity
+from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.options import Precision
 from pipeloom.plan.costs.configuration import Configuration
@@ -26,6 +27,7 @@ from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import LEAST_TOKENS, Shapes
+from pipeloom.sim import Network
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
 CanRun = Callable[[Configuration], str | None]  # why a configuration cannot run; None: it can
@@ -212,7 +214,9 @@ class Space:
         share = parameters / of.pipeline
         blocks = self.shapes.block_seconds(of)
         way = min(each.forward + each.backward_input for each in blocks)
-        fill = max(0, of.pipeline // 2 - 1) * way
+        fill, turns = max(0, of.pipeline // 2 - 1) * way, self._turns(of.devices)
+        kinds, sizes = self._recomputed(of), {"microbatches": of.microbatches, "ranks": of.pipeline}
+        network = self.costs.network(replace(of, order=("pp", "dp", "cp", "tp"), pipeline=1))  # the fastest links
         for strategy, granularity, offload_states in ways_of(of, self.request, offloads_states=self._offloads_states):
             each = replace(of, strategy=strategy, granularity=granularity, offload_states=offload_states)
             states = least_state_bytes(each, share)
@@ -221,9 +225,7 @@ class Space:
                 continue
             # Gradients are not there yet while the first activations are.
             room = of.pipeline * (self.request.memory_bytes - share * state_bytes_per_parameter(each))
-            kinds = self._recomputed(each)
-            sizes = {"microbatches": of.microbatches, "ranks": of.pipeline}
-            work = self._turns(of.devices) * mixed_seconds(kinds.points(**sizes, room=room))
+            work = turns * mixed_seconds(kinds.points(**sizes, room=room))
             other = inf
             if self._host_rate:
                 more = of.pipeline * self._host_rate * kinds.longest / 2
@@ -232,7 +234,7 @@ class Space:
                 self.refusals.too_large(states)
                 continue
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
-            link = self._link_bound(each, share)
+            link = self._link_bound(each, share, network)
             yield Way(each, max(work + fill + update, link), states, max(other + fill + update, link))
 
     def _recomputed(self, of: Configuration) -> Recomputed:
@@ -247,12 +249,11 @@ class Space:
             )
         return found
 
-    def _link_bound(self, of: Configuration, parameters: float) -> float:
-        """Seconds for which the data link of a rank is busy, with the fastest links."""
+    def _link_bound(self, of: Configuration, parameters: float, network: Network) -> float:
+        """Seconds for which the data link of a rank is busy."""
         if of.replicas == 1 or self.costs.expert_degrees != [1]:
             return 0.0
         formats, data = NumberBytes.of(of.precision), of.data_axis()
-        network = self.costs.network(replace(of, order=("pp", "dp", "cp", "tp"), pipeline=1))
         gathers = gather_seconds(data, formats.compute * parameters, network)
         sums = reduce_seconds(data, formats.gradient * parameters, network)
         if of.granularity is not Granularity.MICROBATCH:
@@ -267,23 +268,31 @@ def least_state_bytes(of: Configuration, parameters: float) -> float:
         of: the configuration.
         parameters: of the rank.
     """
-    formats = NumberBytes.of(of.precision)
-    each = state_bytes_per_parameter(of)
-    early = of.granularity is not Granularity.STEP or of.microbatches == 1
-    each += formats.gradient / (of.replicas if of.strategy.shards_optimizer and early else 1)
-    if of.strategy.shards_parameters and of.granularity is Granularity.STEP and of.microbatches > 1:
-        each += formats.compute
-    return each * parameters
+    least = _bytes_per_parameter(of.precision, of.optimizer, of.data_axis(), of.offload_states, of.microbatches == 1)[1]
+    return least * parameters
 
 
 def state_bytes_per_parameter(of: Configuration) -> float:
     """Bytes of parameters, masters and optimizer states per parameter of a stage, between steps."""
-    formats, data = NumberBytes.of(of.precision), of.data_axis()
-    shards = of.replicas if data.strategy.shards_optimizer else 1
-    each = 0.0 if data.strategy.shards_parameters else float(formats.compute)
-    if formats.has_masters or data.strategy.shards_parameters:
+    return _bytes_per_parameter(of.precision, of.optimizer, of.data_axis(), of.offload_states, of.microbatches == 1)[0]
+
+
+@lru_cache(maxsize=4096)
+def _bytes_per_parameter(
+    precision: Precision, optimizer: str, data: DataAxis, offload_states: bool, single: bool
+) -> tuple[float, float]:
+    """Between steps, and at least during a step, of a `single` micro-batch or of more."""
+    formats, strategy = NumberBytes.of(precision), data.strategy
+    shards = data.degree if strategy.shards_optimizer else 1
+    each = 0.0 if strategy.shards_parameters else float(formats.compute)
+    if formats.has_masters or strategy.shards_parameters:
         each += 4 / shards
-    return each if of.offload_states else each + 4 * OPTIMIZERS[of.optimizer] / shards
+    each += 0.0 if offload_states else 4 * OPTIMIZERS[optimizer] / shards
+    once = data.granularity is Granularity.STEP
+    least = each + formats.gradient / (data.degree if strategy.shards_optimizer and (not once or single) else 1)
+    if strategy.shards_parameters and once and not single:
+        least += formats.compute
+    return each, least
 
 
 def ways_of(

@@ -13,11 +13,10 @@ from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
 
-from pipeloom import schedules
 from pipeloom.ir import Action, Op, Schedule
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.search.simulated import short_microbatches
+from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
 
 _BESIDE = 1  # computations with which a transfer overlaps: the activation is held meanwhile
 
@@ -104,9 +103,7 @@ def least_moves(of: Configuration, most_kept: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=512)
 def _held(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> list[Held]:
-    family = schedules.find(name)
-    number = None if family.chunks else chunks
-    schedule = family(num_ranks=ranks, num_microbatches=microbatches, num_chunks=number, num_slices=slices)
+    schedule = schedule_of(name, ranks, microbatches, chunks, slices)
     partners = schedule.partners
     return [_of_rank(order, schedule, partners) for order in schedule.orders]
 

@@ -1,13 +1,18 @@
-"""How many activations the ranks of a shape have room for, where others are offloaded. No torch here."""
+"""How many activations the ranks of a shape have room for, where others are offloaded. No torch here.
+
+The slices of a micro-batch share keys and values, which stay on the device.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from math import ceil
 
 from pipeloom.ir import Op
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.stage_moments import StageGradients, stage_moments
-from pipeloom.plan.search.live_moments import Moment, Moments
+from pipeloom.plan.search.memory.live_moments import Moment, Moments
 from pipeloom.plan.search.shapes import Shape
 
 
@@ -24,7 +29,12 @@ class OffloadRoom:
     def __init__(
         self, costs: StepCosts, shape: Shape, moments: Moments, kept: Mapping[Recompute, Sequence[float]]
     ) -> None:
-        self._costs, self._shape, self._moments, self._kept = costs, shape, moments, kept
+        self._costs, self._shape, self._moments = costs, shape, moments
+        parts = [shared / shape.of.slices for shared in self._shared]
+        self._kept = {
+            kind: [max(0.0, size - part) for size, part in zip(sizes, parts, strict=True)] if any(parts) else sizes
+            for kind, sizes in kept.items()
+        }
         self._of_kinds: dict[Recompute, list[float]] = {}
 
     def number(self, fixed: Sequence[Sequence[float]], recompute: Sequence[Recompute], most: float) -> int | None:
@@ -40,38 +50,55 @@ class OffloadRoom:
         found: int | None = None
         for rank, sizes in enumerate(fixed):
             for size, moment in zip(sizes, self._moments[rank], strict=True):
-                fit = self._fitting(moment, recompute, most - size - self._at(moment, recompute))
+                fit = self._fitting(moment, recompute, most - self._beside(size, moment, recompute))
                 if fit is not None:
                     found = fit if found is None else min(found, fit)
         return found
 
     def least(self, fixed: Sequence[Sequence[float]], recompute: Sequence[Recompute]) -> float:
         """Bytes of the fullest rank in its largest computation, with no activation but the one that it reads."""
-        return max(
-            min(sizes) + max(self._kept[recompute[s]][s] + self._inside(recompute[s])[s] for s in stages)
+        kept = self._kept
+        computing = max(
+            min(sizes) + max(kept[recompute[s]][s] + self._inside(recompute[s])[s] for s in stages)
             for sizes, stages in zip(fixed, self._shape.placement.stages_of, strict=True)
         )
+        backwards = (
+            self._beside(size, moment, recompute) + kept[recompute[moment.stage]][moment.stage]
+            for sizes, moments in zip(fixed, self._moments, strict=True)
+            for size, moment in zip(sizes, moments, strict=True)
+        )
+        return max(computing, *backwards)
 
     def bytes(self, fixed: Sequence[Sequence[float]], recompute: Sequence[Recompute], number: int) -> float:
         """Bytes of the fullest rank that keeps `number` activations, the smallest ones."""
         most = self.least(fixed, recompute)
         for rank, sizes in enumerate(fixed):
             for size, moment in zip(sizes, self._moments[rank], strict=True):
-                held = size + self._at(moment, recompute)
-                left = number
+                held, left = self._beside(size, moment, recompute), number
                 for each, count in self._live(moment, recompute):
                     held += min(left, count) * each
                     left -= min(left, count)
                 most = max(most, held)
         return most
 
+    @cached_property
+    def _shared(self) -> list[float]:
+        """By stage, bytes of the keys and values of a micro-batch in slices."""
+        of = self._shape.of
+        if of.slices == 1:
+            return [0.0] * of.stages
+        model = self._costs.memory_model(of)
+        return [model.slice_bytes(stage, of.slices)[0] for stage in range(of.stages)]
+
     def _live(self, moment: Moment, recompute: Sequence[Recompute]) -> list[tuple[float, int]]:
         """Bytes and number of the live activations of each stage, the smallest first."""
         return sorted((self._kept[recompute[stage]][stage], count) for stage, count in moment.live.items())
 
-    def _at(self, moment: Moment, recompute: Sequence[Recompute]) -> float:
-        """Bytes inside the computation of a moment."""
-        return self._inside(recompute[moment.stage])[moment.stage] if moment.op is not Op.W else 0.0
+    def _beside(self, size: float, moment: Moment, recompute: Sequence[Recompute]) -> float:
+        """Bytes of a moment beside activations that can leave: `size`, what slices share, and what is computed."""
+        if self._shape.of.slices > 1:
+            size += sum(ceil(count / self._shape.of.slices) * self._shared[s] for s, count in moment.live.items())
+        return size + (self._inside(recompute[moment.stage])[moment.stage] if moment.op is not Op.W else 0.0)
 
     def _fitting(self, moment: Moment, recompute: Sequence[Recompute], room: float) -> int | None:
         """How many of the live activations fit into `room` bytes, the smallest first; None: all."""
@@ -86,10 +113,15 @@ class OffloadRoom:
         """Bytes of each stage inside a forward or backward, beside activations at its start and gradients."""
         if kind not in self._of_kinds:
             model = self._costs.memory_model(replace(self._shape.of, recompute=kind))
-            found = []
+            found: list[float] = []
+            known: dict[tuple[int, ...], float] = {}  # of layers that are alike, and share the table of what they keep
             for stage, layers in enumerate(model.stages):
-                nothing = [0.0] * len(layers)
-                moments = stage_moments(model, stage, 0, self._shape.of.slices, StageGradients(nothing, nothing, None))
-                found.append(max(moments.inputs, moments.forward))
+                alike = tuple(id(layer.kept_bytes) for layer in layers)
+                if alike not in known:
+                    nothing = [0.0] * len(layers)
+                    gradients = StageGradients(nothing, nothing, None)
+                    moments = stage_moments(model, stage, 0, self._shape.of.slices, gradients)
+                    known[alike] = max(moments.inputs, moments.forward)
+                found.append(known[alike])
             self._of_kinds[kind] = found
         return self._of_kinds[kind]

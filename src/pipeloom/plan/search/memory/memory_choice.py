@@ -13,14 +13,15 @@ from operator import sub
 
 from pipeloom import schedules
 from pipeloom.ir import Op
-from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
-from pipeloom.plan.search.live_moments import Moment, Moments
-from pipeloom.plan.search.offload_bound import lowest_cap, most_live
-from pipeloom.plan.search.offload_room import OffloadRoom
+from pipeloom.plan.search.memory.fixed_bytes import fixed_bytes
+from pipeloom.plan.search.memory.knapsack import knapsack
+from pipeloom.plan.search.memory.live_moments import Moments
+from pipeloom.plan.search.memory.offload_bound import lowest_cap, most_live
+from pipeloom.plan.search.memory.offload_room import OffloadRoom
 from pipeloom.plan.search.request import Request
 from pipeloom.plan.search.shapes import Shape
 from pipeloom.plan.search.space import state_bytes_per_parameter
@@ -64,6 +65,7 @@ class MemoryChoices:
     def __init__(self, costs: StepCosts, shape: Shape, moments: Moments, request: Request) -> None:
         self._costs, self._shape, self._moments, self._request = costs, shape, moments, request
         of, self._kinds = shape.of, request.kinds
+        self._known: dict[object, Fixed] = {}
         free = "offload" not in request.fixed and request.allows("offload", 0)
         self._offloads = free and costs.can_offload and not schedules.find(of.schedule).to_measure
         self._kept = {
@@ -78,6 +80,12 @@ class MemoryChoices:
             stages = consecutive(list(map(sub, every, costs.kept_bytes(replace(block, recompute=kind)))), counts)
             self._again[kind] = [stage[-1] if stage and of.slices == 1 else 0.0 for stage in stages[:-1]] + [0.0]
         self._room = OffloadRoom(costs, shape, moments, self._kept)
+
+    def _fixed(self, of: Configuration) -> Fixed:
+        key = of.data_axis(), of.offload_states
+        if key not in self._known:
+            self._known[key] = fixed_bytes(self._costs, of, self._shape, self._moments)
+        return self._known[key]
 
     @cached_property
     def _seconds(self) -> dict[Recompute, list[float]]:
@@ -97,7 +105,7 @@ class MemoryChoices:
             beside: bytes of each rank that closed forms do not have.
             every: whether to return the same kind for all stages too, each of them.
         """
-        fixed = fixed_bytes(self._costs, of, self._shape, self._moments)
+        fixed = self._fixed(of)
         more = beside or [0.0] * len(fixed)
         tight = [[size + extra for size in sizes] for sizes, extra in zip(fixed, more, strict=True)]
         uniform, offload = self.uniform(), self._request.fixed.get("offload")
@@ -128,7 +136,7 @@ class MemoryChoices:
         """
         if not self._offloads:
             return {}
-        fixed = fixed_bytes(self._costs, of, self._shape, self._moments)
+        fixed = self._fixed(of)
         more = beside or [0.0] * len(fixed)
         found: dict[tuple[Recompute, ...], list[Choice]] = {}
         tight = [[size + extra for size in sizes] for sizes, extra in zip(fixed, more, strict=True)]
@@ -161,12 +169,12 @@ class MemoryChoices:
         """Bytes that some rank needs at least with offload; infinite where there is none."""
         if not self._offloads:
             return inf
-        fixed, lowest = fixed_bytes(self._costs, of, self._shape, self._moments), lowest_cap(of)
+        fixed, lowest = self._fixed(of), lowest_cap(of)
         return min((self._room.bytes(fixed, each, lowest) for each in self.uniform()[-1:]), default=inf)
 
     def closed_bytes(self, of: Configuration, choice: Configuration) -> list[float]:
         """Bytes of every rank by closed forms, with the recomputation of a choice of `of` without offload."""
-        fixed = fixed_bytes(self._costs, of, self._shape, self._moments)
+        fixed = self._fixed(of)
         recompute = [choice.recompute_of(stage) for stage in range(choice.stages)]
         return [self._bytes(rank, sizes, recompute) for rank, sizes in enumerate(fixed)]
 
@@ -261,62 +269,3 @@ class MemoryChoices:
             for stage in self._shape.placement.stages_of[rank]:
                 recompute[stage] = kinds[max(each.get(stage, 0) for each in needed.values())]
         return None
-
-
-def fixed_bytes(costs: StepCosts, of: Configuration, shape: Shape, moments: Moments) -> list[list[float]]:
-    """For each rank and moment, bytes beside activations, at least."""
-    each, parameters, counts = state_bytes_per_parameter(of), costs.parameters(of), of.blocks_of(costs.num_blocks)
-    formats = NumberBytes.of(of.precision)
-    found: list[list[float]] = []
-    coarse, fine = of.granularity is Granularity.STEP, of.granularity is Granularity.MICROBATCH
-    compute = formats.compute if of.strategy.shards_parameters else 0
-    for held, rank in zip(shape.placement.stages_of, moments, strict=True):
-        sizes, total = {stage: parameters[stage] for stage in held}, costs.held_parameters(of, held)
-        sizes[held[-1]] -= sum(sizes.values()) - total  # what several stages share counts once
-        shares = 1 if coarse else of.replicas
-
-        def used(moment: Moment, sizes: dict[int, float] = sizes) -> float:
-            """Elements of the stage that computes which are there in full."""
-            ends = (moment.stage == 0) + 2 * (moment.stage == len(counts) - 1)
-            return sizes[moment.stage] / (counts[moment.stage] + ends) if fine else sizes[moment.stage]
-
-        found.append([])
-        for moment in rank:
-            full = sum(sizes[stage] for stage in moment.summing - {moment.stage}) / shares
-            if moment.stage in moment.summing:  # else its gradients come while its activations go
-                full += used(moment) if moment.op is not Op.I else sizes[moment.stage] / shares
-            gathered = used(moment) if moment.op is not Op.W else 0.0
-            if coarse:
-                gathered = sum(sizes[stage] for stage in {*moment.live, *moment.summing, moment.stage})
-            found[-1].append(each * total + formats.gradient * full + compute * gathered)
-    return found
-
-
-def knapsack(items: Sequence[Sequence[tuple[float, float]]], most: float) -> tuple[int, ...] | None:
-    """One alternative of each item, with the least sum of the first numbers and second ones of at most `most`.
-
-    Exact: of the sums of the first items, those stay of which no other is smaller in both.
-
-    Args:
-        items: pairs of cost and size of their alternatives.
-        most: sum of the sizes.
-
-    Returns:
-        The number of each item's alternative; None if none fit.
-    """
-    front: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
-    left = sum(min(size for _, size in alternatives) for alternatives in items)  # of the items that follow, at least
-    for alternatives in items:
-        left -= min(size for _, size in alternatives)
-        sums = sorted(
-            (cost + more, size + bigger, (*chosen, number))
-            for cost, size, chosen in front
-            for number, (more, bigger) in enumerate(alternatives)
-            if size + bigger + left <= most * (1 + 1e-12)
-        )
-        front, least = [], inf
-        for each in sums:
-            if each[1] < least * (1 - 1e-12):
-                front.append(each)
-                least = each[1]
-    return next((chosen for _, size, chosen in front if size <= most), None)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipeloom import schedules
 from pipeloom.ir import Op, Schedule
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.search.simulated import short_microbatches
+from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
 
 
 class Moment(NamedTuple):
@@ -121,6 +121,4 @@ def moments_of(of: Configuration) -> Moments:
 
 @lru_cache(maxsize=512)
 def _moments(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> list[list[Moment]]:
-    family = schedules.find(name)
-    number = None if family.chunks else chunks
-    return live_moments(family(num_ranks=ranks, num_microbatches=microbatches, num_chunks=number, num_slices=slices))
+    return live_moments(schedule_of(name, ranks, microbatches, chunks, slices))

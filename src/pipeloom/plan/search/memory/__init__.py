@@ -1,0 +1,1 @@
+"""What the ranks of a shape recompute and offload to fit into memory."""

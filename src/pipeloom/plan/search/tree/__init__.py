@@ -1,0 +1,1 @@
+"""Best-first search: open nodes, their expansion, candidates, and the best plans so far."""

@@ -1,0 +1,62 @@
+"""The best plans that a search has found. No torch here."""
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.simulated import Simulated
+
+_TOLERANCE = 0.005  # of values: a configuration has to be better by more
+
+
+class BestPlans:
+    """The best plans, best first, of which no two are of one kind.
+
+    Args:
+        request: what is planned.
+        accept: why a plan cannot be offered; None: it can.
+        plans: those that are known.
+    """
+
+    def __init__(self, request: Request, accept: Callable[[Simulated], str | None], plans: Sequence[Simulated]) -> None:
+        self._request, self._accept, self.plans = request, accept, list(plans)
+
+    def score(self, seconds: float, peak: float, devices: int) -> float:
+        """What is minimized, of a step with these seconds and this peak memory."""
+        match self._request.objective:
+            case "memory":
+                return peak
+            case "cost":
+                return seconds * devices
+            case _:
+                return seconds
+
+    @property
+    def limit(self) -> float:
+        """The value above which a plan is not among the best."""
+        return (1 - _TOLERANCE) * self._last
+
+    @property
+    def _last(self) -> float:
+        top = self._request.top
+        return self._value(self.plans[top - 1]) if len(self.plans) >= top else inf
+
+    def _value(self, plan: Simulated) -> float:
+        return self.score(plan.step_seconds, plan.peak, plan.of.devices)
+
+    def add(self, found: Simulated) -> str | None:
+        """Keep a plan that is among the best, in place of a worse one of its kind; why it cannot be offered."""
+        if self._value(found) >= self._last:
+            return None
+        if (refusal := self._accept(found)) is not None:
+            return refusal
+        both = sorted([*self.plans, found], key=self._value, reverse=True)
+        self.plans = sorted({_kind(plan.of): plan for plan in both}.values(), key=self._value)[: self._request.top]
+        return None
+
+
+def _kind(of: Configuration) -> tuple[object, ...]:
+    """What plans that are shown side by side differ in."""
+    sizes = of.inside, of.pipeline, of.data, of.chunks, of.slices, of.microbatch_size
+    return *sizes, of.schedule, of.precision.dtype

@@ -1,0 +1,152 @@
+"""Candidates: configurations of which nothing is open. They are simulated, or change what they keep. No torch here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import ceil, inf
+from typing import NamedTuple
+
+from pipeloom.errors import PipeloomError
+from pipeloom.ir.data_axis import Granularity
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
+from pipeloom.plan.search.memory.offload_bound import lowest_cap, offloaded_of
+from pipeloom.plan.search.request import Refusals, Request
+from pipeloom.plan.search.shapes import Shape, candidate_seconds
+from pipeloom.plan.search.simulated import Simulated, Step, Steps
+from pipeloom.plan.search.space import Way
+
+PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
+SIZES = "the schedule does not support the sizes"
+_MORE = 1.5  # room than what was missing
+_MUCH_MORE, _FEW_TRIES = 3.0, 2  # the same on many devices
+_MOST_TRIES = 4  # of more recomputation, where a simulated rank needs more memory than its closed form
+_MOST_ACTIONS = 60_000  # of a simulated step on more devices
+
+
+@dataclass(kw_only=True)
+class Candidate:
+    """A configuration of which nothing is open.
+
+    Attributes:
+        shape: without data strategy and recomputation.
+        of: with the data strategy.
+        choice: with both.
+        memory: what the shape can recompute.
+        way: the data strategy, with bounds of a step.
+        instead: those that shard more, and are no faster.
+        beside: bytes of each rank that closed forms do not have, found by an attempt to run it with less recomputation.
+        tries: attempts so far.
+    """
+
+    shape: Shape
+    of: Configuration
+    choice: Choice
+    memory: MemoryChoices
+    way: Way
+    instead: list["Candidate"] = field(default_factory=list)
+    beside: Sequence[float] | None = None
+    tries: int = 0
+
+
+class Bounds(NamedTuple):
+    """Seconds of a step of a candidate: at least, and likely."""
+
+    least: float
+    likely: float
+
+
+class Candidates:
+    """What becomes of candidates.
+
+    Args:
+        steps: simulates them.
+        request: what is planned.
+        refusals: where those that are refused are counted.
+        patient: whether there is time for many attempts.
+        exhaustive: whether all are simulated.
+    """
+
+    def __init__(self, steps: Steps, request: Request, refusals: Refusals, *, patient: bool, exhaustive: bool) -> None:
+        self._steps, self._costs, self._request, self._refusals = steps, steps.costs, request, refusals
+        self._patient, self._exhaustive = patient, exhaustive
+        self._done: set[Choice] = set()
+
+    def bounds(self, found: Candidate) -> Bounds | None:
+        """None where the host has too little memory for what is offloaded."""
+        of, stages_of = found.choice.of, found.shape.placement.stages_of
+        update = self._costs.update_seconds(of, stages_of)
+        least, likely = candidate_seconds(self._costs, found.shape._replace(of=of))
+        if of.offload is not None or of.offload_states:
+            offloaded = offloaded_of(self._costs, of, stages_of)
+            if offloaded.host_bytes > self._costs.cluster.host_bytes_per_device:
+                self._refusals.add("what is offloaded needs more memory than the host has")
+                return None
+            least, likely = max(least, offloaded.seconds), max(likely, offloaded.seconds)
+        others = found.way.seconds if of.offload is None else found.way.offloaded
+        return Bounds(max(others, least + update), max(others, likely + update))
+
+    def simulate(self, candidate: Candidate) -> Simulated | list[Candidate]:
+        """The simulated step, or what to try in its place: nothing, or candidates that need less memory."""
+        choice = candidate.choice
+        if choice in self._done:
+            return []
+        self._done.add(choice)
+        try:
+            step = Step(self._steps, choice.of, choice.schedule_limit)
+            if step.actions > _MOST_ACTIONS and not self._patient and "schedule" not in self._request.fixed:
+                self._refusals.add("too many actions to simulate in a search")
+                return []
+            peaks = step.peaks()
+        except PipeloomError:
+            kept, least = choice.of.offload or inf, lowest_cap(choice.of)
+            few = f"offload={kept} keeps fewer activations than a rank needs at once ({least})"
+            self._refusals.add(few if kept < least else SIZES)
+            return []
+        if max(peaks) > self._request.memory_bytes:
+            self._refusals.too_large(max(peaks))
+            return self._smaller(candidate, peaks)
+        for _ in candidate.instead:
+            self._refusals.add("an earlier data strategy that fits communicates less")
+        return step.simulated(peaks)
+
+    def _smaller(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
+        """Those that shard more, or recompute or offload more on ranks that need more memory than by closed forms."""
+        found: list[Candidate] = []
+        if candidate.instead:
+            first, *others = candidate.instead
+            found.append(replace(first, instead=others))
+        if candidate.choice.of.offload is not None:
+            return found + self._keeping_fewer(candidate, peaks)
+        if candidate.tries == (_MOST_TRIES if self._patient else _FEW_TRIES) or "recompute" in self._request.fixed:
+            return found
+        most = self._request.memory_bytes
+        before = candidate.beside or [0.0] * len(peaks)
+        closed = candidate.memory.closed_bytes(candidate.of, candidate.choice.of)
+        factor = _MORE if self._patient else _MUCH_MORE
+        more = [
+            max(size + factor * (peak - most), peak - known) if peak > most else size
+            for size, peak, known in zip(before, peaks, closed, strict=True)
+        ]
+        offloaded = candidate.memory.offloaded(candidate.of, more, every=self._exhaustive)
+        for choice in chain.from_iterable(offloaded.values()):
+            if choice.of.recompute == candidate.choice.of.recompute:
+                found.append(replace(candidate, choice=choice, instead=[]))
+        choices, _ = candidate.memory.found(candidate.of, more)
+        tries = candidate.tries + 1
+        return found + [replace(candidate, choice=each, instead=[], beside=more, tries=tries) for each in choices[:1]]
+
+    def _keeping_fewer(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
+        """The candidate that offloads more: first as if the largest activations left, then as if the smallest did."""
+        of, tries = candidate.choice.of, candidate.tries
+        if self._exhaustive or "offload" in self._request.fixed or not of.offload or tries == _FEW_TRIES:
+            return []
+        rank = max(range(len(peaks)), key=peaks.__getitem__)
+        kept = self._costs.kept_bytes(of)
+        sizes = [kept[stage] / of.slices for stage in candidate.shape.placement.stages_of[rank]]
+        missing = peaks[rank] - self._request.memory_bytes
+        number = of.offload - max(1, ceil(missing / max(1.0, min(sizes) if tries else max(sizes))))
+        if number < lowest_cap(of):
+            return []
+        choice = replace(candidate.choice, of=replace(of, offload=number))
+        return [replace(candidate, choice=choice, instead=[], tries=tries + 1)]

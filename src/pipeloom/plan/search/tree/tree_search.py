@@ -1,0 +1,164 @@
+"""Expansion of nodes: from groups to meshes, shapes and candidates, see `pipeloom.plan.search.space`. No torch here."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from pipeloom.errors import PipeloomError
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.search.memory.live_moments import Moments, moments_of
+from pipeloom.plan.search.memory.memory_choice import MemoryChoices
+from pipeloom.plan.search.request import Refusals, Request
+from pipeloom.plan.search.shapes import MANY_DEVICES, Shape
+from pipeloom.plan.search.simulated import Simulated, Steps
+from pipeloom.plan.search.space import CanRun, Space, Way
+from pipeloom.plan.search.tree.best_plans import BestPlans
+from pipeloom.plan.search.tree.candidates import PENALTIES, SIZES, Candidate, Candidates
+from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
+
+_WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
+_RESERVE = 0.03  # of memory that stays free at first, on many devices
+_ACTIONS = 300  # of a simulated step, that count as one of the search
+_STEPS = 200  # on `MANY_DEVICES` devices
+_SLOWER = "slower than the best plans by a lower bound"
+
+
+def _steps(devices: int) -> float:
+    """After which a search ends."""
+    return inf if devices <= MANY_DEVICES else _STEPS * (devices / MANY_DEVICES) ** 0.25
+
+
+class TreeSearch:
+    """A search, from the groups on.
+
+    Args:
+        steps: simulates configurations.
+        request: what is planned.
+        best: the best plans; those that are found are added.
+        exhaustive: whether to simulate all configurations.
+        can_run: see `find_plans`.
+        part: of the steps after which a search on many devices ends.
+
+    Attributes:
+        refusals: configurations that were refused.
+        simulated: number of simulated configurations.
+        least: no configuration that was not looked at is below it; infinite where none is left.
+    """
+
+    def __init__(
+        self, steps: Steps, request: Request, best: BestPlans, *, exhaustive: bool, can_run: CanRun, part: float
+    ) -> None:
+        self._steps, self._costs, self._request, self._best = steps, steps.costs, request, best
+        self._exhaustive, self.refusals, self.simulated, self.least = exhaustive, Refusals(), 0, inf
+        self._left = inf if exhaustive else part * _steps(request.devices)
+        self._space = Space(steps.costs, request, self.refusals, can_run)
+        self._open = OpenNodes()
+        self._candidates = Candidates(steps, request, self.refusals, patient=self._left == inf, exhaustive=exhaustive)
+
+    def run(self) -> None:
+        """Look at all nodes, or at those that look best until the search ends."""
+        for of, devices in self._space.groups():
+            bound = self._best.score(self._space.group_bound(of, devices), 0.0, devices)
+            self._push(Node(0, bound, self._meshes, (of, devices)))
+        while self._open:
+            node = self._open.pop()
+            if node.bound >= self._best.limit and not self._exhaustive:
+                self.refusals.add(_SLOWER)
+                continue
+            if self._left <= 0 and self._best.plans:
+                self.least = min(node.bound, self._open.least)
+                self.refusals.add("not looked at: the search ended", len(self._open) + 1)
+                break
+            self._left -= _WEIGHTS[node.level]
+            node.expand(*node.given)
+
+    def _push(self, node: Node, penalty: float = 1.0) -> None:
+        if node.bound < self._best.limit or self._exhaustive:
+            self._open.push(node, penalty)
+        else:
+            self.refusals.add(_SLOWER)
+
+    def _meshes(self, of: Configuration, devices: int) -> None:
+        for mesh in self._space.meshes(of, devices):
+            ways = list(self._space.ways(mesh))
+            if ways:
+                self._push_ways(ways, 0.0, 1, self._shapes, mesh)
+
+    def _shapes(self, of: Configuration, ways: Sequence[Way]) -> None:
+        for shape in self._space.shapes.found(of):
+            self._push_ways(ways, self._space.shapes.bound(shape), 2, self._choices, shape)
+
+    def _push_ways(self, ways: Sequence[Way], seconds: float, level: int, expand: Callable[..., None], of: Any) -> None:
+        """Of a step of at least `seconds`; those of ways that fit without offload come as early as if all did."""
+        devices, score = ways[0].of.devices, self._best.score
+        bound = min(score(max(seconds, way.least), way.peak, devices) for way in ways)
+        usual = min(score(max(seconds, way.seconds), way.peak, devices) for way in ways)
+        penalty = min(PENALTIES[way.of.granularity] for way in ways)
+        penalty *= usual / bound if bound < usual < inf else 1.0
+        self._push(Node(level, bound, expand, (of, ways)), penalty)
+
+    def _choices(self, shape: Shape, ways: Sequence[Way]) -> None:
+        try:
+            moments = moments_of(shape.of)
+        except PipeloomError:
+            self.refusals.add(SIZES)
+            return
+        first: dict[object, Candidate] = {}  # by recomputation
+        memory = MemoryChoices(self._costs, shape, moments, self._request)
+        kept: dict[object, float] = {}  # by recomputation, the most activations that stay on a rank
+        for way in ways:
+            given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
+            of = replace(shape.of, **given)
+            choices, least = memory.found(of, self._reserve(moments), every=self._exhaustive)
+            offloaded = {}
+            if self._takes_all or inf not in [kept.get(each) for each in memory.uniform()[:1]]:
+                offloaded = memory.offloaded(of, self._reserve(moments), every=self._exhaustive)
+            if not choices and not any(offloaded.values()):
+                self.refusals.too_large(min(least, memory.least_offloaded(of)))
+            for recompute, others in offloaded.items():
+                # An earlier data strategy that keeps as many communicates less.
+                if self._takes_all or not others or others[0].kept > kept.get(recompute, -1):
+                    if not of.offload_states:  # whose transfers may take longer
+                        kept[recompute] = others[0].kept if others else inf
+                    for choice in others:
+                        self._offer(Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way))
+            for choice in choices:
+                found = Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way)
+                before, slower = first.get(choice.of.recompute), of.strategy.shards_gradients or of.offload_states
+                if before is not None and slower and not self._takes_all:
+                    before.instead.append(found)
+                    continue
+                if not of.offload_states or "offload_states" in self._request.fixed:
+                    first.setdefault(choice.of.recompute, found)
+                self._offer(found)
+
+    def _reserve(self, moments: Moments) -> list[float] | None:
+        """Bytes of each rank that stay free at first, where there is no time for many attempts."""
+        most = self._request.memory_bytes
+        return None if self._left == inf or most == inf else [_RESERVE * most] * len(moments)
+
+    @property
+    def _takes_all(self) -> bool:
+        return self._exhaustive or self._request.objective == "memory"
+
+    def _offer(self, found: Candidate) -> None:
+        bounds = self._candidates.bounds(found)
+        if bounds is None:
+            return
+        of, least = found.choice.of, found.choice.least_bytes
+        bound, likely = (self._best.score(seconds, least, of.devices) for seconds in bounds)
+        mesh = of.inside, of.pipeline, of.data, of.microbatch_size
+        self._push(Node(3, bound, self._simulate, (found,), mesh), PENALTIES[of.granularity] * likely / bound)
+
+    def _simulate(self, candidate: Candidate) -> None:
+        before = self._steps.work
+        found = self._candidates.simulate(candidate)
+        self._left -= (self._steps.work - before) / _ACTIONS
+        if not isinstance(found, Simulated):
+            for each in found:
+                self._offer(each)
+            return
+        self.simulated += 1
+        if (refusal := self._best.add(found)) is not None:
+            self.refusals.add(refusal)
