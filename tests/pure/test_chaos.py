@@ -12,9 +12,9 @@ import pytest
 
 from pipeloom.chaos import attempt, leftovers
 from pipeloom.chaos.campaign import Result, _speaker
-from pipeloom.chaos.comparison import EQUAL, Outcome, compare
+from pipeloom.chaos.comparison import EQUAL, NOT_COMPARED, Outcome, compare
 from pipeloom.chaos.draw import draw_faults
-from pipeloom.chaos.fault import KINDS, RECOVERS, Fault, Order
+from pipeloom.chaos.fault import BY_ITSELF, ELASTIC, KINDS, RECOVERS, Fault, Order
 from pipeloom.chaos.flip import flip_bit
 from pipeloom.chaos.record import Record
 from pipeloom.chaos.table import markdown, row, summary
@@ -67,7 +67,9 @@ def test_faults_are_drawn_where_they_have_a_place(record: Record) -> None:
     assert all(0 < fault.limit_bytes < (900 if fault.at % 4 == 2 else 50) for fault in full)
     copied = {fault.options for fault in faults if fault.kind in RECOVERS}
     assert copied == {("--recover=true", f"--copy_steps={steps}") for steps in range(5)}
-    assert {fault.options for fault in faults if fault.kind not in RECOVERS} == {()}
+    elastic = {fault.options for fault in faults if fault.kind == ELASTIC}
+    assert elastic == {("--elastic=true", f"--copy_steps={k}", "--regrow_seconds=0.5") for k in range(1, 5)}
+    assert {fault.options for fault in faults if fault.kind not in BY_ITSELF} == {()}
     asked = [(fault.parent, fault.signal) for fault in faults if fault.kind == "preempt"]
     assert {number for parent, number in asked} == {10, 15}
     torchrun = draw_faults(40, 5, ["preempt"], record, SIZES, torchrun=True)
@@ -143,6 +145,13 @@ def test_what_differs_from_the_reference_run_is_told(tmp_path: Path) -> None:
     (tmp_path / "reference" / "metrics.jsonl").write_text(text + '{"step": 2, "eval_loss": 1.5}\n')
     assert compare(tmp_path / "same", tmp_path / "reference").losses == "2 rows instead of 3"
     assert compare(tmp_path / "same", tmp_path / "reference", may_miss_evaluation=True).losses == EQUAL
+    reference = tmp_path / "reference"
+    assert compare(tmp_path / "other", reference, tolerance=0.1).losses == "differ from step 2"
+    assert compare(tmp_path / "same", reference, tolerance=0.1).losses == "2 rows instead of 3"
+    (tmp_path / "same" / "metrics.jsonl").write_text(text + '{"step": 2, "eval_loss": 1.25}\n')
+    assert compare(tmp_path / "same", reference, tolerance=0.1).losses == "differ from step 2"
+    (tmp_path / "same" / "metrics.jsonl").write_text(text + '{"step": 2, "eval_loss": 1.49}\n')
+    assert compare(tmp_path / "same", reference, tolerance=0.1).equal
     (tmp_path / "same" / "metrics.jsonl").write_text(text + '{"step": 2, "eval_loss": 1.25}\n')
     assert compare(tmp_path / "same", tmp_path / "reference", may_miss_evaluation=True).losses == "differ from step 2"
 
@@ -170,6 +179,8 @@ def test_the_table_has_what_differs_and_what_is_left() -> None:
     alone = Result(1, replace(fault, kind=RECOVERS[0]), *known[1:], equal, ())  # but it was started twice
     assert (alone.good, replace(alone, attempts=1).good) == (False, True)
     assert row(results[0])[-2:] == ("yes", "nothing")
+    close = Outcome(EQUAL, *[NOT_COMPARED] * 3)
+    assert row(Result(1, *known, close, ()))[-2:] == ("within 0.1 %", "nothing")
     assert row(results[1])[-2:] == ("weights: model-00001 differ", "nothing")
     assert row(results[2])[-2:] == ("yes", "process 7")
     (line,) = summary(results)
@@ -187,6 +198,7 @@ def test_the_table_has_what_differs_and_what_is_left() -> None:
     [
         (("--kinds=kil",), "'kil' is unknown: the kinds are kill, .*did you mean kill"),
         (("--kills=0",), "--kills=0: must be at least 1"),
+        (("--kinds=elastic-kill", "--launcher=torchrun"), "torchrun starts as many ranks again. Use --launcher own"),
         (("--kills=1",), "local=true: a campaign injects faults into processes"),
         ((), "save_steps=100: a campaign needs at least 3 checkpoints in 200 steps"),
     ],

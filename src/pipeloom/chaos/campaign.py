@@ -13,7 +13,7 @@ from pipeloom.chaos import leftovers
 from pipeloom.chaos.attempt import Attempt, run_attempt
 from pipeloom.chaos.comparison import Outcome, compare
 from pipeloom.chaos.draw import draw_faults
-from pipeloom.chaos.fault import KINDS, RECOVERS, Fault, Order
+from pipeloom.chaos.fault import BY_ITSELF, ELASTIC, KINDS, Fault, Order
 from pipeloom.chaos.flip import flip_bit
 from pipeloom.chaos.record import Strike
 from pipeloom.errors import RunError
@@ -26,6 +26,8 @@ _TIMES_LONGER = 10.0  # than the reference run, and some seconds: then an attemp
 _LEAST_SECONDS = 120.0
 _SPOKEN_BY = re.compile(r"pipeloom: (?:error: )?(?:\w+Error: )?rank (\d+)(?: in step|: )")
 _LOADED = re.compile(r"(?<=^loading ).*/")  # the directory of a checkpoint
+_OTHER_LAYOUT = 1e-3  # how much losses and gradient norms may differ after steps with another layout
+_FEWER = re.compile(r"  (goes on from .*) with this layout; (\d+ steps? again)")
 _IN_PLACE = re.compile(r"  recovered: .*; all ranks went (back to .*; \d+ steps? again)")
 _RESUMED = re.compile(r"from \S*checkpoint-(\d+)")
 
@@ -89,7 +91,7 @@ class Result:
     @property
     def good(self) -> bool:
         """Whether the run came out as the reference run, by itself if it should, and left nothing behind."""
-        by_itself = self.attempts == 1 or self.fault.kind not in RECOVERS
+        by_itself = self.attempts == 1 or self.fault.kind not in BY_ITSELF
         return self.outcome is not None and self.outcome.equal and not self.left and by_itself
 
 
@@ -149,7 +151,12 @@ class Campaign:
                 self._flip(output_dir, fault)
         outcome = None
         if attempts[-1].code == 0:
-            outcome = compare(output_dir, self._out / "reference", may_miss_evaluation=fault.kind == "preempt")
+            outcome = compare(
+                output_dir,
+                self._out / "reference",
+                may_miss_evaluation=fault.kind == "preempt",
+                tolerance=_OTHER_LAYOUT if fault.kind == ELASTIC else None,
+            )
         left = [each for attempt in attempts for each in attempt.left]
         left += [f"{output_dir.name}/{each}" for each in sorted(leftovers.unfinished(output_dir))]
         result = _result(number, fault, attempts, len(planned) - 1, outcome, left)
@@ -208,6 +215,9 @@ def _recovered(attempts: list[Attempt], hurt: int, strike: Strike) -> str:
         in_place = next((match for line in last.lines if (match := _IN_PLACE.search(line.text))), None)
         if in_place is not None:
             return in_place[1]
+        fewer = next((match for line in last.lines if (match := _FEWER.search(line.text))), None)
+        if fewer is not None:
+            return f"{fewer[1]}, {fewer[2]}"
         restarted = last.record.restarted(strike.at)
         if restarted is None:
             return "went on"

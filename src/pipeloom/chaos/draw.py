@@ -61,6 +61,8 @@ def _fault(draw: random.Random, kind: str, record: Record, sizes: Mapping[str, i
             more["limit_bytes"] = draw.randrange(1, size)
         case "recover-kill" | "recover-all-kill":
             more["copy_steps"] = draw.randrange(_MOST_COPY_STEPS + 1)
+        case "elastic-kill":
+            more["copy_steps"] = draw.randrange(1, _MOST_COPY_STEPS + 1)
         case "slow":
             more["pause_seconds"] = _PAUSE_SECONDS
         case "flip" | "late-flip":

@@ -27,11 +27,15 @@ class Kind(NamedTuple):
 
 _ENDED = r"^pipeloom: |Signal \d+ \(SIG|failed \(exitcode"
 _HANGS = r"^pipeloom: (warning|error|rank)"
-RECOVERS = ("recover-kill", "recover-all-kill")  # the kinds after which the run goes on without being started again
+RECOVERS = ("recover-kill", "recover-all-kill")
+ELASTIC = "elastic-kill"
+BY_ITSELF = (*RECOVERS, ELASTIC)  # the kinds after which the run goes on without being started again
+_REGROW_SECONDS = 0.5
 KINDS: dict[str, Kind] = {
     "kill": Kind("action", "SIGKILL of a rank at an action", _ENDED),
     "recover-kill": Kind("action", "SIGKILL of a rank of a run with --recover", _ENDED),
     "recover-all-kill": Kind("action", "SIGKILL of all ranks of a run with --recover", _ENDED),
+    ELASTIC: Kind("action", "SIGKILL of a rank of a run with --elastic", _ENDED),
     "save-kill": Kind("file", "SIGKILL of a rank during a save", _ENDED),
     "launcher-kill": Kind("action", "SIGKILL of the launcher or torchrun's agent", _ENDED),
     "stop": Kind("action", "SIGSTOP of a rank at an action", _HANGS),
@@ -61,7 +65,7 @@ class Fault:
         limit_bytes: of `full-disk`: how much of the file is written.
         pause_seconds: of `slow`: how much longer each module of the rank takes.
         position: of flips: where in the file, as a fraction of its size.
-        copy_steps: of kinds with --recover: steps between copies of the state in memory.
+        copy_steps: of kinds with --recover or --elastic: steps between copies of the state in memory.
     """
 
     kind: str
@@ -78,7 +82,10 @@ class Fault:
     @property
     def options(self) -> tuple[str, ...]:
         """Options of the run that it strikes."""
-        return ("--recover=true", f"--copy_steps={self.copy_steps}") if self.kind in RECOVERS else ()
+        copies = f"--copy_steps={self.copy_steps}"
+        if self.kind == ELASTIC:
+            return ("--elastic=true", copies, f"--regrow_seconds={_REGROW_SECONDS}")
+        return ("--recover=true", copies) if self.kind in RECOVERS else ()
 
     @property
     def trigger(self) -> Trigger:

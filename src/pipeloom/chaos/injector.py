@@ -119,7 +119,7 @@ class Injector(ActionObserver):
         assert fault is not None
         self._write({"struck": where, "phase": self._box.phase})
         match fault.kind:
-            case "kill" | "recover-kill" | "flip":
+            case "kill" | "recover-kill" | "elastic-kill" | "flip":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "recover-all-kill":
                 for process in {*children(os.getppid())} - {os.getpid()}:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeloom.chaos.campaign import Result
-from pipeloom.chaos.comparison import EQUAL
+from pipeloom.chaos.comparison import EQUAL, NOT_COMPARED
 from pipeloom.chaos.fault import KINDS
 
 HEADINGS = ("#", "fault", "rank", "where", "noticed by", "after", "ended", "step again", "recovered", "bitwise", "left")
@@ -70,8 +70,11 @@ def to_json(result: Result) -> dict[str, Any]:
 def _bitwise(result: Result) -> str:
     if result.outcome is None:
         return "not completed"
-    different = [f"{name}: {text}" for name, text in result.outcome._asdict().items() if text != EQUAL]
-    return "; ".join(different) or "yes"
+    different = [
+        f"{name}: {text}" for name, text in result.outcome._asdict().items() if text not in (EQUAL, NOT_COMPARED)
+    ]
+    same = "within 0.1 %" if NOT_COMPARED in result.outcome else "yes"
+    return "; ".join(different) or same
 
 
 def _seconds(seconds: float | None) -> str:

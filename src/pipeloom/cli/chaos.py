@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeloom.chaos.campaign import Campaign, Job, Result
-from pipeloom.chaos.fault import KINDS, RECOVERS
+from pipeloom.chaos.fault import BY_ITSELF, ELASTIC, KINDS
 from pipeloom.chaos.table import HEADINGS, markdown, row, summary, to_json
 from pipeloom.cli.common.parser import Parser, did_you_mean
 from pipeloom.common.atomic_file import write_named
@@ -20,7 +20,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.version import __version__
 
 _LEAST_SAVES = 3  # flips need a good checkpoint before the damaged one, and the last one is compared
-_KINDS = ",".join(kind for kind in KINDS if kind not in RECOVERS)
+_KINDS = ",".join(kind for kind in KINDS if kind not in BY_ITSELF)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     kinds = _kinds(given["kinds"])
     if given["kills"] < 1:
         raise InputError(f"--kills={given['kills']}: must be at least 1.")
+    if ELASTIC in kinds and given["launcher"] == "torchrun":
+        raise InputError(f"--kinds {ELASTIC}: torchrun starts as many ranks again. Use --launcher own.")
     config = _config(given["config"])
     options = (f"--config={Path(given['config']).absolute()}", *_own_options(config, given["watchdog_seconds"]))
     with ExitStack() as stack:
@@ -97,7 +99,7 @@ def _parser() -> Parser:
         type=str,
         default=_KINDS,
         metavar="NAME,..",
-        help=f"kinds of faults, equally often (default: all but {', '.join(RECOVERS)})",
+        help=f"kinds of faults, equally often (default: all but {', '.join(BY_ITSELF)})",
     )
     launcher = "what starts the ranks: own, or torchrun with restarts"
     option("--launcher", type=Literal["own", "torchrun"], default="own", help=launcher)

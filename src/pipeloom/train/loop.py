@@ -268,6 +268,8 @@ def _steps(
         if preemption.agreed and trainer.done < config.steps:
             for line in trainer.saves.finish():
                 shown.say(line)
+            if evaluates and trainer.done == last and trainer.group.black_box.grows:  # the ranks that go on would not
+                shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
             preemption.saved = run_checkpoints.save(trainer.run, trainer.done)
             ends = "more ranks go on" if trainer.group.black_box.grows else f"pre-empted. {_RESUME}"
             shown.say(f"step {trainer.done}  saved {preemption.saved}; {ends}")

@@ -87,6 +87,7 @@ class RunRecovery:
         loss: the loss after which this process has joined the others; None: it is there from the start.
         partners: where each copy has a twin on another machine; None: all processes are on one machine.
         entry: where an elastic run goes on with new ranks, until these have copies of their own.
+        entered: whether it did.
         begun: the last step that this process has begun.
         samples: the data of the run, once it is open.
     """
@@ -115,6 +116,7 @@ class RunRecovery:
             self.agreement = StepAgreement(notes, rank, lambda: cut_connections(others))
         self.loss: Loss | None = None
         self.entry: Restart | None = None
+        self.entered = False
         self.begun = self.copies.begun
         self.samples: Samples | None = None
 
@@ -246,6 +248,7 @@ class RunRecovery:
         entry = self.entry
         if entry is None:
             return None
+        self.entered = True
         path = checkpoint_path(self._output_dir, entry.step)
         first, saved = group.gather_json([self.copies.first_step, path.exists()])[0]
         due = bool(self._save_steps) and (entry.step % self._save_steps == 0 or entry.step == self._config.steps)
