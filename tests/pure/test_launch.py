@@ -250,17 +250,45 @@ def test_torchrun_in_a_step_keeps_its_ranks():
     assert membership({**STEP, "RANK": "7", "WORLD_SIZE": "8"}).meeting == "env://"
 
 
-def test_processes_of_mpirun_are_ranks():
-    mpi = {
-        "OMPI_COMM_WORLD_SIZE": "4",
-        "OMPI_COMM_WORLD_RANK": "3",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    }
-    member = membership({**mpi, "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
-    assert (member.rank, member.world_size, member.local_rank, member.meeting) == (3, 4, 1, "tcp://a:29500")
-    with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT are not set"):
-        membership(mpi)
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "781254657",
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "meeting"),
+    [
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, "tcp://a:29500"),
+        ({"OMPI_MCA_orte_hnp_uri": "781254656.0;tcp://192.0.2.2,10.0.0.2:45243;tcp6://[fd00::2]:46503"}, "192.0.2.2"),
+        ({"PMIX_NAMESPACE": "prterun-node-7-4711@1"}, "node-7"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "127.0.0.1"),
+        (STEP, None),  # a step of mpirun's helpers
+    ],
+)
+def test_processes_of_mpirun_are_ranks(more: dict[str, str], meeting: str | None) -> None:
+    environment = {**MPI, **more}
+    if meeting is None:
+        with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT are not set"):
+            membership(environment)
+        return
+    member = membership(environment)
+    assert (member.rank, member.world_size, member.local_rank) == (3, 4, 1)
+    port = 20000 + crc32(environment["PMIX_NAMESPACE"].encode()) % 20000
+    assert member.meeting == (meeting if "//" in meeting else f"tcp://{meeting}:{port}")
+
+
+def test_processes_of_mpich_are_ranks_on_one_host() -> None:
+    mpich = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    member = membership(mpich)
+    assert (member.rank, member.world_size, member.local_rank, member.local_size) == (1, 2, 1, 2)
+    assert member.meeting.startswith("tcp://127.0.0.1:")
+    assert membership({**mpich, "PMI_SIZE": "1", "PMI_RANK": "0"}) is None
+    with pytest.raises(InputError, match="mpiexec -genv MASTER_ADDR"):
+        membership({**mpich, "PMI_SIZE": "4"})
 
 
 @pytest.mark.parametrize(

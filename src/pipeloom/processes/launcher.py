@@ -78,7 +78,8 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     meeting, black_box, launched, lifeline = "env://", BlackBox(), False, None
     if "RANK" not in own:
         meeting = meeting_of(environment)
-    if _TORCHRUN in environment or PARENT in environment:  # a rank ends with torchrun's agent, or Ray's worker
+    if _TORCHRUN in environment or PARENT in environment or "RANK" not in own:
+        # A rank ends with torchrun's agent, Ray's worker, or what srun or mpirun have on its host.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if environment.get(PARENT, str(os.getppid())) != str(os.getppid()):  # it ended before the kernel knew
             os._exit(1)

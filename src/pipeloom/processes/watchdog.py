@@ -246,7 +246,8 @@ class Watchdog:
         return False
 
     def _say(self, text: str) -> None:
-        os.write(2, f"pipeloom: {text}\n".encode())  # the stuck thread may hold the lock of sys.stderr
+        with suppress(OSError):  # whoever read it has ended
+            os.write(2, f"pipeloom: {text}\n".encode())  # the stuck thread may hold the lock of sys.stderr
 
 
 def _backends() -> str:

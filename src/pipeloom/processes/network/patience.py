@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 FIRST_SECONDS = 30.0  # until the first line; each line doubles the time that was waited
 _PROBE_SECONDS = 3.0
@@ -18,7 +18,8 @@ def telling(what: Callable[[], str], first_seconds: float = FIRST_SECONDS) -> It
     def tell() -> None:
         waited = first_seconds
         while not over.wait(waited if waited == first_seconds else waited / 2):
-            os.write(2, f"pipeloom: after {waited:g} s {what()}\n".encode())
+            with suppress(OSError):
+                os.write(2, f"pipeloom: after {waited:g} s {what()}\n".encode())
             waited *= 2
 
     thread = threading.Thread(target=tell, name="pipeloom-patience", daemon=True)
