@@ -219,7 +219,7 @@ time.sleep(60)
 def test_where_all_ranks_are_stopped_the_launcher_ends_them(start: Start) -> None:
     body = "box.limit_seconds = 0.2\nwait_for_all()\nos.kill(os.getpid(), signal.SIGSTOP)"
     code, _, err = finish(
-        start(body, before="from pipeloom.processes import launcher\nlauncher._WATCHDOG_SECONDS = 0\n")
+        start(body, before="from pipeloom.processes.launching import ends\nends._WATCHDOG_SECONDS = 0\n")
     )
     assert code == 1
     assert "was stopped by SIGSTOP; the run waits for it, and ends after 0.2 s without progress. Continue" in err

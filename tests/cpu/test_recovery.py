@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from pipeloom.chaos.comparison import compare
 from pipeloom.errors import PeerLost
+from pipeloom.processes import launcher
 from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.train import checkpoint
@@ -217,6 +218,21 @@ def end_before_their_update(directory: Path, *ranks: str) -> None:
     StepAgreement.sum = taken  # type: ignore[method-assign]
 
 
+def with_noted_spares(directory: Path) -> None:
+    """Rank 0 is killed; each spare process notes which rank it takes."""
+    end_before_their_update(directory, "0")
+    wait = launcher.rank_of_spare
+
+    def waits(line: int) -> dict[str, str] | None:
+        note = directory / f"spare-{os.getpid()}"
+        note.touch()
+        place = wait(line)
+        note.write_text("ended" if place is None else place["RANK"])
+        return place
+
+    launcher.rank_of_spare = waits
+
+
 OPTIONS = (
     "--parallel.pipeline=1", "--parallel.data=2", "--model.dropout=0.1", "--steps=8", "--batch.microbatches=2",
 )  # fmt: skip
@@ -232,8 +248,8 @@ def reference(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
 def test_a_lost_rank_has_the_state_of_its_replica(text: Path, reference: Path, tmp_path: Path) -> None:  # noqa: F811
     """Step 6, which the others complete, is evaluated and saved by the new process; rank 0 writes its metrics."""
     out = tmp_path / "out"
-    command = words(text, out, *OPTIONS, "--recover", "--copy_steps=0")
-    with started(command, first=partial(end_before_their_update, tmp_path, "0")) as process:
+    command = words(text, out, *OPTIONS, "--recover", "--copy_steps=0", "--spare=1")
+    with started(command, first=partial(with_noted_spares, tmp_path)) as process:
         assert process.wait() == 0, printed(process.stderr)
         shown = printed(process.stdout)
     assert re.search(
@@ -241,6 +257,9 @@ def test_a_lost_rank_has_the_state_of_its_replica(text: Path, reference: Path, t
         r"rank 0 of replica 1; 0 steps again, [\d.]+ s\nstep 6  validation loss ",
         shown,
     ), shown
+    spares = [path.read_text() for path in tmp_path.glob("spare-*")]  # the second took the place of the first
+    assert sorted(spares) in (["0"], ["", "0"])
+    assert not any(Path(f"/proc/{path.name.removeprefix('spare-')}").exists() for path in tmp_path.glob("spare-*"))
     assert set(metrics(out)[6]) == set(metrics(reference)[6])
     assert compare(out, reference).equal
     assert (out / "checkpoint-6").is_dir()

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from pipeloom.cli import main
-from pipeloom.processes import launcher as ranks_launcher
+from pipeloom.processes.launching import ranks as ranks_launcher
 from pipeloom.train import trainer  # noqa: F401  # forks have it loaded
 
 WORDS = [

@@ -52,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
     The launcher validates once and hands its ranks the configuration; a process of torchrun validates by itself.
     """
+    if launcher.SPARE in os.environ:
+        launcher.end_with(int(os.environ[launcher.LAUNCHED].split(":")[0]))
+        _wait_for_rank()
     member = launcher.membership(os.environ)
     if member is not None and VARIABLE in os.environ:
         from pipeloom.chaos.injector import inject
@@ -86,6 +89,19 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
+def _wait_for_rank() -> None:
+    """As a spare process: import all that a rank needs, and wait until the launcher gives this process a rank."""
+    import torch
+
+    import pipeloom.train.loop  # noqa: F401
+
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
+    place = launcher.rank_of_spare(int(os.environ.pop(launcher.SPARE)))
+    if place is None:
+        launcher.leave(0)
+    os.environ.update(place)
+
+
 def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
     from pipeloom.train.checkpoint.directory import clean, in_use
     from pipeloom.train.config.schedule import process_names
@@ -106,6 +122,7 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
                     variables,
                     preempt_seconds=config.preempt_seconds,
                     recoveries=config.max_recoveries if config.recover else 0,
+                    spares=config.spare,
                 )
         finally:
             clean(output_dir)  # of a save that the end cut short

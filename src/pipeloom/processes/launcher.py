@@ -10,33 +10,33 @@ The launcher does not import torch: it starts in a tenth of a second and takes l
 """
 
 import ctypes
-import math
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, listed, unwrapped
+from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, unwrapped
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.elastic.generation import GROW, Generation
+from pipeloom.processes.launching.ends import HUNG as HUNG
+from pipeloom.processes.launching.ends import Stops, end_all, ending, explain, signal_name
+from pipeloom.processes.launching.ranks import LAUNCHED as LAUNCHED
+from pipeloom.processes.launching.ranks import LIFELINE, Rank, RankStarter, anonymous_file
+from pipeloom.processes.launching.ranks import SPARE as SPARE
+from pipeloom.processes.launching.ranks import rank_of_spare as rank_of_spare
 from pipeloom.processes.preemption import PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline
 from pipeloom.processes.recovery.recoveries import Recoveries, Tethers
 
-_LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
-_LIFELINE = "_PIPELOOM_LIFELINE"  # variable: the rank's `Lifeline`, in a run that recovers from the loss of ranks
 PARENT = "_PIPELOOM_PARENT"  # variable: process id of the parent, with which this process ends
-HUNG = 4  # exit code of ranks that name the one which hangs, in their last words
 _POLL_SECONDS = 0.02
-_WATCHDOG_SECONDS = 15.0  # how much longer than a rank's limit its watchdog may take to end the run
 _TOGETHER_SECONDS = 0.1  # how long after a first death others count as simultaneous
 _CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the PeerLost of others
 _PR_SET_PDEATHSIG = 1
@@ -83,22 +83,27 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if environment.get(PARENT, str(os.getppid())) != str(os.getppid()):  # it ended before the kernel knew
             os._exit(1)
-    if _LAUNCHED in environment:
-        launcher, file, box = (int(number) for number in environment[_LAUNCHED].split(":"))
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank ends with its launcher, however it ends
-        if os.getppid() != launcher:  # it ended before the kernel knew
-            os._exit(1)
+    if LAUNCHED in environment:
+        launcher, file, box = (int(number) for number in environment[LAUNCHED].split(":"))
+        end_with(launcher)
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # of one rank alone, since Ctrl-C reaches the launcher
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # peers would report a loss before Python has unwound
         meeting, black_box, launched = f"file:///proc/self/fd/{file}", BlackBox(box), True
-        if _LIFELINE in environment:
-            lifeline = Lifeline(environment[_LIFELINE], black_box)
+        if LIFELINE in environment:
+            lifeline = Lifeline(environment[LIFELINE], black_box)
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world_size:  # it would wait for ranks that do not exist
         raise InputError(f"RANK={rank}: must be below WORLD_SIZE={world_size}. Start the processes with torchrun.")
     local_rank = _number(environment, "LOCAL_RANK")
     local_size = max(local_rank + 1, world_size if launched else _number(environment, "LOCAL_WORLD_SIZE"))
     return Membership(rank, local_rank, local_size, world_size, meeting, black_box, launched, lifeline)
+
+
+def end_with(launcher: int) -> None:
+    """From now on this process ends with its launcher, its parent process, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the kernel knew
+        os._exit(1)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -155,13 +160,6 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rank:
-    name: str
-    process: subprocess.Popen[bytes]
-    black_box: BlackBox
-
-
 def launch(
     names: Sequence[str],
     arguments: Sequence[str],
@@ -170,6 +168,7 @@ def launch(
     preempt_seconds: float = 0.0,
     recoveries: int = 0,
     elastic: Generation | None = None,
+    spares: int = 0,
 ) -> int:
     """Run ``python ARGUMENTS`` in one process per rank, and wait for all of them.
 
@@ -187,6 +186,7 @@ def launch(
         preempt_seconds: how long ranks may take to save; 0: a signal ends them at once.
         recoveries: how often the run may recover from the loss of ranks.
         elastic: of a run that goes on with other ranks; the launcher tells it how these end.
+        spares: how many processes wait, with all imports done, to take the rank of a process that was killed.
 
     Returns:
         0 when all ranks succeeded, `PREEMPTED` when they saved after a signal, 2 for invalid input, 128 + number after
@@ -197,35 +197,33 @@ def launch(
     """
     if not hasattr(os, "memfd_create"):
         raise InputError(f"platform {sys.platform}: the launcher needs Linux. Use torchrun, or `--local`.")
-    ranks: list[_Rank] = []
+    ranks: list[Rank] = []
     own = Tethers(len(names) if recoveries and elastic is None else 0)
     tethers = own if elastic is None else elastic.tethers
     signals: list[int] = []  # received; if handlers raised, a second signal would interrupt the clean-up
-    ending = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if preempt_seconds else [])]
-    ending += [] if elastic is None else [GROW]
-    asked = [number for number in ending if signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if preempt_seconds else [])]
+    numbers += [] if elastic is None else [GROW]
+    asked = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in asked}
     # Ranks inherit this: a terminal with `stty tostop` stops background processes that write.
     previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
-        with _anonymous_file("meeting") as meeting:
-
-            def start(rank: int, generation: int) -> _Rank:
-                return _start(rank, names, arguments, environment or {}, meeting, tethers, generation, elastic)
-
+        with anonymous_file("meeting") as meeting, ExitStack() as stack:
+            starter = RankStarter(names, arguments, environment or {}, meeting, tethers, elastic, spares)
+            stack.callback(starter.end_spares)
             for rank in range(len(names)):
                 if not signals:
-                    ranks.append(start(rank, 0))
-            code, line = _watch(
-                ranks, signals, Request(preempt_seconds), Recoveries(recoveries, tethers, start), elastic
-            )
+                    ranks.append(starter.start(rank, 0))
+            starter.prepare_spares()
+            recovering = Recoveries(recoveries, tethers, starter.start, starter.prepare_spares)
+            code, line = _watch(ranks, signals, Request(preempt_seconds), recovering, elastic)
             if elastic is not None:
                 codes = [rank.process.returncode for rank in ranks]
                 failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)}
-                elastic.note(ranks, codes, _ending(ranks, failed) if failed else "", signals)
+                elastic.note(ranks, codes, ending(ranks, failed) if failed else "", signals)
                 line = line if elastic.end is None else None
     finally:
-        _end(ranks)
+        end_all(ranks)
         own.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -237,74 +235,27 @@ def launch(
     return code
 
 
-@contextmanager
-def _anonymous_file(name: str, size: int = 0) -> Iterator[int]:
-    """The descriptor of an unnamed file in memory, which children may inherit."""
-    descriptor = os.memfd_create(f"pipeloom-{name}")
-    try:
-        os.truncate(descriptor, size)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _start(
-    rank: int,
-    names: Sequence[str],
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    meeting: int,
-    tethers: Tethers,
-    generation: int,
-    elastic: Generation | None,
-) -> _Rank:
-    num_threads = str(max(1, len(os.sched_getaffinity(0)) // len(names)))
-    defaults = {"OMP_NUM_THREADS": num_threads, "GLOO_SOCKET_IFNAME": "lo"}
-    with _anonymous_file(f"black-box-{rank}", BlackBox.SIZE) as descriptor:
-        place = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank if elastic is None else elastic.slots[rank]),
-            "WORLD_SIZE": str(len(names)),
-            _LAUNCHED: f"{os.getpid()}:{meeting}:{descriptor}",
-        }
-        inherited = {**os.environ, **environment, **(elastic.environment if elastic else {})}
-        inherited.pop(_LIFELINE, None)  # of a rank that launches others
-        kept: tuple[int, ...] = ()
-        if tethers.by_rank:
-            if generation:
-                tethers.by_rank[rank].renew()
-            place[_LIFELINE], kept = tethers.inherited(rank, generation)
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**defaults, **inherited, **place},
-            stdin=subprocess.DEVNULL,
-            pass_fds=(meeting, descriptor, *kept, *(elastic.inherited if elastic else ())),
-            process_group=0,  # only the launcher receives Ctrl-C from the terminal, and ends the ranks
-        )
-        return _Rank(names[rank], process, BlackBox(descriptor))
-
-
 def _watch(
-    ranks: list[_Rank],
+    ranks: list[Rank],
     signals: list[int],
     request: Request,
-    recoveries: Recoveries[_Rank],
+    recoveries: Recoveries[Rank],
     elastic: Generation | None,
 ) -> tuple[int, str | None]:
     """Wait until all ranks are done, one fails or a signal arrives; returns the exit code and the line to print."""
-    deadline, stops, seen_killed = None, _Stops(), False
+    deadline, stops, seen_killed = None, Stops(), False
     while True:
         if elastic is not None and elastic.wants_to_grow(signals, ranks):
             request.ask(ranks)
         if (number := request.ending(signals, ranks)) is not None:
             phase = ranks[0].black_box.phase if ranks else ""
-            return 128 + number, f"{_signal_name(number)}: all ranks were ended{phase and ', in ' + phase}"
+            return 128 + number, f"{signal_name(number)}: all ranks were ended{phase and ', in ' + phase}"
         codes = [rank.process.poll() for rank in ranks]
         if all(code in (0, PREEMPTED) for code in codes):
             return PREEMPTED if PREEMPTED in codes else 0, None
         if recoveries.pending and signals:
-            return 128 + signals[0], f"{_signal_name(signals[0])}: all ranks were ended, in a recovery"
-        if not signals and recoveries.recovers(ranks, codes, lambda ended: _ending(ranks, ended)):
+            return 128 + signals[0], f"{signal_name(signals[0])}: all ranks were ended, in a recovery"
+        if not signals and recoveries.recovers(ranks, codes, lambda ended: ending(ranks, ended)):
             stops.look(ranks)  # tells of stopped ranks; the recovery's own deadlines end them
             time.sleep(_POLL_SECONDS)
             continue
@@ -316,95 +267,7 @@ def _watch(
                 time.sleep(_TOGETHER_SECONDS)
                 continue
             if set(lost.values()) != {PEER_LOST} or None not in codes or time.monotonic() > deadline:
-                return _explain(ranks, lost)
+                return explain(ranks, lost)
         if (text := stops.look(ranks)) is not None:
             return 1, text
         time.sleep(_POLL_SECONDS)
-
-
-class _Stops:
-    """Tells of ranks that were stopped, for which the other ranks wait."""
-
-    def __init__(self) -> None:
-        self._since: dict[_Rank, float] = {}
-
-    def look(self, ranks: Sequence[_Rank]) -> str | None:
-        """Print a warning for each rank that was stopped since the last call.
-
-        Returns:
-            An error where a rank is stopped for longer than its watchdog waits, and than watchdogs of others need to
-            say so: they may be stopped too.
-        """
-        for rank in ranks:
-            number, found = rank.process.pid, None
-            if rank.process.returncode is None:
-                with suppress(ChildProcessError):  # it ended just now
-                    found = os.waitid(os.P_PID, number, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-            limit = rank.black_box.limit_seconds
-            if found is not None and found.si_code == os.CLD_CONTINUED:
-                self._since.pop(rank, None)
-            elif found is not None:
-                self._since[rank] = time.monotonic()
-                ends = f", and ends after {limit:g} s without progress" if 0 < limit < math.inf else ""
-                name = _signal_name(found.si_status)
-                sys.stderr.write(
-                    f"pipeloom: warning: {rank.name} (process {number}) was stopped by {name}; the run waits for it"
-                    f"{ends}. Continue it with `kill -CONT {number}`.\n"
-                )
-                sys.stderr.flush()
-            since = self._since.get(rank)
-            if since is not None and 0 < limit < time.monotonic() - since - _WATCHDOG_SECONDS:
-                where = f" in {rank.black_box.phase}" if rank.black_box.phase else ""
-                return (
-                    f"error: {rank.name} (process {number}) was stopped{where} for more than {limit:g} s; all ranks "
-                    "were ended"
-                )
-        return None
-
-
-def _explain(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> tuple[int, str]:
-    """The exit code, and a line with the rank that failed first, how, and in which step and action."""
-    rank = _first_to_fail(lost)
-    code, box = lost[rank], ranks[rank].black_box
-    if code == 2 and box.last_words:
-        return 2, f"error: {box.last_words}"
-    if code == HUNG:
-        return 1, f"error: {box.last_words} All ranks were ended."
-    return 1, f"error: {_ending(ranks, lost)}; all ranks were ended"
-
-
-def _first_to_fail(lost: Mapping[int, int]) -> int:
-    """The likeliest cause: hung, killed, invalid input, failed, lost a peer."""
-    order = {HUNG: -1, 2: 1, PEER_LOST: 3}
-    return min(lost, key=lambda rank: 0 if lost[rank] < 0 else order.get(lost[rank], 2))
-
-
-def _ending(ranks: Sequence[_Rank], lost: Mapping[int, int]) -> str:
-    """Which rank failed first, how, and in which step and action; and which others were killed."""
-    rank = _first_to_fail(lost)
-    code, name, box = lost[rank], ranks[rank].name, ranks[rank].black_box
-    where = f" in {box.phase or 'its start'}" + (f", last action {box.action}" if box.action else "")
-    if code >= 0:
-        return f"{name} failed{where}: {box.last_words or f'exit code {code}'}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    text = f"{name} was killed by {_signal_name(-code)}{hint}{where}"
-    others = [f"{ranks[each].name} by {_signal_name(-lost[each])}" for each in lost if lost[each] < 0 and each != rank]
-    return f"{text}; also killed: {listed(others)}" if others else text
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _end(ranks: Sequence[_Rank]) -> None:
-    """End every rank that still runs, with its children; return when all are gone."""
-    for rank in ranks:
-        if rank.process.returncode is None:
-            for end, number in ((os.killpg, signal.SIGTERM), (os.kill, signal.SIGKILL)):  # a rank may take SIGTERM
-                with suppress(ProcessLookupError, PermissionError):  # for a request to save
-                    end(rank.process.pid, number)
-    for rank in ranks:
-        rank.process.wait()

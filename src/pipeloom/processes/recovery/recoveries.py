@@ -33,6 +33,11 @@ class Tether:
         self._close_sockets()
         self._socket, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
+    def take(self, ends: tuple[socket.socket, socket.socket]) -> None:
+        """A process that waits has the second of these ends."""
+        self._close_sockets()
+        self._socket, self._other = ends
+
     @property
     def end(self) -> int:
         """The descriptor of the other end, which the process inherits."""
@@ -59,15 +64,16 @@ class Tethers:
     def __init__(self, count: int) -> None:
         self.by_rank = [Tether() for _ in range(count)]
 
+    @property
+    def memories(self) -> list[int]:
+        """The descriptors of all memories."""
+        return [each for tether in self.by_rank for each in (*tether.memories.copies, tether.memories.notes)]
+
     def inherited(self, rank: int, generation: int) -> tuple[str, tuple[int, ...]]:
         """For a process that takes a rank: what it reads in its environment, and the descriptors that it inherits."""
-        memories = [tether.memories for tether in self.by_rank]
         end = self.by_rank[rank].end
-        table = ";".join(map(str, memories))
-        return f"{end}:{rank}:{generation}:{table}", (
-            end,
-            *(fd for each in memories for fd in (*each.copies, each.notes)),
-        )
+        table = ";".join(str(tether.memories) for tether in self.by_rank)
+        return f"{end}:{rank}:{generation}:{table}", (end, *self.memories)
 
     def close(self) -> None:
         for tether in self.by_rank:
@@ -100,11 +106,14 @@ class Recoveries(Generic[R]):
         limit: how many there may be.
         tethers: of all ranks.
         start: starts a rank for a generation.
+        met: called when the ranks have met anew.
     """
 
-    def __init__(self, limit: int, tethers: Tethers, start: Callable[[int, int], R]) -> None:
+    def __init__(
+        self, limit: int, tethers: Tethers, start: Callable[[int, int], R], met: Callable[[], None] = lambda: None
+    ) -> None:
         self._limit = self._left = limit
-        self._tethers, self._start = tethers.by_rank, start
+        self._tethers, self._start, self._met = tethers.by_rank, start, met
         self._generation = 0
         self._loss: Loss | None = None  # while ranks get ready
         self._again: dict[int, float] = {}  # ranks that were started for this generation -> their deadlines
@@ -184,6 +193,7 @@ class Recoveries(Generic[R]):
             tether.send(self._loss._asdict(), [meeting])
         os.close(meeting)
         self._loss = None
+        self._met()
 
 
 def _can_recover(codes: Collection[int]) -> bool:

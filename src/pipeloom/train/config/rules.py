@@ -35,7 +35,7 @@ _AT_LEAST_1 = (
     *("min_ranks", "max_ranks"),
 )
 _AT_LEAST_0 = (
-    *("steps", "seed", "save_steps", "save_errors", "copy_steps", "eval_steps", "sample_tokens"),
+    *("steps", "seed", "save_steps", "save_errors", "copy_steps", "spare", "eval_steps", "sample_tokens"),
     "optimizer.warmup_steps",
 )
 _RATES = (
@@ -140,6 +140,10 @@ def _check_recovery(config: TrainConfig) -> None:
     }
     if not config.recover:
         return
+    if config.spare and config.elastic:
+        raise InputError(
+            f"spare={config.spare}: waiting processes belong to a layout, and --elastic changes it. Remove one of them."
+        )
     if config.local:
         raise InputError("recover=true: with --local, one process holds all ranks. Remove one of them.")
     if (name := next((name for name, is_so in measured.items() if is_so), None)) is not None:
@@ -391,7 +395,7 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if config.on_spike != "rewind":
         yield "spike_rewinds", f"with on_spike={config.on_spike}", "use rewind"
     if not config.recover:
-        yield "max_recoveries", "without --recover", "add it"
+        yield from ((name, "without --recover", "add it") for name in ("max_recoveries", "spare"))
     if not (config.recover or config.elastic):
         yield "copy_steps", "without --recover and --elastic", "add one of them"
     if not config.elastic:

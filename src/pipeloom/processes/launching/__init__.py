@@ -1,0 +1,1 @@
+"""Parts of the launcher: how ranks start, stop and end. No torch."""
