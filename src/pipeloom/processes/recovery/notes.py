@@ -9,7 +9,7 @@ _EMPTY = -1
 
 
 class Notes:
-    """The notes of one rank: parts with a key and a content each, of which the key is written last.
+    """The notes of one rank: parts with a content and a key each; the key is written last.
 
     Args:
         descriptor: of the memory, a file of any size.
