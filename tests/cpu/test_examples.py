@@ -245,6 +245,7 @@ PAGES = (
     "docs/tutorials/own-model.md",
     "docs/tutorials/training-loop.md",
     "docs/tutorials/new-schedule.md",
+    "docs/how-to/data.md",
     "docs/how-to/slicing.md",
     "docs/how-to/traced-models.md",
     "docs/how-to/streams.md",

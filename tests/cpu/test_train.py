@@ -100,7 +100,7 @@ def test_all_layouts_train_alike_to_the_last_bit(text: Path, reference: Path, tm
 
 def test_slices_train_alike_however_they_are_cut(text: Path, reference: Path, tmp_path: Path) -> None:
     expected = [row["loss"] for row in metrics(reference) if "loss" in row]
-    for number, slices in enumerate(("1", "4", "7,5,3,1")):
+    for number, slices in enumerate(("4", "7,5,3,1")):
         local(text, tmp_path / str(number), f"--parallel.slices={slices}")
         rows = metrics(tmp_path / str(number))
         assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(expected, rel=1e-5)
@@ -152,7 +152,8 @@ def test_torchrun_starts_a_run_again_that_goes_on_to_the_last_bit(
     torchrun = (
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=2",
     )  # fmt: skip
-    done = run(text, tmp_path / "out", "--resume_from_checkpoint=auto", launcher=torchrun)
+    more = ("--resume_from_checkpoint=auto", "--parallel.data=-1")  # of two processes, two ranks are one replica
+    done = run(text, tmp_path / "out", *more, launcher=torchrun)
     assert done.returncode == 0, done.stderr
     assert "checkpoint-6\n" in done.stdout  # where the second attempt began
     assert done.stdout.count("step 9/9") == 1

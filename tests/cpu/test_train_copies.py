@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -52,8 +51,8 @@ def assert_alike_beside(output_dir: Path) -> None:
     assert all(0 < row["predicted_bubble_fraction"] < 1 and 0 < row["bubble_fraction"] < 1 for row in rows)
 
 
-def copies(text: Path, output_dir: Path, *more: str, launcher: tuple[str, ...] = ()) -> str:
-    done = run(text, output_dir, *BATCH, *more, launcher=launcher)
+def copies(text: Path, output_dir: Path, *more: str) -> str:
+    done = run(text, output_dir, *BATCH, *more)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -71,10 +70,9 @@ def test_copies_train_as_one_pipeline_and_go_on_as_any_number(text: Path, alone:
     assert "1 of replica 1" in (two / "report.html").read_text()
     assert_alike_beside(two)
     # Nothing is repeated or skipped: other copies, other micro-batches, another strategy.
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
     copies(
-        text, three, "--parallel.data=-1", "--parallel.pipeline=1", "--batch.microbatches=1",
-        f"--resume_from_checkpoint={two / 'checkpoint-3'}", launcher=torchrun,
+        text, three, "--parallel.data=3", "--parallel.pipeline=1", "--batch.microbatches=1",
+        f"--resume_from_checkpoint={two / 'checkpoint-3'}",
     )  # fmt: skip
     assert [row["step"] for row in metrics(three)] == [4, 5, 6, 6]
     assert_alike(alone, three)
