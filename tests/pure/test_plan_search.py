@@ -204,6 +204,12 @@ def test_the_words_for_others():
     [
         ("data=3", "8 devices cannot be divided by data=3"),
         ("data=8,microbatch_size=3", "16 samples cannot be divided by data=8 x microbatch_size=3"),
+        ("blocks=3,4,pipeline=2", "blocks=3,4 add up to 7, and the model has 8"),
+        ("expert=2", "expert=2: the model has no experts"),
+        ("context=2,slices=2", "context=2 and slices=2: both divide sequences"),
+        ("slices=3", "slices=3: must divide the 512 tokens of a sequence"),
+        ("chunks=16", "chunks=16: more stages than the 8 blocks of the model"),
+        ("schedule=1f1b,chunks=2,pipeline=2", "chunks=2: schedule '1f1b' has 1 stage per rank"),
         ("pipeline=2,data=1,tensor=1,context=1", "the values of --fix exclude each other"),
     ],
 )

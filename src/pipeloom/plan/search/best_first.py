@@ -92,7 +92,7 @@ def find_plans(
             simulated = search.simulated
             search, plans = searched(request, plans)
     if not plans:
-        raise InputError(no_plan(request, search.refusals))
+        raise InputError(no_plan(costs, request, search.refusals))
     simulated += search.simulated
     return Answer(
         plans=plans,
