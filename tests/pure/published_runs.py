@@ -171,6 +171,25 @@ def recomputation() -> list[Run]:
     return found
 
 
+def more_replicas() -> list[Run]:
+    """arXiv:2104.04473, table 2: GPT-3 with 4, 8 and 16 replicas."""
+    model, found = gpt(96, 12288, 96), []
+    for data, tflops in ((4, 153), (8, 149), (16, 141)):
+        of = configuration(12, 8, data, 1, 1536)
+        found.append(
+            Run(
+                table="arXiv:2104.04473, table 2",
+                name=f"174.6B, {of.devices:,} devices",
+                model=model,
+                cluster="dgx-a100-80",
+                software="megatron-2021",
+                of=of,
+                seconds=megatron_operations(model, 1536) / of.devices / (tflops * 1e12),
+            )
+        )
+    return found
+
+
 def microbatch_sizes() -> list[Run]:
     """On the nodes of the data sheet; see `on_its_network`."""
     return _big_science("dgx-a100-80", ((80, 13824, 10, 8, 4, ((1, 160.3), (2, 151.1), (4, 147.4), (8, 152.5))),))
@@ -275,4 +294,4 @@ def llama() -> list[Run]:
     return found
 
 
-TABLES = (weak_scaling, recomputation, microbatch_sizes, on_its_network, layouts, llama)
+TABLES = (weak_scaling, more_replicas, recomputation, microbatch_sizes, on_its_network, layouts, llama)

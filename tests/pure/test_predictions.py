@@ -53,6 +53,13 @@ def test_megatrons_tables_within_8_percent(table):
     assert max(map(abs, found.values())) < 0.08, found
 
 
+def test_more_replicas_within_8_percent_and_in_order():
+    runs = published_runs.more_replicas()[1:]
+    found = off(runs)
+    assert max(map(abs, found.values())) < 0.08, found
+    assert same_order(runs)
+
+
 def test_recomputation_within_8_percent_and_selective_is_faster():
     runs = [run for run in published_runs.recomputation() if run.of.pipeline < 35]
     found = off(runs)
