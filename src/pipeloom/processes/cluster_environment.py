@@ -80,7 +80,7 @@ def _of_mpi(environment: Mapping[str, str], kind: _Mpi) -> dict[str, str]:
 
 
 def _host_of_mpirun(environment: Mapping[str, str]) -> str:
-    """The host of Open MPI's mpirun, on which rank 0 runs unless mpirun is told otherwise; empty: unknown."""
+    """The host of Open MPI's mpirun, on which rank 0 runs unless its options say otherwise; empty: unknown."""
     for name, pattern in _MPIRUNS.items():
         if (found := pattern.search(environment.get(name, ""))) is not None:
             return found[1]

@@ -48,7 +48,7 @@ class PartnerCopies:
         """Receivers get their copy of `step` from the rank that holds it; every process calls it.
 
         Args:
-            step: of all copies.
+            step: after which each copy was made.
             receivers: rank without its copy -> rank that holds one.
         """
         with noticing_lost_peers():

@@ -215,7 +215,7 @@ class StateCopies:
         return next(each for each in self._memories if each.head[_SEAL] == step + 1)
 
     def release(self) -> None:
-        """Forget all copies, and free their memory."""
+        """Forget what was copied, and free the memory."""
         for memory in self._memories:
             memory.release()
 
