@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipeloom.errors import InputError
+from pipeloom.processes import preemption
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.elastic.copy_head import SEAL, common_step, write_number
 from pipeloom.processes.elastic.generation import GROW, Generation
@@ -147,6 +148,24 @@ def test_a_run_grows_once_all_ranks_have_made_a_step(capsys: pytest.CaptureFixtu
     assert timed.end is None
     for each in (full, fewer, timed):
         each.tethers.close()
+
+
+def test_a_signal_while_ranks_save_for_more_ranks_is_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = [
+        SimpleNamespace(process=SimpleNamespace(pid=0, returncode=0), black_box=each.black_box) for each in ranks(2)
+    ]
+    clock = [100.0]
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
+    request = preemption.Request(10.0)
+    request.ask(running)
+    clock[0] += 1000.0  # no limit, where the launcher asks
+    assert request.ending([], running) is None
+    assert request.ending([15], running) is None  # they save already, now within the limit
+    clock[0] += 14.0
+    assert request.ending([15], running) is None
+    clock[0] += 2.0
+    assert request.ending([15], running) == 15
+    assert preemption.Request(10.0).ending([2], running) == 2
 
 
 def test_ranks_go_on_from_the_newest_step_that_all_have_copied() -> None:
