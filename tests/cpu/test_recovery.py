@@ -27,6 +27,7 @@ from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.train import checkpoint
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.machine.compile_cache import without_empty_cache
 from pipeloom.train.recovery.partner_copies import PartnerCopies, receivers_of
 from pipeloom.train.recovery.run_recovery import RunRecovery
 from pipeloom.train.recovery.state_copies import StateCopies
@@ -302,3 +303,16 @@ def test_all_ranks_of_torchrun_go_back_to_copies(text: Path, reference: Path, tm
     while any(keeper in path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_an_empty_cache_that_a_killed_process_has_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    for count, stays in (("0", True), ("1", False)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        with without_empty_cache():
+            pass
+        assert cache.exists() == stays

@@ -11,9 +11,13 @@ from pathlib import Path
 
 @contextmanager
 def without_empty_cache() -> Iterator[None]:
-    """After the block, remove the cache directory if it is new and empty. No torch."""
+    """After the block, remove the cache directory if it is new and empty. No torch.
+
+    Where torchrun has started this process again, an earlier process of the run may have made it.
+    """
     path = _cache_dir()
-    existed = path is None or path.exists()
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    existed = path is None or (path.exists() and not again)
     try:
         yield
     finally:
