@@ -118,6 +118,17 @@ def test_objects_of_datasets(tmp_path: Path) -> None:
     assert texts_of(prepare_corpus(streamed, None, tmp_path / "cache", 0.3, version="1")) == texts_of(found)
 
 
+@pytest.mark.parametrize(
+    ("library", "source"), [("pyarrow", "a.parquet"), ("zstandard", "a.jsonl.zst"), ("fsspec", "memory://a")]
+)
+def test_a_missing_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, source: str) -> None:
+    (tmp_path / source.rpartition("/")[2]).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, library, None)
+    path = source if library == "fsspec" else str(tmp_path / source)
+    with pytest.raises(DataError, match=rf"{library} is not installed. Run pip install 'pipeloom\[data\]'"):
+        prepare_corpus(path, None, tmp_path / "cache")
+
+
 def test_any_iterable_of_records_has_a_version(tmp_path: Path) -> None:
     records = [{"text": text} for text in documents(0, 5)]
     assert texts_of(prepare_corpus(records, None, tmp_path / "cache", version="1")) == sorted(documents(0, 5))

@@ -33,6 +33,7 @@ _DISTRIBUTION = {"yaml": "pyyaml"}  # import name -> package name, where they di
 # Optional packages: their use, and what to install.
 _EXTRAS = {
     "tokenizers": ("byte-pair tokenizers (--data.tokenizer)", "'pipeloom[tokenizers]'"),
+    "pyarrow": ("Parquet files, and with it .zst and URLs (--data.path)", "'pipeloom[data]'"),
     "transformers": ("Hugging Face models", "'pipeloom[huggingface]'"),
     "peft": ("adapters (--model.lora)", "'pipeloom[lora]'"),
     "accelerate": ("transformers' Trainer on a pipeline", "'pipeloom[trainer]'"),
