@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pipeloom.errors import PeerLost
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.collectives import first_line
 from pipeloom.processes.launcher import Membership
-from pipeloom.processes.network.interfaces import choose_interface
+from pipeloom.processes.network.interfaces import set_interface
 from pipeloom.processes.network.patience import state_of, telling
 from pipeloom.processes.rendezvous import fresh_part, open_store, own_store
 
@@ -71,8 +72,18 @@ def test_a_store_listens_at_its_own_address_alone() -> None:
     assert own_store(replace(member, local_size=1), "127.0.0.1", port) is None  # other hosts know another address
 
 
-def test_processes_of_one_host_use_the_loopback_interface() -> None:
-    assert choose_interface(dist.HashStore(), 0, 2, 2, "nowhere") == "lo"
+def test_processes_of_one_host_use_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "_PIPELOOM_INTERFACE"):
+        monkeypatch.setenv(name, "")  # what is set here ends with the test
+        monkeypatch.delenv(name)
+    store = dist.HashStore()
+    set_interface(store, 0, 2, 2, "nowhere")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    set_interface(store, 0, 1, 0, "2001:db8::1")  # they meet again, on several hosts, where IPv4 leads nowhere
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    set_interface(store, 0, 2, 2, "nowhere")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_what_gloo_saw_is_told_without_its_source_and_advice() -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+_CHOSEN = "_PIPELOOM_INTERFACE"  # variable: the interface that a process chose by itself
 LOOPBACK = "lo"
 _SIOCGIFCONF = 0x8912
 _ROW = struct.Struct("16s4x4s16x")  # name and IPv4 address of an interface
@@ -68,9 +69,17 @@ def choose_interface(store: Store, rank: int, size: int, local_size: int, host: 
 
 
 def set_interface(store: Store, rank: int, size: int, local_size: int, host: str) -> None:
-    """Set the variable that names gloo's interface, unless it is set."""
-    if VARIABLE not in os.environ and (name := choose_interface(store, rank, size, local_size, host)) is not None:
-        os.environ[VARIABLE] = name
+    """Set the variable that names gloo's interface, unless the user has set it; every rank calls it.
+
+    Ranks may meet again on other hosts: what an earlier call has chosen does not count.
+    """
+    name = choose_interface(store, rank, size, local_size, host)
+    if os.environ.get(VARIABLE) != os.environ.get(_CHOSEN):
+        return
+    for variable in (VARIABLE, _CHOSEN):
+        os.environ.pop(variable, None)
+        if name is not None:
+            os.environ[variable] = name
 
 
 def _interfaces(ask: socket.socket) -> Mapping[str, str]:
