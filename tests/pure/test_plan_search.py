@@ -17,8 +17,8 @@ from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.bounds import mixed_seconds
 from pipeloom.plan.search.memory.knapsack import knapsack
-from pipeloom.plan.search.request import Request, parse_fixed
-from pipeloom.plan.search.shapes import shape_of
+from pipeloom.plan.search.request import Refusals, Request, parse_fixed
+from pipeloom.plan.search.shapes import Shapes, shape_of
 from pipeloom.plan.search.simulated import simulated
 from pipeloom.plan.search.words import against, lines_of, usual_text
 from pipeloom.schedules import find
@@ -102,6 +102,18 @@ def test_shapes_of_many_ranks_and_chunks_are_those_of_built_schedules(name):
                 shape_of(name, ranks, chunks, slices)
         else:
             assert shape_of(name, ranks, chunks, slices) == (made.placement, bool(made.split_backwards))
+
+
+def test_meshes_with_uneven_blocks_or_a_long_bubble_come_later():
+    costs, request = cost_model(gpt(128, 1024, 16), "dgx-a100-80", "pipeloom"), Request(devices=3072, batch_size=3072)
+    shapes = Shapes(costs, request, Refusals())
+
+    def factor(pipeline: int, microbatches: int) -> float:
+        return shapes.likely_factor(Configuration(pipeline=pipeline, microbatches=microbatches))
+
+    assert factor(1, 16) == 1.0
+    assert factor(12, 4096) > 1.01 * factor(16, 4096)  # 11 of 130 blocks, embedding and head on a rank
+    assert factor(16, 32) < factor(16, 16) < factor(32, 16)
 
 
 def test_the_knapsack_is_exact():

@@ -171,6 +171,16 @@ class Shapes:
         sums = 1 / rate if of.replicas > 1 else 0.0
         return (max([near, *far]), near + sum(far), latency, sums, work)
 
+    def likely_factor(self, of: Configuration) -> float:
+        """What steps of a mesh take over the bound of the mesh, without memory: it knows a third of their bubble.
+
+        The bubble is that of as many virtual stages as there can be; where blocks are uneven, the busiest rank counts.
+        """
+        chunks = max(1, min(_MOST_CHUNKS, self._most_stages // of.pipeline))
+        bubble = (of.pipeline - 1) / (of.microbatches * chunks)
+        uneven = min(-(-n // of.pipeline) * of.pipeline / n for n in {self._layers, self._most_stages})
+        return uneven * (1 + bubble) / (1 + bubble / 3)
+
     def bound(self, shape: Shape) -> float:
         """`pipeline_seconds` without recomputation."""
         of = shape.of

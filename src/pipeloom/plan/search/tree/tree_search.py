@@ -83,18 +83,26 @@ class TreeSearch:
         for mesh in self._space.meshes(of, devices):
             ways = list(self._space.ways(mesh))
             if ways:
-                self._push_ways(ways, 0.0, 1, self._shapes, mesh)
+                self._push_ways(ways, 0.0, 1, self._shapes, mesh, self._space.shapes.likely_factor(mesh))
 
     def _shapes(self, of: Configuration, ways: Sequence[Way]) -> None:
         for shape in self._space.shapes.found(of):
             self._push_ways(ways, self._space.shapes.bound(shape), 2, self._choices, shape)
 
-    def _push_ways(self, ways: Sequence[Way], seconds: float, level: int, expand: Callable[..., None], of: Any) -> None:
+    def _push_ways(
+        self,
+        ways: Sequence[Way],
+        seconds: float,
+        level: int,
+        expand: Callable[..., None],
+        of: Any,
+        penalty: float = 1.0,
+    ) -> None:
         """Of a step of at least `seconds`; those of ways that fit without offload come as early as if all did."""
         devices, score = ways[0].of.devices, self._best.score
         bound = min(score(max(seconds, way.least), way.peak, devices) for way in ways)
         usual = min(score(max(seconds, way.seconds), way.peak, devices) for way in ways)
-        penalty = min(PENALTIES[way.of.granularity] for way in ways)
+        penalty *= min(PENALTIES[way.of.granularity] for way in ways)
         penalty *= usual / bound if bound < usual < inf else 1.0
         self._push(Node(level, bound, expand, (of, ways)), penalty)
 
