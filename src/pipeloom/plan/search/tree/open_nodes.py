@@ -1,8 +1,8 @@
 """The open nodes of a search, the one that looks best first. No torch here.
 
 Bounds of partial configurations are less tight, so they count a little more (weighted A*, Pohl 1970), and complete ones
-are simulated early. The more candidates of a mesh were tried, the more the others of this mesh count: theirs are close
-to those that were tried, and other meshes get their turn.
+are simulated early. In a search that ends, meshes take turns: the more candidates of a mesh were tried, the more its
+others count. They are close to those that were tried.
 """
 
 import heapq
@@ -35,10 +35,15 @@ class Node(NamedTuple):
 
 
 class OpenNodes:
-    """Nodes by their keys."""
+    """Nodes by their keys.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, float, int, int, Node]] = []
+    Args:
+        turns: whether meshes take turns.
+    """
+
+    def __init__(self, *, turns: bool) -> None:
+        self._turns = turns
+        self._heap: list[tuple[float, int, float, int, float, int, Node]] = []
         self._number = count()
         self._tried: Counter[Hashable] = Counter()
 
@@ -47,15 +52,15 @@ class OpenNodes:
 
     def push(self, node: Node, penalty: float) -> None:
         """Add a node whose bound counts `penalty` times."""
-        tried = self._tried[node.family] if node.family is not None else 0
+        tried = self._tried[node.family] if self._turns and node.family is not None else 0
         key = node.bound * _FACTORS[node.level] * penalty * (1 + _TRIED * tried)
-        heapq.heappush(self._heap, (key, -node.level, penalty, next(self._number), tried, node))
+        heapq.heappush(self._heap, (key, -node.level, node.bound, next(self._number), penalty, tried, node))
 
     def pop(self) -> Node:
         """The node that looks best."""
         while True:
-            _, _, penalty, _, tried, node = heapq.heappop(self._heap)
-            if node.family is None:
+            *_, penalty, tried, node = heapq.heappop(self._heap)
+            if node.family is None or not self._turns:
                 return node
             if tried == self._tried[node.family]:
                 self._tried[node.family] += 1

@@ -53,7 +53,7 @@ class TreeSearch:
         self._exhaustive, self.refusals, self.simulated, self.least = exhaustive, Refusals(), 0, inf
         self._left = inf if exhaustive else part * _steps(request.devices)
         self._space = Space(steps.costs, request, self.refusals, can_run)
-        self._open = OpenNodes()
+        self._open = OpenNodes(turns=self._left < inf)
         self._candidates = Candidates(steps, request, self.refusals, patient=self._left == inf, exhaustive=exhaustive)
 
     def run(self) -> None:
