@@ -23,7 +23,7 @@ from pipeloom.data import Corpus, MixedCorpus, Mixture, Sampler, prepare_corpus
 from pipeloom.data import parts as parts_file
 from pipeloom.data import tokenizing as tokenizing_file
 from pipeloom.data.files import weighted_paths
-from pipeloom.data.shards import pieces_of, read_texts
+from pipeloom.data.shards import kind_of, pieces_of, read_texts
 from pipeloom.errors import DataError
 from pipeloom.train.config.schedule import samples_of_replica
 from pipeloom.transport.values import microbatch_sizes
@@ -127,6 +127,17 @@ def test_a_missing_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = source if library == "fsspec" else str(tmp_path / source)
     with pytest.raises(DataError, match=rf"{library} is not installed. Run pip install 'pipeloom\[data\]'"):
         prepare_corpus(path, None, tmp_path / "cache")
+
+
+def test_the_kind_of_a_file_is_in_its_name() -> None:
+    kinds = {
+        ".jsonl": ["a.jsonl", "a.JSONL.gz", "a/b.jsonl.zst", "http://host/a.jsonl?key=b.txt"],
+        ".parquet": ["a.parquet", "s3://bucket/a.parquet"],
+        "": ["a.txt", "a.txt.gz", "jsonl", "a.json", "a.parquet.gz", "http://host/a.txt?b.jsonl"],
+    }
+    assert {path: kind_of(path) for names in kinds.values() for path in names} == {
+        path: kind for kind, names in kinds.items() for path in names
+    }
 
 
 def test_any_iterable_of_records_has_a_version(tmp_path: Path) -> None:
@@ -357,6 +368,12 @@ def test_a_mixture_trains_and_goes_on_with_other_ranks_and_microbatches(
     expected = MixedCorpus(corpora, [3, 1]).sampler(16, 0).batch(0, 32)
     assert taken == expected.tolist()
     assert (expected >= corpora[0].num_windows(16)).sum() == 8
+
+
+def test_a_source_that_is_too_short_is_named(tmp_path: Path) -> None:
+    corpora = [prepare_corpus([{"text": text}], None, tmp_path, 0.0, version=text) for text in ("long " * 9, "short")]
+    with pytest.raises(DataError, match="source 2 of the mixture: the train data has 6 tokens"):
+        MixedCorpus(corpora, [1, 1]).sampler(8, seed=0)
 
 
 def test_mixtures_are_paths_and_weights() -> None:

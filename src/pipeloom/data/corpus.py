@@ -114,13 +114,13 @@ class MixedCorpus:
 
     def num_windows(self, sequence_length: int, part: Part = "train") -> int:
         """As `Corpus.num_windows`, of all corpora."""
-        return sum(corpus.num_windows(sequence_length, part) for corpus in self.corpora)
+        return sum(self._sizes(sequence_length, part))
 
     def windows(self, indices: ArrayLike, sequence_length: int, part: Part = "train") -> tuple[Tensor, Tensor]:
         """As `Corpus.windows`, by numbers of all corpora."""
         import torch
 
-        starts = np.cumsum([0, *(corpus.num_windows(sequence_length, part) for corpus in self.corpora)])
+        starts = np.cumsum([0, *self._sizes(sequence_length, part)])
         numbers = np.asarray(indices, np.int64)
         places = np.searchsorted(starts, numbers, side="right") - 1
         found = torch.empty(2, len(numbers), sequence_length, dtype=torch.int64)
@@ -136,17 +136,26 @@ class MixedCorpus:
 
     def mixture(self, sequence_length: int) -> Mixture:
         """How training windows are mixed."""
-        return Mixture([corpus.num_windows(sequence_length) for corpus in self.corpora], self.weights)
+        return Mixture(self._sizes(sequence_length, "train"), self.weights)
 
     def validation_order(self, sequence_length: int, count: int) -> NDArray[np.int64]:
         """The numbers of `count` validation windows, in shares of about the weights while all corpora have some."""
-        sizes = [corpus.num_windows(sequence_length, "validation") for corpus in self.corpora]
+        sizes = self._sizes(sequence_length, "validation")
         starts = np.cumsum([0, *sizes])
         orders = [np.arange(min(size, count)) for size in sizes]
         turns = [(order + 1) / float(Fraction(str(w))) for order, w in zip(orders, self.weights, strict=True)]
         numbers = np.concatenate([start + order for start, order in zip(starts, orders, strict=False)])
         found: NDArray[np.int64] = numbers[np.argsort(np.concatenate(turns), kind="stable")][:count]
         return found
+
+    def _sizes(self, sequence_length: int, part: Part) -> list[int]:
+        sizes = []
+        for number, corpus in enumerate(self.corpora, start=1):
+            try:
+                sizes.append(corpus.num_windows(sequence_length, part))
+            except DataError as error:
+                raise DataError(f"source {number} of the mixture: {error}") from None
+        return sizes
 
 
 def prepare_corpus(

@@ -4,8 +4,9 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from pipeloom.data.shards import Shard
 from pipeloom.errors import DataError
 
 Writer = Callable[[Path], Path | None]  # the directory of the run that wrote a file, or None
+_MAGIC = re.compile(r"[*\[]")  # of a pattern in a URL, where a question mark begins a query
 _TOKENS = re.compile(r"corpus-[0-9a-f]{24}\.(bin|json)")
 
 # Directories of the standard library without library code: tests and installed packages.
@@ -122,33 +124,32 @@ def _find_remote(url: str) -> Found:
     """The files behind a URL of `fsspec`: a file, a directory or a glob pattern."""
     system, path = open_file_system(url)
     try:
-        if glob.has_magic(path):
-            found = sorted(system.glob(path))
+        if _MAGIC.search(path):
+            found = system.glob(path, detail=True)
         elif system.isdir(path):
-            found = sorted(system.find(path))
+            found = system.find(path, detail=True)
         else:
-            found = [path] if system.exists(path) else []
-        infos = [system.info(each) for each in found]
+            found = {path: system.info(path)} if system.exists(path) else {}
+        infos = {name: info if info.get("size") is not None else system.info(name) for name, info in found.items()}
     except Exception as error:  # of any type, from file systems
         raise unreadable(url, error) from None
-    base = "/".join(takewhile(lambda part: not glob.has_magic(part), path.split("/")))
+    base = "/".join(takewhile(lambda part: not _MAGIC.search(part), path.split("/")))
     shards = []
-    for name, info in zip(found, infos, strict=True):
+    for name, info in sorted(infos.items()):
         relative = os.path.relpath(name, base)
         hidden = any(part.startswith(".") for part in relative.split("/")) and relative != "."
         if info.get("type") == "directory" or hidden:
             continue
         below = name.rsplit("/", 1)[-1] if relative == "." else relative
-        shards.append(Shard(system.unstrip_protocol(name), below, int(info.get("size") or 0), _version(system, name)))
+        shards.append(Shard(system.unstrip_protocol(name), below, int(info.get("size") or 0), _version(info)))
     if not shards:
         raise DataError(f"data path {url!r} has no files. Training needs text: choose another path.")
     return Found(url, shards, {}, ())
 
 
-def _version(system: object, name: str) -> str:
-    """What changes with a remote file: its modification time or entity tag where the file system tells them."""
-    key = getattr(system, "ukey", None)
-    return str(key(name)) if key is not None else ""
+def _version(info: Mapping[str, object]) -> str:
+    """What changes with a remote file: its modification time or entity tag, where the file system has one."""
+    return blake2b(repr(sorted(info.items())).encode(), digest_size=8).hexdigest()
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:

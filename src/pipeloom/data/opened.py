@@ -16,6 +16,11 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def without_query(path: str) -> str:
+    """A path, or a URL without what follows its question mark."""
+    return path.partition("?")[0] if is_url(path) else path
+
+
 def unreadable(file: str | Path, error: Exception) -> DataError:
     """The error about a file of data."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
@@ -38,9 +43,9 @@ def opened(path: str) -> Iterator[Opened]:
     """
     try:
         with _raw(path) as raw:
-            if path.endswith(".gz"):
+            if without_query(path).lower().endswith(".gz"):
                 yield Opened(cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw)
-            elif path.endswith(".zst"):
+            elif without_query(path).lower().endswith(".zst"):
                 yield Opened(cast(BinaryIO, io.BufferedReader(_zstandard(path, raw))), raw)
             else:
                 yield Opened(raw, raw)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from pipeloom.common.json_reader import parse_json
-from pipeloom.data.opened import opened, unreadable
+from pipeloom.data.opened import opened, unreadable, without_query
 from pipeloom.errors import DataError
 
 JSON_LINES, PARQUET = ".jsonl", ".parquet"
@@ -82,10 +82,11 @@ class Text(NamedTuple):
 
 def kind_of(path: str) -> str:
     """``.jsonl``, ``.parquet``, or "" for text."""
-    stem = path.lower()
+    name = without_query(path).lower()
+    stem = name
     for ending in _COMPRESSED:
         stem = stem.removesuffix(ending)
-    return JSON_LINES if stem.endswith(JSON_LINES) else PARQUET if path.lower().endswith(PARQUET) else ""
+    return JSON_LINES if stem.endswith(JSON_LINES) else PARQUET if name.endswith(PARQUET) else ""
 
 
 # Lines and rows

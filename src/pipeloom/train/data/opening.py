@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pipeloom.data.corpus import Corpus, MixedCorpus, prepare_corpus
 from pipeloom.data.files import Found, find_files, weighted_paths
+from pipeloom.data.opened import is_url
 from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.data.shards import JSON_LINES
 from pipeloom.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
@@ -44,8 +45,8 @@ def _open(config: TrainConfig, tokenizer: Tokenizer) -> Samples:
         lines = [shard for shard in found.shards if shard.kind]
         if lines and data.field == "text":
             return _open_documents(config, found, len(lines), tokenizer)
-        if len(found.shards) == 1 and found.shards[0].path.endswith(".json"):
-            check_no_array(Path(found.shards[0].path))
+        if len(found.shards) == 1 and (only := found.shards[0].path).endswith(".json") and not is_url(only):
+            check_no_array(Path(only))
     if data.packing:
         raise DataError(
             f"data.packing=true: has no effect on text, whose windows are full. Remove it, or use {JSON_LINES} files."
