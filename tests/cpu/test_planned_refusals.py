@@ -157,7 +157,7 @@ def test_hooks_and_replaced_forwards_run():
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        (Twice(), {"layers": ["a", "b"]}, r"runs 'a' twice or in another order than layers"),
+        (Twice(), {"layers": ["a", "b"]}, r"runs 'a' twice, in another order than layers"),
         (Residual(), {"layers": ["b", "a"]}, r"runs 'a' .* another order .*example=.*register_layout"),
         (Lost(), {"layers": ["a", "b", "c", "d", "e"], "cut": [2, 3]}, r"reads what earlier stages computed"),
     ],

@@ -343,7 +343,7 @@ def test_other_modules_left_out_are_warned_of():
 @pytest.mark.parametrize(
     ("model", "arguments", "said"),
     [
-        (Blocks(5), {"num_stages": 9}, "num_stages=9: the model has 8 layers .5 of them blocks.*num_stages=5"),
+        (Blocks(5), {"num_stages": 9}, "num_stages=9: the model has 8 layers .5 of them blocks.*num_stages=8"),
         (nn.Sequential(nn.Tanh()), {"num_stages": 2}, "num_stages=1 or fewer"),
         (Blocks(5), {"num_stages": 0}, "num_stages=0"),
         (Blocks(5), {"num_stages": 2, "layers": ["embeding", "blocks.*"]}, "Did you mean 'embedding'"),

@@ -169,6 +169,7 @@ def test_a_buffer_that_changes_without_gradients_and_is_read_by_a_later_stage() 
     with pl.Pipeline(model, schedule, loss_fn=lambda y, _: y.square().mean(), example=x[:2], cut="parameters") as pipe:
         assert float(pipe.step(x, x)) == pytest.approx(expected, abs=1e-12)
         torch.testing.assert_close(pipe.state_dict()["mean"], plain.mean)
+        torch.testing.assert_close(pipe.eval().forward(x), plain.eval()(x))  # of the changed buffer
         pipe.evaluate(x, x)
         assert torch.is_grad_enabled()
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):

@@ -184,7 +184,7 @@ def count_layers(
         num_blocks = sum(layer.counted for layer in layers)
         raise SplitError(
             f"num_stages={num_stages}: the model has {len(layers)} layers ({num_blocks} of them blocks), and each "
-            f"stage needs at least one. Use num_stages={num_blocks} or fewer."
+            f"stage needs at least one. Use num_stages={len(layers)} or fewer."
         )
     blocks = [float(layer.counted) for layer in layers]
     if not isinstance(cut, str):

@@ -46,7 +46,8 @@ from pipeloom.training.argument_checks import (
 )
 from pipeloom.training.losses.own_loss import OwnLoss
 from pipeloom.training.losses.traced_loss import TracedLoss
-from pipeloom.training.losses.watched_loss import WatchedLoss
+from pipeloom.training.losses.watched_loss import WatchedLoss, parameters_elsewhere
+from pipeloom.training.stage_buffers import StageBuffers
 from pipeloom.transport.connect import connect
 from pipeloom.transport.interface import Transport
 
@@ -79,8 +80,11 @@ def construct(
     graphs: bool,
     blackbox: Any,
     timeout_seconds: float,
-) -> tuple[ModelState, Executor]:
-    """The stages and parameters of this process, and what runs them. For arguments and errors see `Pipeline`."""
+) -> tuple[ModelState, Executor, StageBuffers]:
+    """The stages and parameters of this process, and what runs them. For arguments and errors see `Pipeline`.
+
+    The third is checked after the first training step.
+    """
     cut, slices, recompute, offload, mesh, data, precision, context = options
     cut, recompute = "layers" if cut is None else cut, "none" if recompute is None else recompute
     check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
@@ -132,11 +136,12 @@ def construct(
     if connection.rank is not None and not (own_values and schedule.num_ranks == 1 and not sharing.blocks.divides):
         forbid_saving(stages)
     state = ModelState(stages, programs.train, ranks, sharing)
-    return state, Executor(
+    elsewhere = {} if connection.rank is None else parameters_elsewhere(stages.modules, own)
+    executor = Executor(
         state,
         programs,
         connection,
-        loss_fn=WatchedLoss.of(loss_fn, is_asynchronous=device.type == "cuda"),
+        loss_fn=WatchedLoss.of(loss_fn, is_asynchronous=device.type == "cuda", elsewhere=elsewhere),
         sliced=sliced,
         slice_lengths=slices,
         parts=parts,
@@ -147,6 +152,7 @@ def construct(
         skips=skips,
         graphs=graphs,
     )
+    return state, executor, StageBuffers(stages, state.stages, programs.train.placement)
 
 
 def _own_loss(model: Any, stages: Sequence[nn.Module]) -> OwnLoss | None:

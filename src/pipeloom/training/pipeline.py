@@ -36,6 +36,7 @@ from pipeloom.training.losses.own_loss import plain_batch, separated
 from pipeloom.training.losses.watched_loss import tell
 from pipeloom.training.model_check import ModelCheck
 from pipeloom.training.observations import AuxiliaryValue, Observations
+from pipeloom.training.stage_buffers import StageBuffers
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch, with_form
 
@@ -142,7 +143,7 @@ class Pipeline:
         if check is not None:
             traced = example if layers is None else None
             expected = ModelCheck(model, check, schedule.num_microbatches, loss_fn, traced)
-        self.state, self.executor = construct(
+        self.state, self.executor, buffers = construct(
             model,
             schedule,
             options,
@@ -163,6 +164,7 @@ class Pipeline:
         ranks = {rank: worker.state for rank, worker in self.executor.workers.items()}
         self.memory = MemoryUse(self.state.stores, ranks)
         self.observed = Observations(self.state, self.executor)
+        self._buffers: StageBuffers | None = buffers  # until the first step
         self._trains = False  # whether `check_trains` has passed
         if expected is not None:
             self._compare(expected)
@@ -233,6 +235,9 @@ class Pipeline:
         )
         self._took(run)
         with self.executor.ended_by_errors():
+            if self._buffers is not None:
+                self._buffers.check()
+                self._buffers = None
             self.observed.call_listeners()
         return run.losses
 

@@ -5,7 +5,7 @@ structure may change from one micro-batch to the next. On the wire the layout is
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from typing import Any
@@ -219,11 +219,28 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
         raise InputError(too_few_samples(what, length, num_microbatches))
     if num_microbatches == 1:
         return [unflatten(layout, tensors)], [length]
+    _check_lists(value, length, what)
     sizes = microbatch_sizes(length, num_microbatches)
     pieces = [torch.split(t, sizes) for t in tensors]
     if layout.structure == _TENSOR:
         return list(pieces[0]), sizes
     return [unflatten(layout, [piece[b] for piece in pieces]) for b in range(num_microbatches)], sizes
+
+
+def _check_lists(value: Any, length: int, what: str) -> None:
+    """Raises InputError for lists without tensors that have a value per sample: they are not cut into micro-batches."""
+    if isinstance(value, Mapping):
+        named = {f"{what}[{name!r}]": each for name, each in value.items()}
+    elif isinstance(value, tuple):
+        named = {f"{what}[{index}]": each for index, each in enumerate(value)}
+    else:
+        return
+    for name, each in named.items():
+        if type(each) is list and len(each) == length and not any(isinstance(item, Tensor | list) for item in each):
+            raise InputError(
+                f"{name} is a list of {length} values, as many as the batch has samples, and only tensors are cut into "
+                "micro-batches: each would get all of them. Pass a tensor; or a tuple, if each is to get all of them."
+            )
 
 
 def samples_of(value: Value, what: str) -> int:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeloom.split.attribute_contents import OF_TORCH, contents_of, same
+from pipeloom.split.attribute_contents import OF_TORCH, contents_of, is_changeable, same
 from pipeloom.split.planned.collected import INSTALLED
 from pipeloom.split.planned.origins import EARLIER, LATER, Origins
+from pipeloom.split.planned.place import StagePlace
 
 _ABSENT = object()
 _FIXED = OF_TORCH | {"forward", INSTALLED}  # a stage runs the forward that was there when it was made
@@ -124,6 +125,41 @@ class ContainerAttributes:
 
     def _contents(self) -> list[dict[str, Any]]:
         return [contents_of(vars(link.twin)) for link in self._links]
+
+
+class SharedAttributes:
+    """Dicts, lists and objects that a part of a stage has as attributes, and modules outside of the stage as well.
+
+    Args:
+        model: the whole model.
+        place: of the stage in it.
+    """
+
+    def __init__(self, model: nn.Module, place: StagePlace) -> None:
+        homes: dict[int, set[str]] = {}  # by object: the parts with it; others are told apart by their own names
+        found: dict[int, Any] = {}
+        for name, module in model.named_modules():
+            part = next((name[:end] for end in _ends(name) if name[:end] in place.places), f"{name} (no part)")
+            for key, value in vars(module).items():
+                if key not in OF_TORCH and key != INSTALLED and is_changeable(value):
+                    homes.setdefault(id(value), set()).add(part)
+                    found[id(value)] = value
+        self._of: dict[str, list[Any]] = {}
+        own = set(place.names)
+        for key, parts in homes.items():
+            if not parts <= own and place.elsewhere:
+                for part in parts & own:
+                    self._of.setdefault(part, []).append(found[key])
+
+    def contents(self, part: str) -> list[Any]:
+        """What these objects hold, to be compared by `same`."""
+        shared = self._of.get(part)
+        return [] if shared is None else list(contents_of(dict(enumerate(shared))).values())  # type: ignore[arg-type]
+
+
+def _ends(name: str) -> Iterable[int]:
+    """Where a module's name and those of the modules around it end."""
+    return [*(index for index, letter in enumerate(name) if letter == "."), len(name)]
 
 
 class KeptBuffers:

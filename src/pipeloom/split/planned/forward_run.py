@@ -1,15 +1,17 @@
 """`ForwardRun`: one forward of a planned stage: what happens where the model calls its parts, and how it ends."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeloom.split.attribute_contents import same
 from pipeloom.split.planned.attributes import KeptBuffers
 from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
+from pipeloom.split.planned.decisions import DecisionWatch
 from pipeloom.split.planned.draws import SharedDraws
 from pipeloom.split.planned.origins import (
     DRAWN,
@@ -20,6 +22,7 @@ from pipeloom.split.planned.origins import (
     OWN,
     Origins,
     tensors_of,
+    versions_of,
     with_tensors,
 )
 from pipeloom.split.planned.place import Leave, StagePlace
@@ -34,17 +37,20 @@ class Known(NamedTuple):
     Attributes:
         sends: keys of the values that later stages need.
         plain: own parts that only run: nothing of them is sent, and the forward goes on behind them.
+        decisions: what it has read of its inputs into Python.
     """
 
     sends: tuple[str, ...]
     plain: frozenset[int]
+    decisions: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, place: StagePlace, sends: tuple[str, ...]) -> Self:
-        """Knowledge of a stage at `place`."""
+    def of(cls, place: StagePlace, sends: tuple[str, ...], decisions: tuple[Any, ...], lasting: int) -> Self:
+        """Knowledge of a stage at `place`, whose own part `lasting` is the first that leaves something behind."""
         ends = place.last - place.first if place.last < place.end else None
-        plain = (i for i, name in enumerate(place.names) if i != ends and RESULT + name not in sends)
-        return cls(sends, frozenset(plain))
+        kept = {ends, lasting} if decisions else {ends}
+        plain = (i for i, name in enumerate(place.names) if i not in kept and RESULT + name not in sends)
+        return cls(sends, frozenset(plain), decisions)
 
 
 _NOTHING_KNOWN = Known((), frozenset())
@@ -59,6 +65,7 @@ class ForwardRun:
         inputs: keyword arguments of the model.
         arrived: the message of the previous stage; empty on the first.
         known: of this form of inputs; None: unknown, so this forward finds what later stages need.
+        lasting: the first own part that leaves something behind, so it cannot run twice: a block, or one with buffers.
         draws: whether the forward is known to draw between its parts.
         around: returns a part with what runs around it, such as recomputation; None: parts are called directly.
 
@@ -68,6 +75,7 @@ class ForwardRun:
         found: the values that later stages need: arguments of parts, "part|place", and results of modules, "=module".
         done: own parts that have run.
         result: of the last own part.
+        entries: values that parts up to here left in dicts and lists among their arguments, by argument.
         plain: own parts that only run; of the others, arguments or results may belong to other stages.
         thread: attributes of `running` in this thread, looked up once.
     """
@@ -79,6 +87,7 @@ class ForwardRun:
         inputs: dict[str, Any],
         arrived: Mapping[str, Any],
         known: Known | None,
+        lasting: int,
         draws: bool,
         around: Callable[[int, Any], Callable[..., Any]] | None,
     ) -> None:
@@ -90,14 +99,18 @@ class ForwardRun:
         self.draws = SharedDraws(arrived.get("seed"), self.origins) if draws or known is None else None
         self.stage, self.place, self._around = stage, place, around
         self.extras: dict[str, Any] = {}
-        self._entries: dict[str, dict[Any, Any]] = {}
+        self.entries: dict[str, dict[Any, Any]] = {}
+        self._filled = "entries" not in arrived
         self._collected: dict[str, Any] = {}
         self._kept: KeptBuffers | None = None  # before the exploration
         self.left: Any = None  # the last own result, as the rest of the forward gets it
         self._received: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # id of zeros -> these, and what a part got in their place
-        self.sends, self.plain = known or _NOTHING_KNOWN
+        self.sends, self.plain, decisions = known or _NOTHING_KNOWN
+        self.watch = DecisionWatch(decisions) if decisions else None
+        self._lasting, self._early = lasting, 0  # decisions by inputs before that part
+        self._early_decisions: tuple[Any, ...] = ()
         self.thread = vars(running)
         if arrived:
             self._take_arrived()
@@ -105,12 +118,13 @@ class ForwardRun:
             self.plain = frozenset()
         if self.origins is not None:
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
+            self.origins.mark_given(inputs)
 
     def _take_arrived(self) -> None:
         """Take what the previous stage sends, and pass on what later stages need of it."""
         arrived, sends = self.arrived, self.sends
         self.extras = all_of(arrived.get("extras", {}), arrived.get("same", {}))
-        self._entries = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
+        self.entries = {k: dict(v) for k, v in arrived.get("entries", {}).items()}
         if sends:
             results = {key: value for key, value in self.extras.items() if key.startswith(RESULT)}
             if self.place.before is not None and "value" in arrived:
@@ -120,7 +134,7 @@ class ForwardRun:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """In the block, origins of values are followed where they are unknown, and draws are those of all stages."""
-        with self.origins or nullcontext(), self.draws or nullcontext():
+        with self.origins or nullcontext(), self.draws or nullcontext(), self.watch or nullcontext():
             yield
 
     @property
@@ -139,7 +153,7 @@ class ForwardRun:
         optional = {
             "extras": extras,
             "same": same,
-            "entries": self._entries,
+            "entries": self.entries,
             "collected": self._collected,
             "seed": self.seed,
         }
@@ -189,9 +203,22 @@ class ForwardRun:
 
     @property
     def decides(self) -> bool:
-        """Whether the next forward may need other values: it branches on what parts computed, or on what it draws."""
+        """Whether the next forward may need other values: it branches on what parts computed, on what it draws, or,
+        where it cannot begin again, on its inputs.
+        """
+        if self.origins is None:
+            return False
         drawn = self.draws is not None and self.draws.others
-        return self.origins is not None and (self.origins.decided != 0 or drawn)
+        late = self._lasting in self.done and self.origins.given_decisions > self._early
+        return self.origins.decided != 0 or drawn or late
+
+    @property
+    def decisions(self) -> tuple[Any, ...]:
+        """What an explored forward has read while it could begin again; empty: nothing of its inputs."""
+        assert self.origins is not None
+        if self._lasting in self.done:
+            return self._early_decisions
+        return tuple(self.origins.decisions) if self.origins.given_decisions else ()
 
     def _check_decisions(self) -> None:
         if self.origins is not None and self.origins.decided & EARLIER:
@@ -209,6 +236,12 @@ class ForwardRun:
         if self.done and index <= self.done[-1]:
             raise place.in_another_order(name)
         self.thread["layer"] = layer
+        if index == self._lasting:
+            if self.watch is not None:
+                self.watch.end()
+            if self.origins is not None:
+                self._early = self.origins.given_decisions
+                self._early_decisions = tuple(self.origins.decisions) if self._early else ()
         run = layer if self._around is None else self._around(index, layer)
         if self.extras:
             prefix = f"{name}|"
@@ -218,13 +251,19 @@ class ForwardRun:
                 self._received.update({id(tensor): (tensor, given[where]) for where, tensor in zeros.items()})
                 args, settings = with_tensors(args, settings, given)
         containers = containers_of(args, settings)
-        if containers and index == 0:
-            self._fill(containers)
+        if index == 0 and not self._filled:
+            self.fill(containers)
+            if not self._filled:
+                raise place.loses_entries(name)
         before = {where: entries_of(container) for where, container in containers.items()} if containers else {}
         origins = self.origins
+        versions: list[tuple[str, Tensor, int]] = []
+        shared: list[Any] = []
         if origins is not None:
             origins.check_arguments(name, args, settings)
             self._check_decisions()
+            versions = versions_of(args, settings)
+            shared = self.stage.shared_contents(name)
             origins.quiet = True
         if self.draws is None:
             result = run(*args, **settings)
@@ -234,10 +273,13 @@ class ForwardRun:
         self.done.append(index)
         if origins is not None:
             origins.quiet = False
+            self._check_changes(name, versions, result)
+            if not all(map(same, self.stage.shared_contents(name), shared)):
+                raise place.shares_attribute(name)
         for where, container in containers.items():
             for entry, value in entries_of(container).items():
                 if before[where].get(entry) is not value:
-                    self._entries.setdefault(where, {})[entry] = value
+                    self.entries.setdefault(where, {})[entry] = value
         if RESULT + name in self.sends:
             self.found[RESULT + name] = result
         ends = place.first + index == place.last < place.end
@@ -245,6 +287,13 @@ class ForwardRun:
             self._end(result)
         self.left = self.given(name, result, LAST if ends else OWN)
         return self.left
+
+    def _check_changes(self, name: str, versions: Sequence[tuple[str, Tensor, int]], result: Any) -> None:
+        """Raises SplitError where a part has changed an argument in place that it does not return."""
+        returned = {id(leaf) for leaf in tree_leaves(result)}
+        for where, tensor, version in versions:
+            if tensor._version != version and id(tensor) not in returned and self.place.elsewhere:
+                raise self.place.changes_argument(name, where)
 
     def _end(self, result: Any) -> None:
         """Keep the last part's result, and leave the forward unless it explores.
@@ -321,11 +370,15 @@ class ForwardRun:
             self.origins.add_result(key, tensor.view_as(tensor), tensor)
         return tensor
 
-    def _fill(self, containers: Mapping[str, Any]) -> None:
+    def fill(self, containers: Mapping[str, Any]) -> None:
         """Add the entries that parts of earlier stages left in dicts and lists among their arguments."""
-        for place, entries in self.arrived.get("entries", {}).items():
-            container = containers.get(place)
+        entries_of_all = self.arrived["entries"]
+        if not entries_of_all.keys() <= containers.keys():
+            return
+        for place, entries in entries_of_all.items():
+            container = containers[place]
             if isinstance(container, MutableMapping):
                 container.update(entries)
             elif isinstance(container, list):
                 container[:] = [entries[index] for index in sorted(entries)]
+        self._filled = True

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.errors import SplitError
+from pipeloom.split.planned.decisions import ANY, TO_PYTHON, decision_of
 from pipeloom.split.planned.place import OTHER_WAYS
 
 OWN = 1  # computed by a part of this stage, or received
@@ -26,7 +27,8 @@ LATER = 4  # zeros for what a later stage computes
 EARLIER = 8  # zeros for what an earlier stage computed
 DRAWN = 16  # at random, alike on all stages
 IN_UNIT = 32  # just drawn, from 0 up to 1
-_FIRST_RESULT = 64  # the result of one module, and so on
+_GIVEN = 64  # it follows from values of the inputs, which differ between micro-batches
+_FIRST_RESULT = 128  # the result of one module, and so on
 
 _OF_SHAPES = frozenset(
     (
@@ -36,12 +38,6 @@ _OF_SHAPES = frozenset(
 )
 _OF_FIRST = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
 _COMPARISONS = frozenset(("lt", "__lt__", "ge", "__ge__"))
-_TO_PYTHON = frozenset(
-    (
-        *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
-        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
-    )
-)
 
 
 class Origins(TorchFunctionMode):
@@ -50,12 +46,16 @@ class Origins(TorchFunctionMode):
     Attributes:
         quiet: whether functions are not followed: inside of parts.
         decided: origins of the values that the forward has read into Python, such as for a branch.
+        decisions: what it has read; `ANY` of values that parts compute, or that all inputs of this form have alike.
+        given_decisions: how many of these follow from values of its inputs alone.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.quiet = False
         self.decided = 0
+        self.decisions: list[Any] = []
+        self.given_decisions = 0
         self._of: dict[int, tuple[Tensor, int]] = {}  # tensors are kept, so that no other gets their id
         self._results: dict[str, tuple[Any, int]] = {}
 
@@ -63,13 +63,17 @@ class Origins(TorchFunctionMode):
         """Add an origin to all tensors of a value."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
-                self._of[id(leaf)] = (leaf, origin | self.of_tensor(leaf))
+                self._of[id(leaf)] = (leaf, origin | self._all_of_tensor(leaf))
+
+    def mark_given(self, value: Any) -> None:
+        """Note that the tensors of a value differ between micro-batches."""
+        self.mark(value, _GIVEN)
 
     def _mark_computed(self, value: Any, origin: int) -> None:
         """As `mark`; what an operation has computed, also in place, may be beyond 1."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
-                self._of[id(leaf)] = (leaf, (origin | self.of_tensor(leaf)) & ~IN_UNIT)
+                self._of[id(leaf)] = (leaf, (origin | self._all_of_tensor(leaf)) & ~IN_UNIT)
 
     def replace(self, value: Any, origin: int) -> None:
         """Set the origin of all tensors of a value."""
@@ -93,15 +97,21 @@ class Origins(TorchFunctionMode):
 
     def of_tensor(self, tensor: Tensor) -> int:
         """The origins of a tensor; 0: it follows from inputs alone."""
-        found = self._of.get(id(tensor))
-        return 0 if found is None else found[1]
+        return self._all_of_tensor(tensor) & ~_GIVEN
 
     def of(self, value: Any) -> int:
         """The origins of all tensors of a value."""
+        return self._all_of(value) & ~_GIVEN
+
+    def _all_of_tensor(self, tensor: Tensor) -> int:
+        found = self._of.get(id(tensor))
+        return 0 if found is None else found[1]
+
+    def _all_of(self, value: Any) -> int:
         origins = 0
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
-                origins |= self.of_tensor(leaf)
+                origins |= self._all_of_tensor(leaf)
         return origins
 
     def check_arguments(self, name: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> None:
@@ -123,9 +133,12 @@ class Origins(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _OF_SHAPES:
             return result
-        origins = self.of(args[:1] if name in _OF_FIRST else (args, settings))
-        if name in _TO_PYTHON:
-            self.decided |= origins
+        origins = self._all_of(args[:1] if name in _OF_FIRST else (args, settings))
+        if (found := decision_of(name, args, settings, result)) is not None:
+            self.decisions.append(found if origins == _GIVEN else ANY)
+            self.given_decisions += origins == _GIVEN
+        if name in TO_PYTHON:
+            self.decided |= origins & ~_GIVEN
         elif origins == DRAWN | IN_UNIT and name in _COMPARISONS and len(args) > 1 and _is_certain(args[1]):
             return result
         elif origins:
@@ -152,6 +165,19 @@ def _walk(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, 
             yield prefix + name, value
         elif isinstance(value, tuple):
             yield from _walk(f"{prefix}{name}/", ((str(index), each) for index, each in enumerate(value)))
+
+
+def versions_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
+    """The tensors of `tensors_of` with the numbers of changes in place that they have seen; none in inference mode.
+
+    Subclasses are left out: one notices what is asked of it (`NoticedNumber`).
+    """
+    found = tensors_of(args, settings)
+    return [
+        (place, tensor, tensor._version)
+        for place, tensor in found
+        if type(tensor) is Tensor and not tensor.is_inference()
+    ]
 
 
 def with_tensors(

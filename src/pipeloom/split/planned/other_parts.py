@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.split.planned.collected import collector
+from pipeloom.split.planned.containers import containers_of
 from pipeloom.split.planned.forward_run import RESULT, ForwardRun
 from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, tensors_of
 from pipeloom.split.planned.place import Leave
@@ -53,6 +54,8 @@ class OtherParts:
             raise run.place.in_another_order(name)
         self._passed.add(name)
         if name == run.place.before:
+            if "entries" in run.arrived:
+                run.fill(containers_of(args, settings))
             found = collector()
             if found is not None:
                 for key, values in run.arrived.get("collected", {}).items():
@@ -83,12 +86,23 @@ class OtherParts:
                 wanted = wanted and not origin & (LATER | EARLIER)
             if wanted:
                 run.found[key] = run.extras.get(key, tensor)
+        if origins is not None:
+            self._add_later_entries(containers_of(args, settings))
         if origins is None:
             if place == here.end or len(run.found) == len(run.sends):
                 raise Leave(run.stage)
         elif not here.combines and (place == here.end or place > here.last_block):
             raise Leave(run.stage)  # heads: their arguments follow from the result of the last block
         return self._absent(name, twin, (args, settings), LATER)
+
+    def _add_later_entries(self, containers: dict[str, Any]) -> None:
+        """Where parts leave values in a dict or list, a later part will too: what reads it reads these values."""
+        for where, container in containers.items():
+            zeros = {entry: self._marked(value, LATER) for entry, value in self._run.entries.get(where, {}).items()}
+            if zeros and isinstance(container, list):
+                container.append(zeros[max(zeros)])
+            else:
+                container.update(zeros)
 
     def _absent(self, name: str, twin: Any, call: tuple[tuple[Any, ...], dict[str, Any]], origin: int) -> Any:
         """Zeros for what a part of another stage returns; blocks of one list return values of one form."""

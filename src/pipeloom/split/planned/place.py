@@ -65,8 +65,8 @@ class StagePlace:
     def in_another_order(self, name: str) -> SplitError:
         """The error for a part that runs twice, or in another order."""
         return SplitError(
-            f"the forward of {self._model} runs {name!r} twice or in another order than {self._declared}: stages run "
-            f"their parts once. Use another way in: {OTHER_WAYS}."
+            f"the forward of {self._model} runs {name!r} twice, in another order than {self._declared}, or without "
+            f"parts before it, as layerdrop does: stages run each part once. Use another way in: {OTHER_WAYS}."
         )
 
     def not_called(self, name: str) -> SplitError:
@@ -105,9 +105,33 @@ class StagePlace:
             "nn.Sequential of such layers, whose stages exchange PackedSequences, or use one stage."
         )
 
-    def reads_parameters(self) -> SplitError:
-        """The error for a forward that reads all parameters."""
+    def reads_all(self, method: str) -> SplitError:
+        """The error for a forward that reads all parameters or modules."""
+        call = {"named_parameters": "parameters", "named_modules": "modules"}.get(method, method)
+        what = "modules" if method == "named_modules" else "parameters"
         return SplitError(
-            f"the forward of {self._model} reads all its parameters, as parameters() gives them: a stage has its own "
-            "only. Add such a term in the modules that have the parameters, with pl.auxiliary_loss, or use one stage."
+            f"the forward of {self._model} reads all its {what}, as {call}() gives them: a stage has its own only. Add "
+            "such a term in the layers themselves, with pl.auxiliary_loss, or use one stage."
+        )
+
+    def changes_argument(self, name: str, where: str) -> SplitError:
+        """The error for a part that changes one of its arguments in place."""
+        return SplitError(
+            f"{name!r} changes its argument {where!r} in place and does not return it: stages do not exchange such "
+            f"changes. Return the changed tensor, or use another way in: {OTHER_WAYS}."
+        )
+
+    def shares_attribute(self, name: str) -> SplitError:
+        """The error for a part that changes an object which modules of other stages have as an attribute too."""
+        return SplitError(
+            f"{name!r} changes an object in its attributes that modules of other stages have too: stages do not "
+            f"exchange it. Pass what it holds as arguments and results, or use another way in: {OTHER_WAYS}."
+        )
+
+    def loses_entries(self, name: str) -> SplitError:
+        """The error for a dict or list with entries of earlier stages, which no part in front of this one is given."""
+        return SplitError(
+            f"layers of earlier stages left values in a dict or list among their arguments, and the forward of "
+            f"{self._model} does not pass it to {name!r} or to the layer before. Use another cut, or another way in: "
+            f"{OTHER_WAYS}."
         )

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from pipeloom.errors import PipeloomError, SplitError
 from pipeloom.split.layouts.layout import Layout
 from pipeloom.split.planned.arguments import FIRST, ModelArguments, form_of
-from pipeloom.split.planned.attributes import ContainerAttributes
+from pipeloom.split.planned.attributes import ContainerAttributes, SharedAttributes
 from pipeloom.split.planned.caches import fill_others, lengths_of
 from pipeloom.split.planned.collected import INSTALLED, HooksOnDemand
+from pipeloom.split.planned.decisions import OtherDecision
 from pipeloom.split.planned.forward_run import ForwardRun, Known
 from pipeloom.split.planned.other_parts import OtherParts
 from pipeloom.split.planned.place import Leave, StagePlace
@@ -39,6 +40,9 @@ from pipeloom.split.planned.stand_ins import (
     shaped_like_result,
 )
 from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace
+
+_READ_ALL = ("named_parameters", "named_modules", "state_dict")
+_MOST_VARIANTS = 8  # ways of forwards with inputs of one form; those that go yet another way are explored each time
 
 
 class PlannedStage(StageModule):
@@ -66,16 +70,20 @@ class PlannedStage(StageModule):
         self._containers: list[nn.Module] = []
         self._attributes = ContainerAttributes()
         self._training = model.training
-        self._known: dict[Any, Known] = {}
+        self._known: dict[Any, list[Known]] = {}  # by form of inputs, the last used first
+        lasting = (i for i, (name, part) in enumerate(layers) if name in self._where.blocks or _has_float_buffers(part))
+        self._lasting = next(lasting, -1)
         self._drawing: set[Any] = set()  # forms of inputs with which the forward draws between its parts
         self.current_run: ForwardRun | None = None
         self._others: OtherParts | None = None  # in the current forward
         self._cache: Any = None
+        self._lists_own = False
         self._shell = (self._shell_of(model, ""),)  # in a tuple: it is no submodule
         base: Any = model.get_submodule(layout.base)
         self._without_cache = "use_cache" in inspect.signature(base.forward).parameters
         self._arguments = ModelArguments(self._shell[0].forward)
         self._format_of_model = format_of(self)
+        self._shared = SharedAttributes(model, self._where)
         on_demand = HooksOnDemand(model, [*self.modules(), *self._containers])
         for container in self._containers:
             if INSTALLED in vars(container):
@@ -100,7 +108,8 @@ class PlannedStage(StageModule):
         if not holds_parts and type(module).forward is not nn.Module.forward:
             return self._other(module, name)
         shell = shallow_copy(module)
-        vars(shell)["named_parameters"] = partial(self._named_parameters_of, shell, name)
+        for method in _READ_ALL:
+            vars(shell)[method] = partial(self._read_all, shell, name, method)
         self._containers.append(shell)
         self._attributes.follow(module, shell)
         if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
@@ -112,14 +121,25 @@ class PlannedStage(StageModule):
             shell._modules[key] = None if child is None else self._shell_of(child, prefix + key)
         return shell
 
-    def _named_parameters_of(
-        self, shell: nn.Module, name: str, *args: Any, **settings: Any
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of a container: the first ones may tell a dtype, all of them are on no stage."""
-        yield from type(shell).named_parameters(shell, *args, **settings)
+    def _read_all(self, shell: nn.Module, name: str, method: str, *args: Any, **settings: Any) -> Any:
+        """What a container's parameters or modules are, read in a forward, where this stage has all of them."""
         prefix = f"{name}." if name else ""
-        if self.current_run is not None and any(part.startswith(prefix) for part in self._where.elsewhere):
-            raise self._where.reads_parameters()
+        own = getattr(type(shell), method)
+        has_all = not any(part.startswith(prefix) for part in self._where.elsewhere)
+        if self.current_run is None or has_all or self._lists_own:
+            return own(shell, *args, **settings)
+        if method != "named_parameters":
+            raise self._where.reads_all(method)
+        self._lists_own = True  # named_parameters calls named_modules
+        try:
+            return self._first_parameters(list(own(shell, *args, **settings)))
+        finally:
+            self._lists_own = False
+
+    def _first_parameters(self, found: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this stage, of which the first may tell a dtype."""
+        yield from found
+        raise self._where.reads_all("named_parameters")
 
     def _namespace(self, name: str) -> nn.Module:
         """The module of this stage with the name of a container of the model."""
@@ -229,13 +249,33 @@ class PlannedStage(StageModule):
         if self._attributes.update():  # the forward may go another way
             self._known.clear()
             self._drawing.clear()
-        cache, form = self._cache, self._form(inputs)
+        form = self._form(inputs)
+        variants = self._known.get(form, [])
+        known = variants[0] if variants else None
         around = None if run is None and self.observer is None else partial(self._around, run)
-        call = ForwardRun(
-            self, self._where, inputs, arrived, self._known.get(form), draws=form in self._drawing, around=around
-        )
-        if call.origins is not None:
-            self._attributes.begin(call.origins)
+        while True:
+            draws = form in self._drawing
+            call = ForwardRun(self, self._where, inputs, arrived, known, self._lasting, draws=draws, around=around)
+            if call.origins is not None:
+                self._attributes.begin(call.origins)
+            try:
+                output = self._run(call, inputs, form)
+            except OtherDecision as other:
+                assert call.watch is not None
+                call.watch.restore_draws()
+                known = next((each for each in variants if each.decisions[: len(other.seen)] == other.seen), None)
+            else:
+                if known is not None and known is not variants[0]:
+                    self._known[form] = [known, *(each for each in variants if each is not known)]
+                return output
+
+    def _run(self, call: ForwardRun, inputs: Mapping[str, Any], form: Any) -> Any:
+        """The model's forward in one run: the message for the next stage, or what the model returns.
+
+        Raises:
+            OtherDecision: it does not follow the forward that the run knows.
+        """
+        cache = self._cache
         settings = dict(inputs)
         first = (settings.pop(FIRST),) if FIRST in settings else ()
         if cache is not None:
@@ -245,8 +285,9 @@ class PlannedStage(StageModule):
         lengths = [] if cache is None else lengths_of(cache)
         own = vars(self)  # nn.Module looks at what is set, which takes long
         own["current_run"] = call
+        begins_again = False
         try:
-            if call.draws is None:
+            if call.draws is None and call.watch is None:
                 output = self._shell[0](*first, **settings)
             else:
                 with call.followed():
@@ -262,6 +303,9 @@ class PlannedStage(StageModule):
             if cache is not None:
                 self._check_keys(lengths)
             return self._message(form, call)
+        except OtherDecision:
+            begins_again = True
+            raise
         except PipeloomError:
             raise
         except Exception:  # some code does not work on zeros
@@ -270,11 +314,15 @@ class PlannedStage(StageModule):
             return self._message(form, call)
         finally:
             own["current_run"] = own["_others"] = None
-            if cache is not None:
+            if cache is not None and not begins_again:
                 fill_others(cache, lengths, inputs.get("input_ids", first[0] if first else None))
         output = call.finished(output)
         self._learn(form, call)
         return output
+
+    def shared_contents(self, name: str) -> list[Any]:
+        """What is in the objects that the part has in common with other stages, to see whether it changes them."""
+        return self._shared.contents(name)
 
     def _message(self, form: Any, call: ForwardRun) -> dict[str, Any]:
         if call.origins is not None:
@@ -285,7 +333,9 @@ class PlannedStage(StageModule):
     def _learn(self, form: Any, call: ForwardRun) -> None:
         """Keep what an exploring forward has found, unless the next one may go another way."""
         if call.origins is not None and self._attributes.unchanged(call.origins) and not call.decides:
-            self._known[form] = Known.of(self._where, tuple(call.found))
+            variants = self._known.setdefault(form, [])
+            if len(variants) < _MOST_VARIANTS:
+                variants.insert(0, Known.of(self._where, tuple(call.found), call.decisions, self._lasting))
         if call.seed is not None:
             self._drawing.add(form)
 
@@ -304,6 +354,10 @@ class PlannedStage(StageModule):
         layers: list[Any] = [modules[key] for modules, key in self._chain]
         inside = {id(part) for layer in layers for part in layer.modules()}
         return [part._buffers for part in self.modules() if part._buffers and id(part) not in inside]
+
+    def container_buffers(self) -> set[int]:
+        """The identities of buffers of the modules around the parts: every stage makes their changes."""
+        return {id(buffer) for container in self._containers for buffer in container._buffers.values()}
 
     def _check_keys(self, before: list[int]) -> None:
         """Raises SplitError where all blocks of a stage read keys and values of other stages' layers."""
@@ -330,3 +384,7 @@ class PlannedStage(StageModule):
         if self._cache is not None:
             kinds.append(any(lengths_of(self._cache)))
         return (*kinds, *form_of(inputs, shapes=self._cache is None))
+
+
+def _has_float_buffers(module: nn.Module) -> bool:
+    return any(buffer.is_floating_point() for buffer in module.buffers())

@@ -1,10 +1,12 @@
-"""Buffers that a forward changes: reads after the change get a copy, which the next micro-batch does not change."""
+"""Buffers that a forward changes: one stage has each, and sends copies, which the next micro-batch does not change."""
 
-from collections.abc import Sequence, Set
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import fx
 
+from pipeloom.errors import SplitError
 from pipeloom.split.traced.segments import base_of, written
 
 
@@ -52,3 +54,65 @@ def _copy_for(graph: fx.Graph, node: fx.Node, users: Sequence[fx.Node], *, befor
     copy.meta = dict(readers[0].meta if before else node.meta)
     for user in readers:
         user.replace_input_with(node, copy)
+
+
+def changed_buffers(held: Mapping[str, str], nodes: Sequence[fx.Node], starts: Sequence[int]) -> dict[str, int]:
+    """By name, the stage of the buffers that operations change.
+
+    Args:
+        held: names of the buffers and parameters by placeholder.
+        nodes: the operations.
+        starts: where the stages after the first begin.
+
+    Raises:
+        SplitError: other stages read or change one of them: one stage has it.
+    """
+    stage_of = {node: bisect_right(starts, index) for index, node in enumerate(nodes)}
+    homes: dict[str, int] = {}
+    for node in nodes:
+        for base in {base_of(changed) for changed in written(node)}:
+            if base.op != "placeholder" or base.name not in held:
+                continue
+            stages = {stage_of[user] for user in base.users if user in stage_of} | {stage_of[node]}
+            name = held[base.name]
+            stages |= {homes.setdefault(name, stage_of[node])}
+            if len(stages) > 1:
+                raise SplitError(
+                    f"stages {' and '.join(map(str, sorted(stages)))} would use {name!r}, a buffer that the forward "
+                    "changes and one stage has. Cut the model elsewhere (cut=), use a buffer for each place, or fewer "
+                    "stages."
+                )
+    return homes
+
+
+def read_at_home(
+    graph: fx.Graph, held: Mapping[str, str], nodes: list[fx.Node], starts: list[int], homes: Mapping[str, int]
+) -> list[int]:
+    """Let stages of an evaluation receive the buffers that training changes on other stages, of which they have none.
+
+    Args:
+        graph: of the evaluation.
+        held: names of the buffers and parameters by placeholder.
+        nodes: its operations; changed.
+        starts: where the stages after the first begin.
+        homes: by name, the stages that have these buffers.
+
+    Returns:
+        Where the stages after the first begin now.
+    """
+    for base in [node for node in graph.nodes if node.op == "placeholder" and held.get(node.name) in homes]:
+        home = homes[held[base.name]]
+        begin = [0, *starts][home]
+        others = [
+            nodes[i] for i in range(len(nodes)) if base in nodes[i].all_input_nodes and bisect_right(starts, i) != home
+        ]
+        if not others or begin == len(nodes):
+            continue
+        with graph.inserting_before(nodes[begin]):
+            copy = graph.call_function(torch.ops.aten.clone.default, (base,))
+        copy.meta = {**nodes[begin].meta, "val": base.meta.get("val")}
+        for user in others:
+            user.replace_input_with(base, copy)
+        nodes.insert(begin, copy)
+        starts = [start + (index >= home) for index, start in enumerate(starts)]
+    return starts

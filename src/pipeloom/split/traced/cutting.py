@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from pipeloom.errors import SplitError
+from pipeloom.split.traced.buffers import changed_buffers, read_at_home
 from pipeloom.split.traced.export import Trace, trace_modes
 from pipeloom.split.traced.segments import (
     Segment,
@@ -85,10 +86,14 @@ def traced_stages(
                 )
             starts = cut_at(first, list(cut), num_stages)
     places = _begins(first, starts)
+    homes = changed_buffers(traces[True].held, first, starts)
     flows = {}
     for mode, trace in traces.items():
         nodes = operations(trace.graph_module.graph)
-        own = starts if mode else _same_starts(nodes, places, num_stages)
+        own = starts
+        if not mode:
+            own = _same_starts(nodes, places, num_stages)
+            own = read_at_home(trace.graph_module.graph, trace.held, nodes, own, homes)
         flows[mode] = _flow(model, trace, nodes, own, num_stages)
     return _build(model, traces, flows, num_stages)
 

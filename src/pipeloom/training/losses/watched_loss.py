@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.rank_state import LossFn
+from pipeloom.errors import InputError
 
 _MARK = "labels that count"  # marks the targets of a micro-batch in which not all do
 _IGNORED = -100
@@ -32,10 +33,13 @@ class WatchedLoss:
     Args:
         loss_fn: ``loss_fn(output, targets)``; its `ignore_index`, or -100, is the label that does not count.
         is_asynchronous: whether the loss is computed on such a device.
+        elsewhere: see `parameters_elsewhere`; the first loss must not follow from these.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Any], *, is_asynchronous: bool) -> None:
-        self.loss_fn = loss_fn
+    def __init__(
+        self, loss_fn: Callable[[Any, Any], Any], *, is_asynchronous: bool, elsewhere: Mapping[int, str]
+    ) -> None:
+        self.loss_fn, self._elsewhere = loss_fn, elsewhere
         self._left = _NUM_COUNTED if is_asynchronous else math.inf
         keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
         found = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", _IGNORED))
@@ -44,11 +48,13 @@ class WatchedLoss:
         self._to_tell = False
 
     @staticmethod
-    def of(loss_fn: LossFn | None, *, is_asynchronous: bool = False) -> LossFn | None:
+    def of(
+        loss_fn: LossFn | None, *, is_asynchronous: bool = False, elsewhere: Mapping[int, str] | None = None
+    ) -> LossFn | None:
         """The loss to run: a loss that weighs labels itself stays."""
         if loss_fn is None or hasattr(loss_fn, "weigh"):
             return loss_fn
-        return WatchedLoss(loss_fn, is_asynchronous=is_asynchronous)
+        return WatchedLoss(loss_fn, is_asynchronous=is_asynchronous, elsewhere=elsewhere or {})
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
         """Labels of a replica, and those that count; see `pipeloom.engine.batch.LabelWeights`."""
@@ -78,6 +84,15 @@ class WatchedLoss:
         return counts_of_labels(labels, self._ignored)
 
     def __call__(self, output: Any, targets: Any) -> Any:
+        result = self._loss(output, targets)
+        if self._elsewhere:
+            loss = loss_in(result)
+            if isinstance(loss, Tensor) and loss.grad_fn is not None:
+                _check_leaves(loss, self._elsewhere)
+                self._elsewhere = {}
+        return result
+
+    def _loss(self, output: Any, targets: Any) -> Any:
         if not (isinstance(targets, Mapping) and _MARK in targets):
             result = self.loss_fn(output, targets)
             return self._or_zero(result, _labels_of(targets)) if self._left < 0 else result
@@ -135,6 +150,36 @@ class WatchedLoss:
             f"other than {self._ignored}: the pipeline trains the mean of their means. For the mean over all labels, "
             f"pass loss_fn=pipeloom.mean_over_labels(loss_fn{argument})."
         )
+
+
+def parameters_elsewhere(stages: Sequence[nn.Module], own: Sequence[int]) -> dict[int, str]:
+    """Names by identity of the parameters of the model that no stage of this process has.
+
+    Args:
+        stages: of the whole model.
+        own: those of this process.
+    """
+    held = {id(parameter) for stage in own for parameter in stages[stage].parameters()}
+    named = (item for stage in stages for item in stage.named_parameters())
+    return {id(parameter): name for name, parameter in named if id(parameter) not in held}
+
+
+def _check_leaves(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
+    """Raises InputError where a loss follows from one of these parameters: its gradient would be lost."""
+    todo: list[Any] = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    while todo:
+        node = todo.pop()
+        name = elsewhere.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise InputError(
+                f"loss_fn reads the parameter {name!r}, which is on another rank: its gradient would be lost. Add the "
+                "term in the layers that have the parameters, with pl.auxiliary_loss, or use the optimizer's "
+                "weight_decay."
+            )
+        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(new)
+        todo += new
 
 
 def tell(loss_fn: LossFn | None) -> None:
