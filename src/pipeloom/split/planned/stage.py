@@ -137,7 +137,7 @@ class PlannedStage(StageModule):
             self._lists_own = False
 
     def _first_parameters(self, found: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this stage, of which the first may tell a dtype."""
+        """Those of this stage; the first may tell a dtype."""
         yield from found
         raise self._where.reads_all("named_parameters")
 
