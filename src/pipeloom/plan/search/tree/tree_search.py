@@ -20,13 +20,13 @@ from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
 _RESERVE = 0.03  # of memory that stays free at first, on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
-_STEPS = 200  # on `MANY_DEVICES` devices
+_STEPS = 110  # on `MANY_DEVICES` devices
 _SLOWER = "slower than the best plans by a lower bound"
 
 
 def _steps(devices: int) -> float:
     """After which a search ends."""
-    return inf if devices <= MANY_DEVICES else _STEPS * (devices / MANY_DEVICES) ** 0.25
+    return inf if devices <= MANY_DEVICES else _STEPS * (devices / MANY_DEVICES) ** 0.4
 
 
 class TreeSearch:
