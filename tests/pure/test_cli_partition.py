@@ -14,7 +14,7 @@ from pipeloom.cli.common.planning import stream_command
 from pipeloom.cli.train import parse
 from pipeloom.errors import InputError
 from pipeloom.plan.plan import Plan
-from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.rules.settings import validate_settings
 
 KEYS = ("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes")
 # A front that computes, and a tail with the weights.

@@ -9,7 +9,7 @@ import pytest
 
 from pipeloom.common.quantities import Bytes
 from pipeloom.errors import InputError
-from pipeloom.train.config.rules import check_unused
+from pipeloom.train.config.rules.unused import check_unused
 from pipeloom.train.config.schedule import process_names, resolve_data_degree, samples_of_replica
 from pipeloom.train.config.sections import BatchConfig, MemoryConfig, ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig

@@ -16,7 +16,7 @@ from pipeloom.processes.launcher import HUNG
 from pipeloom.processes.preemption import PREEMPTED
 from pipeloom.processes.recovery.lifeline import PEER_LOST
 from pipeloom.processes.recovery.recoveries import Tethers
-from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.layouts import fit, fit_torchrun
 

@@ -12,7 +12,7 @@ from pipeloom.cli import main
 from pipeloom.cli.train import parse
 from pipeloom.errors import InputError
 from pipeloom.plan.plan import Plan
-from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.schedule import make_schedule
 from pipeloom.train.output.directory import repeatable, to_yaml
 

@@ -21,7 +21,7 @@ from pipeloom.plan.plan import Plan
 from pipeloom.plan.shared_layers import NO_LIMIT, SharedLayers
 from pipeloom.plan.slicing import LinearTime, SliceCosts
 from pipeloom.plan.slicing.shared_costs import share_costs
-from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.rules.settings import validate_settings
 
 SAMPLES, S, W, V = 4, 64, 32, 256
 MODEL = Architecture(

@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.cli.common.rank_order import order_lines, rank_order
 from pipeloom.errors import InputError
-from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.schedule import process_names
 from pipeloom.train.config.train_config import TrainConfig
 

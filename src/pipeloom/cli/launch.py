@@ -109,7 +109,7 @@ def _checked(job: Job, scheduler: str) -> Job:
     """The job with the options of a run that resumes; checks those of `pipeloom train`. Raises InputError."""
     from pipeloom.cli.train import parse
     from pipeloom.train.config.automatic import for_processes, without_plan
-    from pipeloom.train.config.rules import check_sizes, validate_settings
+    from pipeloom.train.config.rules.settings import check_sizes, validate_settings
     from pipeloom.train.config.schedule import resolve_data_degree
     from pipeloom.train.config.train_config import TrainConfig
     from pipeloom.train.config.validate import check_processes

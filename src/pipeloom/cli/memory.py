@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         _print_run(read_memory(Path(options.run)), as_json=options.json)
         return 0
     config = resolve_data_degree(to_config(options.as_dict()), None)
-    from pipeloom.train.config.rules import validate_settings
+    from pipeloom.train.config.rules.settings import validate_settings
 
     validate_settings(config)
     if options.print_config is not None:

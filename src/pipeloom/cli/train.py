@@ -39,7 +39,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     values = read_options(parser, argv)
     config = to_config(values.as_dict())
     if values.print_config is not None:
-        from pipeloom.train.config.rules import validate_settings
+        from pipeloom.train.config.rules.settings import validate_settings
 
         validate_settings(config)
         print_config(config, values.print_config)

@@ -25,7 +25,7 @@ from pipeloom.train.checkpoint.convert import check_new
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, verify
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState
 from pipeloom.train.checkpoint.writer import RankContent, save_in_turn
-from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.sections import MemoryConfig
 from pipeloom.train.config.train_config import TrainConfig, flat
 from pipeloom.train.process_group import Group, make_mesh

@@ -12,7 +12,7 @@ import torch
 from pipeloom.ir import COMPUTE_OPS, Action, Op, Schedule
 from pipeloom.passes import lower, stretch
 from pipeloom.sim import Collective, Timeline, measured_timeline
-from pipeloom.train.config.rules import staleness
+from pipeloom.train.config.rules.streams import staleness
 from pipeloom.train.optimizers import learning_rate, learning_rates
 from pipeloom.train.output.expert_metrics import declared_metrics
 from pipeloom.train.output.step_metrics import (

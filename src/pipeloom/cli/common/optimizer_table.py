@@ -11,7 +11,7 @@ from pipeloom.errors import InputError
 from pipeloom.parallel.options import axis_of
 from pipeloom.plan.memory import STATES, MemoryModel, OptimizerRow, num_parameters, optimizer_rows
 from pipeloom.train.config.memory import planned_model, planned_program
-from pipeloom.train.config.rules import check_optimizer
+from pipeloom.train.config.rules.settings import check_optimizer
 from pipeloom.train.config.schedule import make_schedule
 from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.config.train_config import TrainConfig

@@ -12,7 +12,7 @@ from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
 from pipeloom.train.config.option_list import options
-from pipeloom.train.config.rules import DRAINS, check_stream, steps_between_drains
+from pipeloom.train.config.rules.streams import DRAINS, check_stream, steps_between_drains
 from pipeloom.train.config.schedule import check_replicas, parse_cut
 from pipeloom.train.config.sections import ModelSizes
 from pipeloom.train.config.train_config import TrainConfig

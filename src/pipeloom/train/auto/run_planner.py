@@ -22,7 +22,7 @@ from pipeloom.plan.train_options import options_of_plan
 from pipeloom.train.auto.best_plan import Chosen, best_plan, predicted_times
 from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.auto.same_losses import same_losses
-from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.data.written import PLAN_NAME, PLAN_TIMES_NAME

@@ -9,7 +9,7 @@ from pipeloom.ir import Schedule
 from pipeloom.parallel.mesh_shape import MeshShape
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
-from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
 
 

@@ -21,7 +21,7 @@ from pipeloom.train.checkpoint.resume import find_good
 from pipeloom.train.config.fine_tuning import check_same_model
 from pipeloom.train.config.inside_stage import samples_multiple
 from pipeloom.train.config.memory import under_cap
-from pipeloom.train.config.rules import check_sizes, needs_samples, validate_settings
+from pipeloom.train.config.rules.settings import check_sizes, needs_samples, validate_settings
 from pipeloom.train.config.schedule import AUTO, is_stream, make_schedule, schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.opening import open_samples, run_tokenizer

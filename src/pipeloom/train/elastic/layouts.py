@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.train.config.memory import under_cap
-from pipeloom.train.config.rules import validate_settings
+from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.schedule import parse_cut, schedule_name, unused_data_options
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
