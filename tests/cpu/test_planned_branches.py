@@ -169,7 +169,7 @@ class AllState(Net):
     [
         (Totals, r"'blocks.0' changes its argument '1' in place"),
         (ReturnsNone, r"'blocks.0' changes its argument '0' in place"),
-        (OneMemory, r"'blocks.0' changes an object in its attributes that modules of other stages have too"),
+        (OneMemory, r"'blocks.0' leaves a tensor in a dict or list that modules of other stages have"),
         (AllModules, r"reads all its modules, as modules\(\) gives them"),
         (AllState, r"reads all its parameters, as state_dict\(\) gives them"),
     ],

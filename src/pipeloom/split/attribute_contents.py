@@ -17,13 +17,6 @@ def contents_of(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: _copied(value, seen, _DEPTH) for name, value in attributes.items() if name not in OF_TORCH}
 
 
-def is_changeable(value: Any) -> bool:
-    """Whether a value is a container or an object with attributes, but no module, tensor or function."""
-    if isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):
-        return False
-    return isinstance(value, (list, deque, dict, set)) or hasattr(value, "__dict__")
-
-
 def _copied(value: Any, seen: set[int], depth: int) -> Any:
     fields = None
     if not isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):

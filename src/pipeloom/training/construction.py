@@ -136,7 +136,7 @@ def construct(
     if connection.rank is not None and not (own_values and schedule.num_ranks == 1 and not sharing.blocks.divides):
         forbid_saving(stages)
     state = ModelState(stages, programs.train, ranks, sharing)
-    elsewhere = {} if connection.rank is None else parameters_elsewhere(stages.modules, own)
+    elsewhere = None if connection.rank is None else parameters_elsewhere(stages.modules, own)
     executor = Executor(
         state,
         programs,

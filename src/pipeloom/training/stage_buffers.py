@@ -1,15 +1,15 @@
 """`StageBuffers`: buffers that stages of several ranks have, of a module that the model calls at several depths.
 
-Each rank has a copy. That is right for tables, and wrong for a buffer that forwards change, such as the statistics of a
-BatchNorm: each rank would have its own. The first training step shows which of them change.
+Each rank has a copy. That is right for tables, and not for a buffer that forwards change, such as the statistics of a
+BatchNorm, which then do not see all calls. The first training step shows which of them change.
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError
 from pipeloom.ir import Placement
 from pipeloom.split import Stages
 from pipeloom.split.planned.stage import PlannedStage
@@ -55,13 +55,15 @@ class StageBuffers:
                     self._held[name] = _Held(module.get_submodule(home), attribute, buffer.detach().clone(), stages)
 
     def check(self) -> None:
-        """Raises InputError where the first step has changed one of them."""
+        """Warn where the first step has changed one of them."""
         for name, held in self._held.items():
             now = held.module._buffers[held.attribute]
             if now is None or now.shape != held.before.shape or not torch.equal(now, held.before):
                 stages = " and ".join(map(str, held.stages))
-                raise InputError(
-                    f"forwards change the buffer {name!r}, which stages {stages} have on several ranks: each would get "
-                    "values of its own. Use a module for each call, cut the model so that one stage has all calls, or "
-                    "keep the module in eval()."
+                warnings.warn(
+                    f"forwards change the buffer {name!r}, which stages {stages} have on several ranks: its values are "
+                    "not those of one process. Use a module for each call, cut the model so that one stage has all "
+                    "calls, or keep the module in eval().",
+                    stacklevel=4,
                 )
+                return

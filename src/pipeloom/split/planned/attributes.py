@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeloom.split.attribute_contents import OF_TORCH, contents_of, is_changeable, same
+from pipeloom.split.attribute_contents import OF_TORCH, contents_of, same
 from pipeloom.split.planned.collected import INSTALLED
 from pipeloom.split.planned.origins import EARLIER, LATER, Origins
 from pipeloom.split.planned.place import StagePlace
@@ -128,7 +128,7 @@ class ContainerAttributes:
 
 
 class SharedAttributes:
-    """Dicts, lists and objects that a part of a stage has as attributes, and modules outside of the stage as well.
+    """Dicts and lists that a part of a stage has as attributes, and modules outside of the stage as well.
 
     Args:
         model: the whole model.
@@ -141,7 +141,7 @@ class SharedAttributes:
         for name, module in model.named_modules():
             part = next((name[:end] for end in _ends(name) if name[:end] in place.places), f"{name} (no part)")
             for key, value in vars(module).items():
-                if key not in OF_TORCH and key != INSTALLED and is_changeable(value):
+                if key not in OF_TORCH and key != INSTALLED and isinstance(value, (dict, list)):
                     homes.setdefault(id(value), set()).add(part)
                     found[id(value)] = value
         self._of: dict[str, list[Any]] = {}
@@ -151,10 +151,9 @@ class SharedAttributes:
                 for part in parts & own:
                     self._of.setdefault(part, []).append(found[key])
 
-    def contents(self, part: str) -> list[Any]:
-        """What these objects hold, to be compared by `same`."""
-        shared = self._of.get(part)
-        return [] if shared is None else list(contents_of(dict(enumerate(shared))).values())  # type: ignore[arg-type]
+    def tensors(self, part: str) -> list[Tensor]:
+        """The tensors in these dicts and lists."""
+        return [leaf for leaf in tree_leaves(self._of.get(part, ())) if isinstance(leaf, Tensor)]
 
 
 def _ends(name: str) -> Iterable[int]:

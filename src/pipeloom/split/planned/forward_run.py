@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipeloom.split.attribute_contents import same
 from pipeloom.split.planned.attributes import KeptBuffers
 from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
@@ -258,12 +257,12 @@ class ForwardRun:
         before = {where: entries_of(container) for where, container in containers.items()} if containers else {}
         origins = self.origins
         versions: list[tuple[str, Tensor, int]] = []
-        shared: list[Any] = []
+        shared: list[Tensor] = []
         if origins is not None:
             origins.check_arguments(name, args, settings)
             self._check_decisions()
             versions = versions_of(args, settings)
-            shared = self.stage.shared_contents(name)
+            shared = self.stage.shared_tensors(name)
             origins.quiet = True
         if self.draws is None:
             result = run(*args, **settings)
@@ -274,7 +273,8 @@ class ForwardRun:
         if origins is not None:
             origins.quiet = False
             self._check_changes(name, versions, result)
-            if not all(map(same, self.stage.shared_contents(name), shared)):
+            known = {id(tensor) for tensor in shared}
+            if any(id(tensor) not in known for tensor in self.stage.shared_tensors(name)):
                 raise place.shares_attribute(name)
         for where, container in containers.items():
             for entry, value in entries_of(container).items():

@@ -122,10 +122,10 @@ class StagePlace:
         )
 
     def shares_attribute(self, name: str) -> SplitError:
-        """The error for a part that changes an object which modules of other stages have as an attribute too."""
+        """The error for a part that leaves a tensor in a dict or list which modules of other stages have too."""
         return SplitError(
-            f"{name!r} changes an object in its attributes that modules of other stages have too: stages do not "
-            f"exchange it. Pass what it holds as arguments and results, or use another way in: {OTHER_WAYS}."
+            f"{name!r} leaves a tensor in a dict or list that modules of other stages have as an attribute too: stages "
+            f"do not exchange it. Pass it as an argument or result, or use another way in: {OTHER_WAYS}."
         )
 
     def loses_entries(self, name: str) -> SplitError:

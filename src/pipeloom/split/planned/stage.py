@@ -320,9 +320,9 @@ class PlannedStage(StageModule):
         self._learn(form, call)
         return output
 
-    def shared_contents(self, name: str) -> list[Any]:
-        """What is in the objects that the part has in common with other stages, to see whether it changes them."""
-        return self._shared.contents(name)
+    def shared_tensors(self, name: str) -> list[Tensor]:
+        """The tensors in dicts and lists that the part and modules of other stages have as attributes."""
+        return self._shared.tensors(name)
 
     def _message(self, form: Any, call: ForwardRun) -> dict[str, Any]:
         if call.origins is not None:

@@ -3,6 +3,7 @@
 import functools
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,9 +37,7 @@ class WatchedLoss:
         elsewhere: see `parameters_elsewhere`; the first loss must not follow from these.
     """
 
-    def __init__(
-        self, loss_fn: Callable[[Any, Any], Any], *, is_asynchronous: bool, elsewhere: Mapping[int, str]
-    ) -> None:
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], *, is_asynchronous: bool, elsewhere: "Elsewhere") -> None:
         self.loss_fn, self._elsewhere = loss_fn, elsewhere
         self._left = _NUM_COUNTED if is_asynchronous else math.inf
         keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
@@ -49,7 +48,7 @@ class WatchedLoss:
 
     @staticmethod
     def of(
-        loss_fn: LossFn | None, *, is_asynchronous: bool = False, elsewhere: Mapping[int, str] | None = None
+        loss_fn: LossFn | None, *, is_asynchronous: bool = False, elsewhere: "Elsewhere | None" = None
     ) -> LossFn | None:
         """The loss to run: a loss that weighs labels itself stays."""
         if loss_fn is None or hasattr(loss_fn, "weigh"):
@@ -152,8 +151,12 @@ class WatchedLoss:
         )
 
 
-def parameters_elsewhere(stages: Sequence[nn.Module], own: Sequence[int]) -> dict[int, str]:
-    """Names by identity of the parameters of the model that no stage of this process has.
+# Weak references by identity of the parameter, with its name.
+Elsewhere = Mapping[int, tuple["weakref.ref[nn.Parameter]", str]]
+
+
+def parameters_elsewhere(stages: Sequence[nn.Module], own: Sequence[int]) -> Elsewhere:
+    """The parameters of the model that no stage of this process has.
 
     Args:
         stages: of the whole model.
@@ -161,17 +164,18 @@ def parameters_elsewhere(stages: Sequence[nn.Module], own: Sequence[int]) -> dic
     """
     held = {id(parameter) for stage in own for parameter in stages[stage].parameters()}
     named = (item for stage in stages for item in stage.named_parameters())
-    return {id(parameter): name for name, parameter in named if id(parameter) not in held}
+    return {id(parameter): (weakref.ref(parameter), name) for name, parameter in named if id(parameter) not in held}
 
 
-def _check_leaves(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
+def _check_leaves(loss: Tensor, elsewhere: Elsewhere) -> None:
     """Raises InputError where a loss follows from one of these parameters: its gradient would be lost."""
     todo: list[Any] = [loss.grad_fn]
     seen = {loss.grad_fn}
     while todo:
         node = todo.pop()
-        name = elsewhere.get(id(getattr(node, "variable", None)))
-        if name is not None:
+        leaf = getattr(node, "variable", None)
+        parameter, name = elsewhere.get(id(leaf), (None, ""))
+        if parameter is not None and parameter() is leaf:
             raise InputError(
                 f"loss_fn reads the parameter {name!r}, which is on another rank: its gradient would be lost. Add the "
                 "term in the layers that have the parameters, with pl.auxiliary_loss, or use the optimizer's "
