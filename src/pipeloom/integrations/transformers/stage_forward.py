@@ -21,6 +21,7 @@ from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.arguments import as_one_device
 from pipeloom.split.layouts.layout import find_layout
+from pipeloom.split.planned.stage import modules_may_be_read
 from pipeloom.split.planned.stand_ins import HOOKS, shallow_copy
 from pipeloom.training.losses.loss_rule import Given, LossRule, Rule
 from pipeloom.training.losses.noticed_number import NoticedNumber
@@ -104,7 +105,7 @@ class StageForward:
         labels = inputs.get("labels")
         # The label smoother's own loss is a mean over labels.
         watching = self._rule.watching() if trainer.label_smoother is None else nullcontext()
-        with trainer.compute_loss_context_manager(), as_one_device(trainer.args), watching:
+        with trainer.compute_loss_context_manager(), as_one_device(trainer.args), watching, modules_may_be_read():
             loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=number)
         divided = number is not None and number.was_read
         has_classes = isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point()

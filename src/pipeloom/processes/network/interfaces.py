@@ -54,11 +54,12 @@ def choose_interface(store: Store, rank: int, size: int, local_size: int, host: 
         local_size: number of processes on this host; `size`: all are on one host.
         host: name or address.
     """
-    if local_size >= size:
-        return LOOPBACK
-    route = route_to(host)
+    alone = local_size >= size
+    route = None if alone else route_to(host)
     away = "" if route is None or route.interface == LOOPBACK else route.address
-    store.set(f"pipeloom/address/{rank}", away)
+    store.set(f"pipeloom/address/{rank}", away)  # in any case: a rank may not know that all are on one host
+    if alone:
+        return LOOPBACK
     if route is None or away:
         return None if route is None else route.interface
     for other in range(size):

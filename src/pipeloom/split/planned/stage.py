@@ -14,6 +14,7 @@ They are found in the first forward of each form of inputs (see `origins`).
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,25 @@ from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace
 
 _READ_ALL = ("named_parameters", "named_modules", "state_dict")
 _MOST_VARIANTS = 8  # ways of forwards with inputs of one form; those that go yet another way are explored each time
+
+
+class _Reading(threading.local):
+    """Whether modules may be listed in the forwards of this thread."""
+
+    modules = False
+
+
+_reading = _Reading()
+
+
+@contextmanager
+def modules_may_be_read() -> Iterator[None]:
+    """Inside the block, forwards may list their modules: for code around a model that looks for some kinds of them."""
+    before, _reading.modules = _reading.modules, True
+    try:
+        yield
+    finally:
+        _reading.modules = before
 
 
 class PlannedStage(StageModule):
@@ -126,7 +146,8 @@ class PlannedStage(StageModule):
         prefix = f"{name}." if name else ""
         own = getattr(type(shell), method)
         has_all = not any(part.startswith(prefix) for part in self._where.elsewhere)
-        if self.current_run is None or has_all or self._lists_own:
+        looks = _reading.modules and method != "named_parameters"
+        if self.current_run is None or has_all or self._lists_own or looks:
             return own(shell, *args, **settings)
         if method != "named_parameters":
             raise self._where.reads_all(method)
