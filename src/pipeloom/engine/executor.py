@@ -8,9 +8,7 @@ from pipeloom.devices import Device, device_of_modules
 from pipeloom.engine.activation_mover import ActivationMover
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.binders.action_graphs import ActionGraphs
-from pipeloom.engine.calls.agreement import (
-    number_of_forms,
-)
+from pipeloom.engine.calls.agreement import number_of_forms
 from pipeloom.engine.calls.intake import BatchIntake
 from pipeloom.engine.calls.reader import Programs
 from pipeloom.engine.calls.refusals import (
