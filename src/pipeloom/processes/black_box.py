@@ -5,6 +5,7 @@ import os
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from pipeloom.ir import Action
@@ -84,6 +85,7 @@ class BlackBox:
         ready: the generation of the run's ranks that this process can join (`processes/recovery/`).
         grows: 1 where the launcher has asked this rank to save and to end, so that more ranks go on (`--elastic`).
         observer: receives actions and phases as they begin; None, as in ordinary runs: nothing does.
+        on_progress: called in the thread that trains, as a phase begins and as a step is complete; None: nothing is.
     """
 
     SIZE = 4096
@@ -101,6 +103,7 @@ class BlackBox:
         self.page = mmap.mmap(descriptor, self.SIZE, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         self.numbers = memoryview(self.page)[LABEL_BYTES:_NUMBERS_END].cast("d")
         self.observer: ActionObserver | None = None
+        self.on_progress: Callable[[], None] | None = None
 
     @property
     def action_buffer(self) -> memoryview | ActionObserver:
@@ -112,8 +115,14 @@ class BlackBox:
         self.phase, self.patient, self.clock = phase, float(patient), time.perf_counter()
         if self.observer is not None:
             self.observer.enters(phase)
+        self._progress()
 
     def count_step(self) -> None:
         """A step is complete."""
         self.steps += 1
         self.clock = time.perf_counter()
+        self._progress()
+
+    def _progress(self) -> None:
+        if self.on_progress is not None:
+            self.on_progress()

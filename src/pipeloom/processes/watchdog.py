@@ -89,6 +89,7 @@ class Watchdog:
         self._limits = ConnectionLimits() if always and self._board.size > 1 and "nccl" not in _backends() else None
         self._closed = threading.Event()
         self._stuck, self._round = 0.0, 0
+        self._dump_limit = math.inf  # after which all stacks are dumped
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._thread = threading.Thread(target=self._watch, name="pipeloom-watchdog", daemon=True)
 
@@ -99,9 +100,12 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self._thread.start()
+        if self._always:
+            self.black_box.on_progress = self._dump_earlier
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.black_box.on_progress = None
         self._closed.set()
         self._board.close()
 
@@ -114,6 +118,8 @@ class Watchdog:
             yield
         finally:
             self.black_box.patient, self.black_box.clock = before, time.perf_counter()
+            if self._always:
+                self._dump_earlier()
 
     # The thread
 
@@ -167,9 +173,15 @@ class Watchdog:
     def _dump_later(self, limit: float) -> None:
         """Dump all stacks unless called again: a C call that holds the interpreter lock also holds this thread."""
         if self._always:
+            self._dump_limit = limit
             faulthandler.cancel_dump_traceback_later()
             if limit < math.inf:
                 faulthandler.dump_traceback_later(limit + _LAST_SECONDS, file=2)
+
+    def _dump_earlier(self) -> None:
+        """As a phase ends that may last longer: the next call of its thread may hold the interpreter lock."""
+        if (limit := self._limit) < self._dump_limit and not self._closed.is_set():
+            self._dump_later(limit)
 
     def _confer(self) -> None:
         """Ask all ranks; end the run, unless the rank that holds up the others is busy."""
