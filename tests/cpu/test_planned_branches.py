@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipeloom as pl
-from pipeloom.split.planned.origins import Origins
+from pipeloom.split.planned.tracking.origins import Origins
 from tests.cpu.test_planned_values import LAYERS, Net, compared, float64, pipeline  # noqa: F401  # a fixture
 
 
@@ -60,7 +60,7 @@ def test_a_padding_mask_of_some_micro_batches_is_explored_once():
         first = pipe.step(batch)
         model.zero_grad()
         torch.testing.assert_close(pipe.step(batch), first)
-        assert all(len(ways) == 2 for stage in pipe.modules() for ways in stage._known.values())
+        assert all(len(ways) == 2 for stage in pipe.modules() for ways in stage._known._ways.values())
     expected = model(**batch).loss
     torch.testing.assert_close(first, expected.detach(), rtol=1e-6, atol=0, check_dtype=False)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import pipeloom as pl
 from pipeloom.split import split
-from pipeloom.split.planned.origins import DRAWN, IN_UNIT, Origins
+from pipeloom.split.planned.tracking.origins import DRAWN, IN_UNIT, Origins
 
 LAYERS = ["first", "blocks.*", "last"]
 

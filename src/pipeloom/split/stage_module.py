@@ -61,14 +61,19 @@ class StageModule(nn.Module):
 
     def place(self, name: str, module: nn.Module) -> tuple[dict[str, nn.Module | None], str]:
         """Register `module` under its fully qualified name; returns the ``_modules`` dictionary and the key in it."""
-        *containers, last = name.split(".")
-        parent: nn.Module = self
-        for part in containers:
-            if part not in parent._modules:
-                parent.add_module(part, _Namespace())
-            parent = parent.get_submodule(part)
-        parent.add_module(last, module)
-        return parent._modules, last
+        container, _, last = name.rpartition(".")
+        home = self.namespace(container)
+        home.add_module(last, module)
+        return home._modules, last
+
+    def namespace(self, name: str) -> nn.Module:
+        """The module of this stage with the name of one of the model's containers, made where it is missing."""
+        found: nn.Module = self
+        for part in name.split(".") if name else ():
+            if part not in found._modules:
+                found.add_module(part, _Namespace())
+            found = found.get_submodule(part)
+        return found
 
     def forward(self, value: Any, run: BlockRunner | None = None) -> Any:
         """Run the layers. Each takes the previous layer's output as its only argument, as in nn.Sequential.

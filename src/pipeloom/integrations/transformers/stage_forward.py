@@ -21,7 +21,7 @@ from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.arguments import as_one_device
 from pipeloom.split.layouts.layout import find_layout
-from pipeloom.split.planned.stage import modules_may_be_read
+from pipeloom.split.planned.model_copy import modules_may_be_read
 from pipeloom.split.planned.stand_ins import HOOKS, shallow_copy
 from pipeloom.training.losses.loss_rule import Given, LossRule, Rule
 from pipeloom.training.losses.noticed_number import NoticedNumber

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.split.attribute_contents import OF_TORCH, contents_of, same
 from pipeloom.split.planned.collected import INSTALLED
-from pipeloom.split.planned.origins import EARLIER, LATER, Origins
 from pipeloom.split.planned.place import StagePlace
+from pipeloom.split.planned.tracking.origins import EARLIER, LATER, Origins
 
 _ABSENT = object()
 _FIXED = OF_TORCH | {"forward", INSTALLED}  # a stage runs the forward that was there when it was made

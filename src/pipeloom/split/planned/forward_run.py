@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -10,9 +10,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeloom.split.planned.attributes import KeptBuffers
 from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
-from pipeloom.split.planned.decisions import DecisionWatch
-from pipeloom.split.planned.draws import SharedDraws
-from pipeloom.split.planned.origins import (
+from pipeloom.split.planned.known import RESULT, Known
+from pipeloom.split.planned.place import Leave, StagePlace
+from pipeloom.split.planned.tracking.decisions import DecisionWatch
+from pipeloom.split.planned.tracking.draws import SharedDraws
+from pipeloom.split.planned.tracking.origins import (
     DRAWN,
     EARLIER,
     IN_UNIT,
@@ -24,35 +26,7 @@ from pipeloom.split.planned.origins import (
     versions_of,
     with_tensors,
 )
-from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.stage_module import running
-
-RESULT = "="  # in front of a module's name: its result, which another stage reads
-
-
-class Known(NamedTuple):
-    """What the first forward of a form of inputs has found.
-
-    Attributes:
-        sends: keys of the values that later stages need.
-        plain: own parts that only run: nothing of them is sent, and the forward goes on behind them.
-        decisions: what it has read of its inputs into Python.
-    """
-
-    sends: tuple[str, ...]
-    plain: frozenset[int]
-    decisions: tuple[Any, ...] = ()
-
-    @classmethod
-    def of(cls, place: StagePlace, sends: tuple[str, ...], decisions: tuple[Any, ...], lasting: int) -> Self:
-        """Knowledge of a stage at `place`, whose own part `lasting` is the first that leaves something behind."""
-        ends = place.last - place.first if place.last < place.end else None
-        kept = {ends, lasting} if decisions else {ends}
-        plain = (i for i, name in enumerate(place.names) if i not in kept and RESULT + name not in sends)
-        return cls(sends, frozenset(plain), decisions)
-
-
-_NOTHING_KNOWN = Known((), frozenset())
 
 
 class ForwardRun:
@@ -106,7 +80,7 @@ class ForwardRun:
         self._received: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # id of zeros -> these, and what a part got in their place
-        self.sends, self.plain, decisions = known or _NOTHING_KNOWN
+        self.sends, self.plain, decisions = known or Known()
         self.watch = DecisionWatch(decisions) if decisions else None
         self._lasting, self._early = lasting, 0  # decisions by inputs before that part
         self._early_decisions: tuple[Any, ...] = ()
@@ -259,7 +233,9 @@ class ForwardRun:
         versions: list[tuple[str, Tensor, int]] = []
         shared: list[Tensor] = []
         if origins is not None:
-            origins.check_arguments(name, args, settings)
+            combined = origins.argument_of_earlier(args, settings)
+            if combined is not None:
+                raise place.argument_of_earlier(name, combined)
             self._check_decisions()
             versions = versions_of(args, settings)
             shared = self.stage.shared_tensors(name)

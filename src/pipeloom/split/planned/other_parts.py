@@ -9,10 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.split.planned.collected import collector
 from pipeloom.split.planned.containers import containers_of
-from pipeloom.split.planned.forward_run import RESULT, ForwardRun
-from pipeloom.split.planned.origins import EARLIER, LAST, LATER, OWN, tensors_of
+from pipeloom.split.planned.forward_run import ForwardRun
+from pipeloom.split.planned.known import RESULT
 from pipeloom.split.planned.place import Leave
 from pipeloom.split.planned.stand_ins import shaped_like_result, zeros_like
+from pipeloom.split.planned.tracking.origins import EARLIER, LAST, LATER, OWN, tensors_of
 
 
 class OtherParts:

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pipeloom.errors import SplitError, one_line
 from pipeloom.split.layouts.layout import Layout
 
-OTHER_WAYS = "trace the model with example= (Pipeline, split), declare its order with register_layout, or use one stage"
+_OTHER_WAYS = (
+    "trace the model with example= (Pipeline, split), declare its order with register_layout, or use one stage"
+)
 
 
 class Leave(BaseException):
@@ -62,39 +64,54 @@ class StagePlace:
         home, _, key = name.rpartition(".")
         return home if key.isdigit() else name
 
+    def _cannot(self, problem: str, fix: str = "") -> SplitError:
+        """The error for a model that stages cannot run: what is wrong, and a fix before those that always help."""
+        fixes = f"{fix}, {_OTHER_WAYS}" if fix else _OTHER_WAYS[0].upper() + _OTHER_WAYS[1:]
+        return SplitError(f"{problem}. {fixes}.")
+
     def in_another_order(self, name: str) -> SplitError:
         """The error for a part that runs twice, or in another order."""
-        return SplitError(
+        return self._cannot(
             f"the forward of {self._model} runs {name!r} twice, in another order than {self._declared}, or without "
-            f"parts before it, as layerdrop does: stages run each part once. Use another way in: {OTHER_WAYS}."
+            "parts before it, as layerdrop does: stages run each part once"
         )
 
     def not_called(self, name: str) -> SplitError:
         """The error for a part that the forward did not call."""
-        return SplitError(
-            f"the forward of {self._model} ended without calling {name!r}, which {self._declared} names, as a part of "
-            f"the model. Pass layers=, or use another way in: {OTHER_WAYS}."
+        return self._cannot(
+            f"the forward of {self._model} ended without calling {name!r}, which {self._declared} names as a part of "
+            "the model",
+            "Pass layers=",
         )
 
     def reads_earlier(self) -> SplitError:
         """The error for a result that follows from zeros."""
-        return SplitError(
+        return self._cannot(
             f"the result of {self._model} reads what earlier stages computed, beside the result of {self.names[0]!r} "
-            f"and later parts: it would be wrong. Use another way in: {OTHER_WAYS}."
+            "and later parts: it would be wrong"
         )
 
     def decides_by_earlier(self) -> SplitError:
-        """The error for a forward that goes on as a value tells, which follows from zeros."""
-        return SplitError(
+        """The error for a forward that branches on a value which follows from zeros."""
+        return self._cannot(
             f"the forward of {self._model} branches on a value that combines what several earlier stages compute: "
-            f"stages cannot exchange it. Use a cut that keeps these parts together, or {OTHER_WAYS}."
+            "stages cannot exchange it",
+            "Use a cut that keeps these parts together",
+        )
+
+    def argument_of_earlier(self, name: str, where: str) -> SplitError:
+        """The error for a part with an argument that follows from zeros."""
+        return self._cannot(
+            f"{name!r} reads argument {where!r}, which combines what several earlier stages compute: stages cannot "
+            "exchange it",
+            "Use a cut that keeps these parts together",
         )
 
     def not_found(self, name: str) -> SplitError:
         """The error for a value that later stages read, and that this forward did not come to."""
-        return SplitError(
+        return self._cannot(
             f"the forward of {self._model} went another way than with earlier inputs of the same shapes: it did not "
-            f"compute {name!r}, which later stages read. Use another way in: {OTHER_WAYS}."
+            f"compute {name!r}, which later stages read"
         )
 
     def without_shape(self, module: str, error: Exception) -> SplitError:
@@ -116,22 +133,24 @@ class StagePlace:
 
     def changes_argument(self, name: str, where: str) -> SplitError:
         """The error for a part that changes one of its arguments in place."""
-        return SplitError(
+        return self._cannot(
             f"{name!r} changes its argument {where!r} in place and does not return it: stages do not exchange such "
-            f"changes. Return the changed tensor, or use another way in: {OTHER_WAYS}."
+            "changes",
+            "Return the changed tensor",
         )
 
     def shares_attribute(self, name: str) -> SplitError:
         """The error for a part that leaves a tensor in a dict or list which modules of other stages have too."""
-        return SplitError(
+        return self._cannot(
             f"{name!r} leaves a tensor in a dict or list that modules of other stages have as an attribute too: stages "
-            f"do not exchange it. Pass it as an argument or result, or use another way in: {OTHER_WAYS}."
+            "do not exchange it",
+            "Pass it as an argument or result",
         )
 
     def loses_entries(self, name: str) -> SplitError:
         """The error for a dict or list with entries of earlier stages, which no part in front of this one is given."""
-        return SplitError(
-            f"layers of earlier stages left values in a dict or list among their arguments, and the forward of "
-            f"{self._model} does not pass it to {name!r} or to the layer before. Use another cut, or another way in: "
-            f"{OTHER_WAYS}."
+        return self._cannot(
+            "layers of earlier stages left values in a dict or list among their arguments, and the forward of "
+            f"{self._model} does not pass it to {name!r} or to the layer before",
+            "Use another cut",
         )

@@ -9,12 +9,10 @@ stage return zeros, except the last of them, which returns what the previous sta
 last part, a stage leaves the forward, so nothing later runs there. The model's keyword arguments travel along.
 What else later stages read travels too: arguments of their parts that were computed by earlier parts, entries that
 parts left in a dict or list among their arguments, and outputs that transformers collects, such as router logits.
-They are found in the first forward of each form of inputs (see `origins`).
+They are found in the first forward of each form of inputs (see `tracking.origins`).
 """
 
-import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,44 +23,21 @@ from torch import Tensor, nn
 from pipeloom.errors import PipeloomError, SplitError
 from pipeloom.split.layouts.layout import Layout
 from pipeloom.split.planned.arguments import FIRST, ModelArguments, form_of
-from pipeloom.split.planned.attributes import ContainerAttributes, SharedAttributes
+from pipeloom.split.planned.attributes import SharedAttributes
 from pipeloom.split.planned.caches import fill_others, lengths_of
-from pipeloom.split.planned.collected import INSTALLED, HooksOnDemand
-from pipeloom.split.planned.decisions import OtherDecision
-from pipeloom.split.planned.forward_run import ForwardRun, Known
+from pipeloom.split.planned.forward_run import ForwardRun
+from pipeloom.split.planned.known import Known, KnownForwards
+from pipeloom.split.planned.model_copy import ModelCopy
 from pipeloom.split.planned.other_parts import OtherParts
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import (
     Format,
     OwnPart,
-    PassedOver,
     format_of,
-    shallow_copy,
     shaped_like_result,
 )
-from pipeloom.split.stage_module import BlockRunner, StageModule, _Namespace
-
-_READ_ALL = ("named_parameters", "named_modules", "state_dict")
-_MOST_VARIANTS = 8  # ways of forwards with inputs of one form; those that go yet another way are explored each time
-
-
-class _Reading(threading.local):
-    """Whether modules may be listed in the forwards of this thread."""
-
-    modules = False
-
-
-_reading = _Reading()
-
-
-@contextmanager
-def modules_may_be_read() -> Iterator[None]:
-    """Inside the block, forwards may list their modules: for code around a model that looks for some kinds of them."""
-    before, _reading.modules = _reading.modules, True
-    try:
-        yield
-    finally:
-        _reading.modules = before
+from pipeloom.split.planned.tracking.decisions import OtherDecision
+from pipeloom.split.stage_module import BlockRunner, StageModule
 
 
 class PlannedStage(StageModule):
@@ -87,100 +62,30 @@ class PlannedStage(StageModule):
         layers = list(layers)
         super().__init__(layers, [name for name, is_block in chain if is_block])
         self._where = StagePlace([name for name, _ in layers], chain, layout, type(model).__name__)
-        self._containers: list[nn.Module] = []
-        self._attributes = ContainerAttributes()
         self._training = model.training
-        self._known: dict[Any, list[Known]] = {}  # by form of inputs, the last used first
+        self._known = KnownForwards()
         lasting = (i for i, (name, part) in enumerate(layers) if name in self._where.blocks or _has_float_buffers(part))
         self._lasting = next(lasting, -1)
-        self._drawing: set[Any] = set()  # forms of inputs with which the forward draws between its parts
         self.current_run: ForwardRun | None = None
         self._others: OtherParts | None = None  # in the current forward
         self._cache: Any = None
-        self._lists_own = False
-        self._shell = (self._shell_of(model, ""),)  # in a tuple: it is no submodule
+        self._copy = ModelCopy(self, self._where, model)
         base: Any = model.get_submodule(layout.base)
         self._without_cache = "use_cache" in inspect.signature(base.forward).parameters
-        self._arguments = ModelArguments(self._shell[0].forward)
+        self._arguments = ModelArguments(self.whole_model.forward)
         self._format_of_model = format_of(self)
         self._shared = SharedAttributes(model, self._where)
-        on_demand = HooksOnDemand(model, [*self.modules(), *self._containers])
-        for container in self._containers:
-            if INSTALLED in vars(container):
-                vars(container)[INSTALLED] = on_demand
 
     @property
     def whole_model(self) -> Any:
         """The model that the stage was cut from, with parts of other stages passed over: of the model's class."""
-        return self._shell[0]
+        return self._copy.model
 
     # The module tree that the forward walks
 
-    def _shell_of(self, module: nn.Module, name: str) -> nn.Module:
-        places = self._where.places
-        if name in places:
-            if name in self._where.names:
-                index = self._where.names.index(name)
-                return OwnPart(self, index, *self._chain[index])
-            return PassedOver(self, places[name], name, module)
-        prefix = f"{name}." if name else ""
-        holds_parts = any(part.startswith(prefix) for part in places)
-        if not holds_parts and type(module).forward is not nn.Module.forward:
-            return self._other(module, name)
-        shell = shallow_copy(module)
-        for method in _READ_ALL:
-            vars(shell)[method] = partial(self._read_all, shell, name, method)
-        self._containers.append(shell)
-        self._attributes.follow(module, shell)
-        if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
-            home = self._namespace(name)
-            home._parameters, home._buffers = dict(module._parameters), dict(module._buffers)
-            home._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-            shell._parameters, shell._buffers = home._parameters, home._buffers
-        for key, child in module._modules.items():
-            shell._modules[key] = None if child is None else self._shell_of(child, prefix + key)
-        return shell
-
-    def _read_all(self, shell: nn.Module, name: str, method: str, *args: Any, **settings: Any) -> Any:
-        """What a container's parameters or modules are, read in a forward, where this stage has all of them."""
-        prefix = f"{name}." if name else ""
-        own = getattr(type(shell), method)
-        has_all = not any(part.startswith(prefix) for part in self._where.elsewhere)
-        looks = _reading.modules and method != "named_parameters"
-        if self.current_run is None or has_all or self._lists_own or looks:
-            return own(shell, *args, **settings)
-        if method != "named_parameters":
-            raise self._where.reads_all(method)
-        self._lists_own = True  # named_parameters calls named_modules
-        try:
-            return self._first_parameters(list(own(shell, *args, **settings)))
-        finally:
-            self._lists_own = False
-
-    def _first_parameters(self, found: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this stage; the first may tell a dtype."""
-        yield from found
-        raise self._where.reads_all("named_parameters")
-
-    def _namespace(self, name: str) -> nn.Module:
-        """The module of this stage with the name of a container of the model."""
-        parent: nn.Module = self
-        for part in name.split(".") if name else ():
-            if part not in parent._modules:
-                parent.add_module(part, _Namespace())
-            parent = parent.get_submodule(part)
-        return parent
-
-    def _other(self, module: nn.Module, name: str) -> nn.Module:
-        """A module that is no part: in front of the blocks or behind them, or without parameters."""
-        if next(module.parameters(), None) is None:
-            twin = copy.deepcopy(module)
-            for pair in zip(module.modules(), twin.modules(), strict=True):
-                self._attributes.follow(*pair)
-            return OwnPart(self, name, *self.place(name, twin))
-        if self._where.keeps_others or name in self._where.everywhere:
-            return OwnPart(self, name, *self.place(name, module))
-        return PassedOver(self, None, name, module)
+    def own_part(self, index: int) -> OwnPart:
+        """Stands where the model calls the stage's part `index`."""
+        return OwnPart(self, index, *self._chain[index])
 
     def _around(self, run: BlockRunner | None, index: int, layer: Any) -> Callable[..., Any]:
         """A part with the runner of blocks and the observer around it."""
@@ -265,29 +170,26 @@ class PlannedStage(StageModule):
         inputs = dict(arrived["inputs"]) if arrived else self._arguments.of(value)
         if self.training != self._training:
             self._training = self.training
-            for container in self._containers:
-                container.training = self.training
-        if self._attributes.update():  # the forward may go another way
+            self._copy.train(self.training)
+        if self._copy.attributes.update():  # the forward may go another way
             self._known.clear()
-            self._drawing.clear()
         form = self._form(inputs)
-        variants = self._known.get(form, [])
-        known = variants[0] if variants else None
+        known = self._known.last_used(form)
         around = None if run is None and self.observer is None else partial(self._around, run)
         while True:
-            draws = form in self._drawing
+            draws = self._known.draws(form)
             call = ForwardRun(self, self._where, inputs, arrived, known, self._lasting, draws=draws, around=around)
             if call.origins is not None:
-                self._attributes.begin(call.origins)
+                self._copy.attributes.begin(call.origins)
             try:
                 output = self._run(call, inputs, form)
             except OtherDecision as other:
                 assert call.watch is not None
                 call.watch.restore_draws()
-                known = next((each for each in variants if each.decisions[: len(other.seen)] == other.seen), None)
+                known = self._known.begins_with(form, other.seen)
             else:
-                if known is not None and known is not variants[0]:
-                    self._known[form] = [known, *(each for each in variants if each is not known)]
+                if known is not None:
+                    self._known.used(form, known)
                 return output
 
     def _run(self, call: ForwardRun, inputs: Mapping[str, Any], form: Any) -> Any:
@@ -309,10 +211,10 @@ class PlannedStage(StageModule):
         begins_again = False
         try:
             if call.draws is None and call.watch is None:
-                output = self._shell[0](*first, **settings)
+                output = self._copy.model(*first, **settings)
             else:
                 with call.followed():
-                    output = self._shell[0](*first, **settings)
+                    output = self._copy.model(*first, **settings)
             if cache is not None:
                 self._check_keys(lengths)
             if call.explores:
@@ -353,12 +255,10 @@ class PlannedStage(StageModule):
 
     def _learn(self, form: Any, call: ForwardRun) -> None:
         """Keep what an exploring forward has found, unless the next one may go another way."""
-        if call.origins is not None and self._attributes.unchanged(call.origins) and not call.decides:
-            variants = self._known.setdefault(form, [])
-            if len(variants) < _MOST_VARIANTS:
-                variants.insert(0, Known.of(self._where, tuple(call.found), call.decisions, self._lasting))
+        if call.origins is not None and self._copy.attributes.unchanged(call.origins) and not call.decides:
+            self._known.add(form, Known.of(self._where, tuple(call.found), call.decisions, self._lasting))
         if call.seed is not None:
-            self._drawing.add(form)
+            self._known.add_drawing(form)
 
     def own_parameter(self, name: str) -> nn.Parameter | None:
         """A parameter of one of the stage's parts, by its name in the model; None: there is no such parameter."""
@@ -378,7 +278,7 @@ class PlannedStage(StageModule):
 
     def container_buffers(self) -> set[int]:
         """The identities of buffers of the modules around the parts: every stage makes their changes."""
-        return {id(buffer) for container in self._containers for buffer in container._buffers.values()}
+        return self._copy.buffers()
 
     def _check_keys(self, before: list[int]) -> None:
         """Raises SplitError where all blocks of a stage read keys and values of other stages' layers."""

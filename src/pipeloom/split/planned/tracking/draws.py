@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.common.random_states import RandomStates, thread
 from pipeloom.errors import SplitError
-from pipeloom.split.planned.origins import DRAWN, IN_UNIT, Origins
+from pipeloom.split.planned.tracking.origins import DRAWN, IN_UNIT, Origins
 
 _DROPOUTS = frozenset(
     ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pipeloom.errors import SplitError
-from pipeloom.split.planned.decisions import ANY, TO_PYTHON, decision_of
-from pipeloom.split.planned.place import OTHER_WAYS
+from pipeloom.split.planned.tracking.decisions import ANY, TO_PYTHON, decision_of
 
 OWN = 1  # computed by a part of this stage, or received
 LAST = 2  # the result of the last part of this stage
@@ -114,14 +112,10 @@ class Origins(TorchFunctionMode):
                 origins |= self._all_of_tensor(leaf)
         return origins
 
-    def check_arguments(self, name: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> None:
-        """Raises SplitError if arguments of the part `name` follow from zeros."""
-        for place, tensor in tensors_of(args, settings):
-            if self.of_tensor(tensor) & EARLIER:
-                raise SplitError(
-                    f"{name!r} reads argument {place!r}, which combines what several earlier stages compute: stages "
-                    f"cannot exchange it. Use a cut that keeps these parts together, or {OTHER_WAYS}."
-                )
+    def argument_of_earlier(self, args: tuple[Any, ...], settings: Mapping[str, Any]) -> str | None:
+        """The name of an argument that follows from zeros; None: there is none."""
+        found = (where for where, tensor in tensors_of(args, settings) if self.of_tensor(tensor) & EARLIER)
+        return next(found, None)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,0 +1,126 @@
+"""`ModelCopy`: the shallow copy of a model's containers, inside which the forward of a stage runs."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from pipeloom.split.planned.attributes import ContainerAttributes
+from pipeloom.split.planned.collected import INSTALLED, HooksOnDemand
+from pipeloom.split.planned.place import StagePlace
+from pipeloom.split.planned.stand_ins import OwnPart, PassedOver, shallow_copy
+
+_LISTINGS = ("named_parameters", "named_modules", "state_dict")
+
+
+class _Reading(threading.local):
+    """Whether modules may be listed in the forwards of this thread."""
+
+    modules = False
+
+
+_reading = _Reading()
+
+
+@contextmanager
+def modules_may_be_read() -> Iterator[None]:
+    """Inside the block, forwards may list their modules: for code around a model that looks for some kinds of them."""
+    before, _reading.modules = _reading.modules, True
+    try:
+        yield
+    finally:
+        _reading.modules = before
+
+
+class ModelCopy:
+    """A model's containers, copied, with an `OwnPart` or `PassedOver` in place of each part.
+
+    Args:
+        stage: the `PlannedStage` that runs the copy, and holds the modules that are no parts.
+        place: of the stage.
+        model: the whole model.
+
+    Attributes:
+        model: the copy, of the model's class.
+        attributes: of the copied modules.
+    """
+
+    def __init__(self, stage: Any, place: StagePlace, model: nn.Module) -> None:
+        self._stage, self._place = stage, place
+        self._containers: list[nn.Module] = []
+        self._lists_own = False
+        self.attributes = ContainerAttributes()
+        self.model = self._copy(model, "")
+        on_demand = HooksOnDemand(model, [*stage.modules(), *self._containers])
+        for container in self._containers:
+            if INSTALLED in vars(container):
+                vars(container)[INSTALLED] = on_demand
+
+    def train(self, training: bool) -> None:
+        """Set the mode of the containers: training or evaluation."""
+        for container in self._containers:
+            container.training = training
+
+    def buffers(self) -> set[int]:
+        """The identities of the containers' own buffers."""
+        return {id(buffer) for container in self._containers for buffer in container._buffers.values()}
+
+    def _copy(self, module: nn.Module, name: str) -> nn.Module:
+        places, names = self._place.places, self._place.names
+        if name in names:
+            own: nn.Module = self._stage.own_part(names.index(name))
+            return own
+        if name in places:
+            return PassedOver(self._stage, places[name], name, module)
+        prefix = f"{name}." if name else ""
+        holds_parts = any(part.startswith(prefix) for part in places)
+        if not holds_parts and type(module).forward is not nn.Module.forward:
+            return self._no_part(module, name)
+        container = shallow_copy(module)
+        for method in _LISTINGS:
+            vars(container)[method] = partial(self._list, container, prefix, method)
+        self._containers.append(container)
+        self.attributes.follow(module, container)
+        if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
+            home = self._stage.namespace(name)
+            home._parameters, home._buffers = dict(module._parameters), dict(module._buffers)
+            home._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+            container._parameters, container._buffers = home._parameters, home._buffers
+        for key, child in module._modules.items():
+            container._modules[key] = None if child is None else self._copy(child, prefix + key)
+        return container
+
+    def _no_part(self, module: nn.Module, name: str) -> nn.Module:
+        """A module that is no part: in front of the blocks or behind them, or without parameters."""
+        if next(module.parameters(), None) is None:
+            twin = copy.deepcopy(module)
+            for pair in zip(module.modules(), twin.modules(), strict=True):
+                self.attributes.follow(*pair)
+            return OwnPart(self._stage, name, *self._stage.place(name, twin))
+        if self._place.keeps_others or name in self._place.everywhere:
+            return OwnPart(self._stage, name, *self._stage.place(name, module))
+        return PassedOver(self._stage, None, name, module)
+
+    def _list(self, container: nn.Module, prefix: str, method: str, /, *args: Any, **settings: Any) -> Any:
+        """What a container's parameters or modules are, read in a forward, where the stage has all of them."""
+        own = getattr(type(container), method)
+        has_all = not any(part.startswith(prefix) for part in self._place.elsewhere)
+        looks = _reading.modules and method != "named_parameters"
+        if self._stage.current_run is None or has_all or self._lists_own or looks:
+            return own(container, *args, **settings)
+        if method != "named_parameters":
+            raise self._place.reads_all(method)
+        self._lists_own = True  # named_parameters calls named_modules
+        try:
+            return self._first_parameters(list(own(container, *args, **settings)))
+        finally:
+            self._lists_own = False
+
+    def _first_parameters(self, found: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this stage; the first may tell a dtype."""
+        yield from found
+        raise self._place.reads_all("named_parameters")

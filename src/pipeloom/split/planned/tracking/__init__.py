@@ -1,0 +1,6 @@
+"""What a planned stage follows through a forward that it does not know yet.
+
+origins      the values that later stages need
+decisions    what the forward reads of its inputs into Python, such as for a branch
+draws        random numbers drawn between parts, alike on every stage
+"""
