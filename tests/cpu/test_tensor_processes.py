@@ -50,19 +50,28 @@ def test_dropout_without_slices_is_the_same_on_ranks_with_the_same_seed(sequence
     _full_gradients(found)
 
 
-def _seeded_step(rank: int) -> str:
+def _seeded_step(rank: int) -> list[str]:
+    found = []
     torch.manual_seed(rank)
     with pl.Mesh(tp=2) as mesh:
         model = pl.parallelize(build(config(kv_heads=2, dropout=0.1)), mesh)
         made = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=4)
         with pl.Pipeline(model, made, loss_fn=loss_fn, mesh=mesh) as pipe:
-            with pytest.raises(InputError) as refused:
-                pipe.step(*batch())
+            for module in pipe.modules():
+                module.register_buffer("valueless", torch.ones(1, device="meta") if rank else None)
+            for _ in ("one rank has no values", "the seeds differ"):
+                with pytest.raises(InputError) as refused:
+                    pipe.step(*batch())
+                found.append(str(refused.value))
+                for module in pipe.modules():
+                    module.valueless = None
             torch.manual_seed(1)
             assert math.isfinite(pipe.step(*batch()))
-    return str(refused.value)
+    return found
 
 
-def test_ranks_with_other_seeds_are_refused_before_they_draw():
-    found = run_ranks(_seeded_step, 2)
-    assert all("different random numbers for dropout" in text and "torch.manual_seed" in text for text in found)
+def test_ranks_without_values_or_with_other_seeds_are_refused_before_they_draw():
+    for valueless, seeds in run_ranks(_seeded_step, 2):
+        assert "'valueless' of stage 0 is on the meta device" in valueless
+        assert "different random numbers for dropout" in seeds
+        assert "torch.manual_seed" in seeds

@@ -51,6 +51,7 @@ class MeshBlocks(Blocks):
 
     def __init__(self, mesh: Mesh, *, sharded: bool) -> None:
         self._mesh, self._sharded = mesh, sharded
+        self.lines = mesh.lines("tp")
         self.leads = not any(mesh.place.coordinates.values())
         self._owned: dict[nn.Parameter, _Elements] = {}
 

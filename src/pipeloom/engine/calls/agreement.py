@@ -10,6 +10,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from pipeloom.engine.batch import Batch
+from pipeloom.engine.calls.equal_seeds import different_states
 from pipeloom.engine.calls.refusals import refused_by
 from pipeloom.errors import InputError
 from pipeloom.ir import Program
@@ -37,6 +38,32 @@ class Agreed(NamedTuple):
     labels: tuple[int, int] = (0, 0)
 
 
+class RankCall(NamedTuple):
+    """A call, as one rank makes it.
+
+    Attributes:
+        number: of the call.
+        settings: its arguments, which all ranks have to pass alike.
+        drawing: the state of torch's generator where ranks compare it, see `drawing_state`; 0: this rank does not.
+    """
+
+    number: int
+    settings: str = ""
+    drawing: int = 0
+
+
+class _Row(NamedTuple):
+    """What one rank tells the others before a call; forms and settings as checksums."""
+
+    samples: int
+    labels: int
+    counting: int
+    inputs: int
+    targets: int
+    settings: int
+    drawing: int
+
+
 class Exchange(ABC):
     """Exchanges numbers about each rank's batch.
 
@@ -51,8 +78,7 @@ class Exchange(ABC):
         """The counts of all ranks, and the first text that is not empty; every rank calls it.
 
         Args:
-            counts: of this rank: samples, labels, labels that count, a number of its settings. -1 samples: it refuses
-                its batch.
+            counts: of this rank; the first is the number of its samples. -1: it refuses its batch.
             text: why.
             call: number of the call.
 
@@ -154,6 +180,7 @@ class BatchAgreement:
         replicas: of the pipeline, as the ranks that exchange.
         replica_ranks: the ranks with the same stages as this one in all replicas; empty: there is one.
         batches: groups of ranks that read the same batch.
+        lines: groups of ranks that share layers, which draw alike.
     """
 
     def __init__(
@@ -162,58 +189,61 @@ class BatchAgreement:
         replicas: Sequence[Sequence[int]],
         replica_ranks: Sequence[int],
         batches: Sequence[Sequence[int]],
+        lines: Sequence[Sequence[int]] = (),
     ) -> None:
         self._exchange, self._replicas, self._alike = exchange, replicas, replica_ranks
-        self._batches = batches
+        self._batches, self._lines = batches, lines
         counted = {*(replica_ranks or [exchange.rank])}
         self._counted = [line for line in replicas if counted & {*line}]
 
-    def agree(
-        self, batch: Batch, labels: tuple[int, int], refusal: Exception | None, call: int, settings: str = ""
-    ) -> Agreed:
+    def agree(self, batch: Batch, labels: tuple[int, int], refusal: Exception | None, call: RankCall) -> Agreed:
         """Exchange the size and the form of a batch; every rank calls it.
 
         Args:
             batch: what this process reads.
             labels: its labels, and those that count.
             refusal: why it cannot use its batch.
-            call: number of the call.
-            settings: its arguments, which all ranks have to pass alike.
+            call: this process's.
 
         Raises:
-            InputError: a rank cannot use its batch, those of one replica have different sizes or forms, or ranks have
-                different settings; on all ranks.
+            InputError: a rank cannot use its batch, those of one replica have different sizes or forms, ranks have
+                different settings, or ranks that share layers draw different random numbers; on all ranks.
             RunError: ranks make different calls. PeerLost: a rank ended or timed out.
         """
         text = "" if refusal is None else refused_by(self._exchange.rank, refusal)
         samples = batch.num_samples if refusal is None else _REFUSED
-        own = (samples, *labels, *(crc32(each.encode()) for each in (*batch.forms, settings)))
-        found, text = self._exchange.exchange(own, text, call)
-        counts = [samples for samples, *_ in found]
-        if _REFUSED in counts:
+        inputs, targets, settings = (crc32(each.encode()) for each in (*batch.forms, call.settings))
+        own = _Row(samples, *labels, inputs, targets, settings, call.drawing)
+        found, text = self._exchange.exchange(own, text, call.number)
+        rows = [_Row(*row) for row in found]
+        if any(row.samples == _REFUSED for row in rows):
             raise refusal or InputError(text)
-        other = next((rank for rank, row in enumerate(found) if row[-1] != found[0][-1]), None)
+        other = next((rank for rank, row in enumerate(rows) if row.settings != rows[0].settings), None)
         if other is not None:
             raise InputError(
                 f"ranks 0 and {other} made this call with different arguments: pass the same on every process. This "
-                f"process has {settings}."
+                f"process has {call.settings}."
             )
+        if text := different_states([row.drawing for row in rows], self._lines):
+            raise InputError(text)
         for line in self._batches:
-            holders = {counts[rank]: rank for rank in reversed(line) if counts[rank]}
+            holders = {rows[rank].samples: rank for rank in reversed(line) if rows[rank].samples}
             if len(holders) > 1:
                 (one, first), (other, second) = sorted(holders.items(), key=lambda item: item[1])[:2]
                 raise InputError(
                     f"rank {first} has a batch of {one} samples and rank {second} one of {other}: every sample needs a "
                     "target. Pass inputs and targets of the same batch, on every process."
                 )
-        numbers = [[str(number or "") for number in row[3:5]] for row in found]
-        if different_forms(numbers, self._batches):
-            forms = [text.split("\n") for text in self._exchange.gather("\n".join(batch.forms), call)]
+        if different_forms([[str(n or "") for n in (row.inputs, row.targets)] for row in rows], self._batches):
+            forms = [text.split("\n") for text in self._exchange.gather("\n".join(batch.forms), call.number)]
             raise InputError(different_forms(forms, self._batches))
-        sizes = [max(counts[rank] for rank in line) for line in self._replicas]
-        all_labels, counting = (sum(found[rank][column] for rank in self._alike) for column in (1, 2))
-        all_samples = sum(max(counts[rank] for rank in line) for line in self._counted)
-        return Agreed(min(sizes), max(sizes), all_samples, (all_labels, counting))
+        sizes = [max(rows[rank].samples for rank in line) for line in self._replicas]
+        return Agreed(
+            fewest=min(sizes),
+            most=max(sizes),
+            all_samples=sum(max(rows[rank].samples for rank in line) for line in self._counted),
+            labels=(sum(rows[rank].labels for rank in self._alike), sum(rows[rank].counting for rank in self._alike)),
+        )
 
 
 def number_of_forms(forms: Sequence[str]) -> int:

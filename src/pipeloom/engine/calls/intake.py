@@ -11,8 +11,8 @@ import torch
 
 from pipeloom.devices import Device, HostDevice
 from pipeloom.engine.batch import Batch
-from pipeloom.engine.calls.agreement import BatchAgreement, LineExchange, MembersExchange, different_forms
-from pipeloom.engine.calls.equal_seeds import check_seeds
+from pipeloom.engine.calls.agreement import BatchAgreement, LineExchange, MembersExchange, RankCall, different_forms
+from pipeloom.engine.calls.equal_seeds import drawing_state
 from pipeloom.engine.calls.reader import BatchReader, Programs
 from pipeloom.engine.calls.refusals import all_ranks_run_all_microbatches
 from pipeloom.engine.model_state import ModelState
@@ -74,7 +74,11 @@ class BatchIntake:
         elif connection.members is not None:
             exchange = MembersExchange(connection.members, connection.timeout_seconds)
             self._agreement = BatchAgreement(
-                exchange, connection.replicas, state.sharing.replica_ranks, connection.batches
+                exchange,
+                connection.replicas,
+                state.sharing.replica_ranks,
+                connection.batches,
+                state.sharing.blocks.lines,
             )
         self.channels: set[Channel] = set() if self._line is None else self._line.channels
 
@@ -82,24 +86,21 @@ class BatchIntake:
         self, read: Callable[[], tuple[Value, Value]], kind: Call, count: int, *, with_loss: bool, settings: str = ""
     ) -> Batch:
         """The micro-batches of this process in call `count`; see `BatchReader.read`."""
-        training = kind is Call.STEP
+        training, blocks = kind is Call.STEP, self._state.sharing.blocks
         agreement = None if training and self.refuses_in_messages else self._agreement
 
         def read_with_values() -> tuple[Value, Value]:
             if not self._has_values:
                 self._state.check_values()
                 self._has_values = True
-            if training and not (self._sliced or self._seeds_are_equal):  # slices agree on a seed for each step
-                check_seeds(self._state.modules(), self._state.sharing.blocks)
-                self._seeds_are_equal = True
             return read()
 
-        call = call_number(count, kind)
-        batch = self._reader.read(
-            read_with_values, agreement, call, training=training, with_loss=with_loss, settings=settings
-        )
+        compares = training and bool(blocks.lines) and not (self._sliced or self._seeds_are_equal)
+        call = RankCall(call_number(count, kind), settings, drawing_state(self._state.modules()) if compares else 0)
+        batch = self._reader.read(read_with_values, agreement, call, training=training, with_loss=with_loss)
+        self._seeds_are_equal = self._seeds_are_equal or compares
         if self._sliced and training:
-            batch.seed = self._state.sharing.blocks.common(int(torch.randint(2**63 - 1, ())))
+            batch.seed = blocks.common(int(torch.randint(2**63 - 1, ())))
         return batch
 
     @property

@@ -10,7 +10,7 @@ from pipeloom.devices import Device
 from pipeloom.engine.batch import Batch, LabelWeights, form_of, label_weights, moved, prepared
 from pipeloom.engine.binders.sequence_parts import cut_tokens
 from pipeloom.engine.binders.sequence_slices import cut_sequences
-from pipeloom.engine.calls.agreement import BatchAgreement
+from pipeloom.engine.calls.agreement import BatchAgreement, RankCall
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.stores.sharing import Sharing
 from pipeloom.errors import InputError
@@ -84,21 +84,19 @@ class BatchReader:
         self,
         read: Callable[[], tuple[Value, Value]],
         agreement: BatchAgreement | None,
-        call: int,
+        call: RankCall,
         *,
         training: bool,
         with_loss: bool,
-        settings: str = "",
     ) -> Batch:
         """The micro-batches of this process, in a number that all ranks agree on.
 
         Args:
             read: returns inputs and targets, as for `Pipeline.step`.
             agreement: with the other ranks; None: there are none, or they notice a refusal later.
-            call: number of the call.
+            call: as this process makes it.
             training: whether the batch is trained; else it may have fewer samples than micro-batches.
             with_loss: whether the targets are read.
-            settings: see `BatchAgreement.agree`.
 
         Raises:
             InputError: a batch cannot be used. Without `agreement`, any error of `read`.
@@ -119,7 +117,7 @@ class BatchReader:
                 refusal = error
             if agreement is None:
                 break
-            agreed = agreement.agree(found.batch, found.labels, refusal, call, settings)
+            agreed = agreement.agree(found.batch, found.labels, refusal, call)
             enough = training or min(count, agreed.most) <= agreed.fewest
             count = min(count, agreed.fewest)
             if enough:

@@ -16,10 +16,12 @@ class Blocks:
 
     Attributes:
         divides: whether several processes share each stage.
+        lines: the processes that share a stage, for all stages and replicas, where these draw random numbers alike.
         leads: whether this process is the first of them.
     """
 
     divides: bool = False
+    lines: Sequence[Sequence[int]] = ()
     leads: bool = True
 
     def full_shape(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
