@@ -123,6 +123,21 @@ def test_several_chunks_a_rank(make_schedule, transport: str) -> None:
         torch.testing.assert_close(pipe.forward(inputs), reference(inputs))
 
 
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2, 3), (3, 1, 2)])
+def test_stages_on_different_numbers_of_ranks(replicas: tuple[int, ...]) -> None:
+    inputs, targets = _batch(dtype=torch.float64)
+    reference, model = make_mlp(dtype=torch.float64), make_mlp(dtype=torch.float64)
+    expected = accumulate(reference, mse, inputs, targets, 5)
+    schedule = pl.schedules.one_f_one_b(num_ranks=sum(replicas), num_microbatches=5, replicas=replicas)
+    references = dict(reference.named_parameters())
+    with pl.Pipeline(model, schedule, loss_fn=mse) as pipe:
+        assert torch.equal(pipe.step(inputs, targets), expected)
+        found = list(pipe.named_parameters())
+        assert len(found) > len(references)
+        for name, parameter in found:
+            torch.testing.assert_close(parameter.grad, references[name].grad, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("transport", ["loopback", "threads"])
 def test_replicas_get_the_same_summed_gradients(transport: str) -> None:
     inputs, targets = _batch(dtype=torch.float64)

@@ -222,8 +222,8 @@ def test_a_gpt_trains_as_one_process_does_with_late_gradients(text: Path, tmp_pa
         ),
         ("--schedule=pipedream --parallel.replicas=two", ": must be ranks per stage, such as 2,1."),
         (
-            "--schedule=1f1b --parallel.replicas=999999999,1",
-            "parallel.replicas=999999999,1: schedule '1f1b' has one rank per stage",
+            "--schedule=gpipe --parallel.replicas=999999999,1",
+            "parallel.replicas=999999999,1: schedule 'gpipe' has one rank per stage",
         ),
         ("--schedule=1f1b --weights=vertical", "weights"),
         (

@@ -238,6 +238,33 @@ def test_1f1b_with_latency_takes_what_theory_says():
                 assert timeline.makespan == pytest.approx(expected, rel=1e-9), (p, m, forward, backward, latency)
 
 
+def test_1f1b_on_equally_many_ranks_per_stage_is_that_of_one_replica():
+    costs = Costs.uniform(forward=1.0, backward=2.0)
+    for p in range(1, 6):
+        for replicas in (2, 3):
+            for m in range(1, 9):
+                one = simulate(schedules.one_f_one_b(num_ranks=p, num_microbatches=m), costs)
+                all_of_them = schedules.one_f_one_b(
+                    num_ranks=p * replicas, num_microbatches=m * replicas, replicas=[replicas] * p
+                )
+                found = simulate(all_of_them, costs)
+                assert found.makespan == pytest.approx(one.makespan)
+                assert found.peak_activations == tuple(peak for peak in one.peak_activations for _ in range(replicas))
+
+
+def test_1f1b_with_one_rank_lost_is_no_slower_than_one_replica():
+    for p in range(2, 6):
+        for stage in range(p):
+            replicas = [1 if each == stage else 2 for each in range(p)]
+            for m in range(1, 9):
+                schedule = schedules.one_f_one_b(num_ranks=2 * p - 1, num_microbatches=2 * m, replicas=replicas)
+                check(schedule)
+                found, lost = simulate(schedule, Costs.uniform(forward=1.0, backward=2.0)), sum(replicas[:stage])
+                assert found.busy_seconds[lost] == pytest.approx(3.0 * 2 * m)
+                assert found.makespan <= 3.0 * (2 * m + p - 1) + 1e-9  # that of one replica with all micro-batches
+                assert found.peak_activations[lost] <= min(2 * (p - stage) - 1, 2 * m)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "dapple-pb"])
 def test_deep_warm_ups_hide_all_latency_but_one_way_down_and_up(name):
     for p in range(1, 7):

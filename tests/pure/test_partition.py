@@ -17,7 +17,8 @@ from pipeloom.plan.partition import Problem, Profile, data_parallel, parse_profi
 from pipeloom.plan.partition.pipedream import stream_period
 from pipeloom.plan.partition.stage_search import Pipelines
 from pipeloom.schedules import pipedream
-from pipeloom.schedules.pipedream import full_in_flight, noam_in_flight
+from pipeloom.schedules.pipedream import full_in_flight
+from pipeloom.schedules.replicated import noam_in_flight
 from pipeloom.sim import Costs, simulate
 
 # --- brute force ----------------------------------------------------------------------------------------------------

@@ -195,9 +195,9 @@ def test_every_stream_is_legal_is_lowered_and_simulates(schedule, data):
             r"weights=stash: schedule 'pipedream-2bw' does not take it. .* use pipedream\.$",
         ),
         (
-            "1f1b",
+            "gpipe",
             {"replicas": (2, 2)},
-            r"replicas=.*: schedule '1f1b' does not take it. .* use pipedream, pipedream-2bw\.$",
+            r"replicas=.*: schedule 'gpipe' does not take it. .* use 1f1b, pipedream, pipedream-2bw\.$",
         ),
         ("search", {"in_flight": 4}, "schedule 'search' does not take it"),
         (

@@ -17,7 +17,7 @@ from pipeloom.ir.text import parse_orders
 from pipeloom.ir.versions import versions_used
 from pipeloom.passes import lower, stretch
 from pipeloom.schedules import pipedream, steady_length
-from pipeloom.schedules.pipedream import noam_in_flight
+from pipeloom.schedules.replicated import noam_in_flight
 
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 1, 1), (3, 2, 1)])

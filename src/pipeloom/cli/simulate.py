@@ -243,7 +243,7 @@ def _parser() -> Parser:
     whole("--chunks", help="virtual stages (chunks) per rank (default: the schedule's own)")
     whole("--slices", default=1, help="slices per sequence")
     text("--weights", metavar="stash|vertical", help="weight versioning of pipedream (default: stash)")
-    text("--replicas", metavar="N,N,..", help="asynchronous schedules: replicas per stage (default: 1 each)")
+    text("--replicas", metavar="N,N,..", help="ranks per stage, of 1f1b and asynchronous schedules (default: 1 each)")
     whole("--microbatches-per-update", help="asynchronous schedules: micro-batches per update of a stage")
     in_flight = "asynchronous schedules: limit on in-flight micro-batches (default: noam)"
     text("--in-flight", metavar="noam|full|N", help=in_flight)

@@ -17,14 +17,14 @@ In steady state a micro-batch takes ``max_s (F_s + B_s) / r_s``: there is no bub
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, count
+from itertools import count
 from math import lcm
 from typing import Literal
 
 from pipeloom.errors import ScheduleError
 from pipeloom.ir import Placement, Schedule, WeightPolicy
 from pipeloom.ir.check.schedule_rules import UPDATE_RULES
-from pipeloom.schedules.phases import Phases
+from pipeloom.schedules.replicated import noam_in_flight, replica_counts, replicated_orders
 from pipeloom.schedules.sizes import check_size
 from pipeloom.schedules.table import family
 
@@ -64,7 +64,7 @@ def pipedream(
     """
     if weights not in ("stash", "vertical"):
         raise ScheduleError(f"weights={weights!r}: must be 'stash' or 'vertical' for schedule 'pipedream'.")
-    counts = _replicas(num_ranks, replicas)
+    counts = replica_counts(num_ranks, replicas)
     warmups = _warmups(counts, in_flight)
     return _stream("pipedream", num_microbatches, microbatches_per_update, WeightPolicy(weights), counts, warmups)
 
@@ -95,7 +95,7 @@ def pipedream_2bw(
     Raises:
         ScheduleError: inconsistent sizes.
     """
-    counts = _replicas(num_ranks, replicas)
+    counts = replica_counts(num_ranks, replicas)
     warmups = _warmups(counts, in_flight)
 
     def enough(each: int) -> bool:
@@ -116,16 +116,6 @@ def pipedream_2bw(
     )
 
 
-def _replicas(num_ranks: int, replicas: Sequence[int] | None) -> list[int]:
-    """The number of ranks of each stage. Raises ScheduleError if they do not add up to `num_ranks`."""
-    counts = [1] * num_ranks if replicas is None else list(replicas)
-    if any(not hasattr(r, "__index__") or r < 1 for r in counts) or sum(counts) != num_ranks:
-        raise ScheduleError(
-            f"replicas={counts}: every stage must have at least 1, and their sum must be num_ranks={num_ranks}."
-        )
-    return counts
-
-
 def _warmups(counts: Sequence[int], in_flight: int | str | None) -> list[int]:
     """For each stage, the warm-up forwards of one replica. Raises ScheduleError for an invalid `in_flight`."""
     noam = noam_in_flight(counts)
@@ -139,12 +129,6 @@ def _warmups(counts: Sequence[int], in_flight: int | str | None) -> list[int]:
             f"in_flight={in_flight}: replicas {list(counts)} need at least {noam[0]} to be busy. Use {noam[0]}."
         )
     return [in_flight - 1, *(number - 1 for number in noam[1:])]
-
-
-def noam_in_flight(counts: Sequence[int]) -> list[int]:
-    """PipeDream's in-flight micro-batches per replica of each stage: ``ceil(sum_{u >= s} r_u / r_s)``."""
-    onwards = list(accumulate(reversed(counts)))[::-1]
-    return [-(-total // ranks) for total, ranks in zip(onwards, counts, strict=True)]
 
 
 def full_in_flight(counts: Sequence[int]) -> list[int]:
@@ -179,7 +163,7 @@ def steady_length(
     Raises:
         ScheduleError: arguments that `pipedream` does not support.
     """
-    counts = _replicas(sum(replicas), replicas)
+    counts = replica_counts(sum(replicas), replicas)
     check_size("micro-batches per update", microbatches_per_update)
     period = lcm(microbatches_per_update, *counts)
     most = max(forwards * ranks for forwards, ranks in zip(_warmups(counts, in_flight), counts, strict=True))
@@ -201,11 +185,7 @@ def _stream(
         microbatches_per_update=microbatches_per_update,
         placement=Placement.replicated(counts),
         weights=weights,
-        orders=tuple(
-            Phases(first=replica, stride=ranks).alternate(stage, num_microbatches, forwards).order()
-            for stage, (ranks, forwards) in enumerate(zip(counts, warmups, strict=True))
-            for replica in range(ranks)
-        ),
+        orders=replicated_orders(num_microbatches, counts, warmups),
     )
     for rule in UPDATE_RULES:
         rule.ask(schedule)

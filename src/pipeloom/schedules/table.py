@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 class StreamOptions(TypedDict, total=False):
-    """Optional arguments of `pipedream` and `pipedream_2bw`; None means the default."""
+    """Optional arguments of `pipedream` and `pipedream_2bw`, `replicas` also of `one_f_one_b`; None: the default."""
 
     weights: str | None
     replicas: Sequence[int] | None
@@ -40,6 +40,7 @@ class Family:
         usual_chunks: the default if any number is supported.
         stream: for a schedule that updates parameters while it runs, the names of the `StreamOptions` that `build`
             takes; empty for a synchronous schedule. The closed forms include warm-up and cool-down.
+        replicated: whether `build` of a synchronous schedule takes ``replicas``: stages on several ranks.
         most_actions: the most forwards and backwards per schedule.
     """
 
@@ -54,11 +55,17 @@ class Family:
     sliced: bool = False
     to_measure: bool = False
     stream: tuple[str, ...] = ()
+    replicated: bool = False
     most_actions: int = MOST_ACTIONS
 
     @property
     def default_chunks(self) -> int:
         return self.chunks or self.usual_chunks
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the `StreamOptions` that `build` takes."""
+        return ("replicas",) if self.replicated else self.stream
 
     def __call__(
         self,
@@ -97,10 +104,10 @@ class Family:
         for what, value in options.items():
             if what not in StreamOptions.__annotations__:
                 sizes = ("num_ranks", "num_microbatches", "num_chunks", *(("num_slices",) if self.sliced else ()))
-                known = (*sizes, "conditions", *self.stream)
+                known = (*sizes, "conditions", *self.options)
                 raise ScheduleError(unknown_keyword(what, value, f"schedule {self.name!r}", known))
-            if value is not None and what not in self.stream:
-                having = ", ".join(family.name for family in FAMILIES.values() if what in family.stream)
+            if value is not None and what not in self.options:
+                having = ", ".join(family.name for family in FAMILIES.values() if what in family.options)
                 raise ScheduleError(
                     f"{what}={value}: schedule {self.name!r} does not take it. Remove it, or use {having}."
                 )
@@ -122,6 +129,7 @@ class Row(TypedDict, total=False):
     sliced: bool
     to_measure: bool
     stream: tuple[str, ...]
+    replicated: bool
     most_actions: int
 
 

@@ -96,7 +96,7 @@ class Inputs:
         """The options of a stream. When comparing, an option goes to the schedules that support it, if any does."""
 
         def supported(schedule: str) -> set[str]:
-            return set() if schedules.is_file(schedule) else set(schedules.find(schedule).stream)
+            return set() if schedules.is_file(schedule) else set(schedules.find(schedule).options)
 
         options = self.options
         given = {what: getattr(options, what) for what in ("weights", "microbatches_per_update", "in_flight")}

@@ -13,7 +13,8 @@ from pipeloom.errors import InputError
 from pipeloom.plan.partition.problem import Form, Problem
 from pipeloom.plan.partition.profile import Profile
 from pipeloom.plan.partition.stage_search import Pipelines, StageNode
-from pipeloom.schedules.pipedream import full_in_flight, noam_in_flight
+from pipeloom.schedules.pipedream import full_in_flight
+from pipeloom.schedules.replicated import noam_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,10 @@ def make_schedule(config: TrainConfig) -> Schedule:
     if streams:
         check_replicas(config)  # any length follows from one that shows the steady state
         length = steady_length(config.replicas, microbatches_per_update=length, in_flight=in_flight)
-    elif config.parallel.replicas is not None:
+    elif config.parallel.replicas is not None and not replicates(name):
         raise InputError(
             f"parallel.replicas={config.parallel.replicas}: schedule {name!r} has one rank per stage. Remove it, or "
-            "use --schedule pipedream."
+            "use --schedule 1f1b or pipedream."
         )
     build = partial(
         schedules.build,
@@ -173,6 +173,17 @@ def is_stream(name: str) -> bool:
     """Whether the named schedule is asynchronous: it updates parameters while it runs. Files never are."""
     family = FAMILIES.get(name)
     return family is not None and bool(family.stream)
+
+
+def replicates(name: str) -> bool:
+    """Whether the named schedule is synchronous and has stages on several ranks. Files never have."""
+    family = FAMILIES.get(name)
+    return family is not None and family.replicated
+
+
+def stages_of_ranks(config: TrainConfig) -> list[int]:
+    """For each pipeline rank, the first of its stages."""
+    return [stage for stage, count in enumerate(config.replicas) for _ in range(count)]
 
 
 def check_replicas(config: TrainConfig) -> None:

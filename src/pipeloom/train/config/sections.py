@@ -77,7 +77,7 @@ class ModelConfig(ModelSizes):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     pipeline: int = option(2, "pipeline ranks; with --parallel.replicas, stages")
-    replicas: str | None = option(None, "replicas per stage of an asynchronous schedule", value="N,N,..", unset="1")
+    replicas: str | None = option(None, "ranks per stage: 1f1b, asynchronous schedules", value="N,N,..", unset="1")
     in_flight: Literal["noam", "full"] = option("noam", "in-flight limit of asynchronous schedules")
     chunks: int | None = option(None, "virtual stages (chunks) per rank", unset="the schedule's own")
     cut: str = option("layers", "balance layers, parameters or time; or blocks: 5,3", value="CUT")

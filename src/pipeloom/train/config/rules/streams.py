@@ -43,8 +43,8 @@ def check_stream_options(config: TrainConfig, schedule: Schedule) -> None:
         name = "staleness" if kind != "none" else "replica_scaling"
         value = word_of(getattr(config.optimizer, name))
         raise InputError(
-            f"optimizer.{name}={value}: {has_no_effect}: a synchronous schedule has no stale gradients and no "
-            "replicated stages. Remove it, or use pipedream."
+            f"optimizer.{name}={value}: {has_no_effect}: a synchronous schedule has no stale gradients, and "
+            "updates all stages together. Remove it, or use pipedream."
         )
 
 
