@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipeloom.processes.recovery.recoveries import Tethers
 from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.layouts import fit, fit_torchrun
+from pipeloom.train.elastic.rerouting import rerouted
 
 
 def job(schedule: str = "auto", layers: int = 8, size: int = 32, microbatches: int = 8, **parallel: Any) -> TrainConfig:
@@ -58,6 +60,35 @@ def test_a_layout_fits_the_processes(config: TrainConfig, count: int, exact: boo
     validate_settings(found.config)
 
 
+@pytest.mark.parametrize(
+    ("config", "lost", "words"),
+    [
+        (job(pipeline=4, data=2), [5], "7 ranks: parallel.pipeline=4, parallel.replicas=2,1,2,2, "),
+        (job(pipeline=4, data=2, order="pp,dp"), [4, 7], "6 ranks: parallel.pipeline=4, parallel.replicas=2,2,1,1, "),
+        (job(pipeline=2, data=2), [0, 3], "2 ranks: parallel.pipeline=2, parallel.data=1, batch.microbatches=16"),
+        (job(pipeline=2, data=3), [5], "5 ranks: parallel.pipeline=2, parallel.replicas=3,2, batch.microbatches=24"),
+        (job(pipeline=2, replicas="3,2", microbatches=24), [3], "4 ranks: parallel.pipeline=2, parallel.replicas=3,1"),
+        (job(pipeline=2, data=2, cut="5,3"), [2], "parallel.replicas=1,2, batch.microbatches=16"),
+        (job(pipeline=2, data=2, chunks=2, cut="2,2,2,2", schedule="interleaved"), [2], "parallel.replicas=1,2, "
+         "batch.microbatches=16, parallel.cut=layers in place of 2,2,2,2, schedule=1f1b in place of interleaved"),
+        (job(pipeline=2, data=2), [1, 3], None),  # stage 1 has no rank left
+        (job(pipeline=2, replicas="2,1"), [2], None),
+    ],
+)  # fmt: skip
+def test_peers_take_the_micro_batches_of_lost_ranks(config: TrainConfig, lost: list[int], words: str | None) -> None:
+    config = replace(config, reroute=True)
+    validate_settings(config)
+    found = rerouted(config, lost)
+    assert (found is None) == (words is None)
+    if words is not None and found is not None:
+        assert words in found.words
+        assert found.config.num_processes == config.num_processes - len(lost)
+        assert found.config.batch.size == config.batch.size
+    assert rerouted(replace(config, reroute=False), lost) is None
+    assert rerouted(replace(config, min_ranks=config.num_processes), lost) is None
+    assert not fit(config, 1, exact=False).config.reroute  # one rank has no peer
+
+
 def test_there_may_be_no_layout() -> None:
     config = job(pipeline=2, layers=2, size=3, microbatches=1)
     with pytest.raises(InputError, match="7 processes: the run has no layout for them"):
@@ -78,6 +109,10 @@ def test_there_may_be_no_layout() -> None:
         (TrainConfig(elastic=True, min_ranks=3, max_ranks=2), "max_ranks=2: below min_ranks=3"),
         (TrainConfig(elastic=True, preempt_seconds=0), "preempt_seconds=0: with --elastic"),
         (TrainConfig(min_ranks=2), "min_ranks=2: has no effect without --elastic"),
+        (TrainConfig(reroute=True), "reroute=true: has no effect without --elastic"),
+        (TrainConfig(elastic=True, reroute=True), "parallel.data=1, no other rank holds the stage"),
+        (replace(job(data=2, data_strategy="zero1"), reroute=True), "reroute=true with parallel.data_strategy=zero1"),
+        (replace(job(data=2, tensor=2), reroute=True), "reroute=true with parallel.tensor=2"),
         (TrainConfig(copy_steps=2), "copy_steps=2: has no effect without --recover and --elastic"),
     ],
 )

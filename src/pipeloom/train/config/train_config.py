@@ -78,6 +78,7 @@ class TrainConfig:
     max_recoveries: int = option(3, "most recoveries of a run", group="faults")
     spare: int = option(0, "waiting processes for --recover", group="faults")
     elastic: bool = option(False, "go on with fewer ranks when one is lost", group="faults")
+    reroute: bool = option(False, "with --elastic: peers compute a lost rank's micro-batches", group="faults")
     min_ranks: int = option(1, "fewest ranks with which --elastic goes on", group="faults")
     max_ranks: int | None = option(None, "most ranks of --elastic", unset="those configured", group="faults")
     regrow_seconds: float = option(0.0, "wait before lost ranks rejoin; 0: for SIGUSR2", group="faults")
@@ -233,6 +234,11 @@ class TrainConfig:
     def num_ranks(self) -> int:
         """Ranks per replica of the pipeline."""
         return sum(self.replicas)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether several ranks hold a stage: those of data-parallel replicas, or of ``parallel.replicas``."""
+        return self.data_degree > 1 or max(self.replicas) > 1
 
     def mesh_shape(self, num_processes: int | None = None) -> MeshShape:
         """The process mesh; axes cp and tp are innermost unless ``parallel.order`` names them.

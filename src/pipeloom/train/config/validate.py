@@ -100,6 +100,11 @@ def check_processes(config: TrainConfig, world_size: int | None) -> None:
             f"spare={config.spare}: only pipeloom's own launcher has waiting processes. Remove --spare, or run "
             "`pipeloom train` without torchrun."
         )
+    if config.reroute and world_size is not None:
+        raise InputError(
+            "reroute=true: only pipeloom's own launcher knows which rank was lost. Remove --reroute, or run "
+            "`pipeloom train` without torchrun."
+        )
     if config.local or world_size in (None, config.num_processes):
         return
     if inside > 1:

@@ -12,7 +12,7 @@ batch and the number of its micro-batches stay, so that no sample is repeated or
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, PipeloomError
@@ -43,9 +43,10 @@ class Layout(NamedTuple):
     def words(self) -> str:
         """The layout in a sentence."""
         parallel = self.config.parallel
+        replicas = f"data={parallel.data}" if parallel.replicas is None else f"replicas={parallel.replicas}"
         found = (
             f"{counted(self.config.num_processes, 'rank')}: parallel.pipeline={parallel.pipeline}",
-            f"parallel.data={parallel.data}",
+            f"parallel.{replicas}",
             f"batch.microbatches={self.config.num_microbatches}",
         )
         return ", ".join((*found, *self.notes))
@@ -78,7 +79,7 @@ def fit(config: TrainConfig, count: int, *, exact: bool) -> Layout:
     for degrees in _degrees(config, count, exact=exact):
         for found in _variants(config, *degrees):
             try:
-                _check(found.config)
+                check_layout(found.config)
             except PipeloomError as error:
                 reason = reason or f" {error}"
             else:
@@ -147,7 +148,7 @@ def _variants(config: TrainConfig, pipeline: int, data: int, inside: bool) -> It
     """Configurations with these degrees: with the schedule of `config`, then with one that any degree can run."""
     notes: list[str] = []
     usual = ParallelConfig()
-    parallel = {"pipeline": pipeline, "data": data}
+    parallel: dict[str, Any] = {"pipeline": pipeline, "data": data, "replicas": None}
     if not inside:
         names = [name for name in ("tensor", "context") if getattr(config.parallel, name) > 1]
         notes += [f"parallel.{name}=1 in place of {getattr(config.parallel, name)}" for name in names]
@@ -158,7 +159,8 @@ def _variants(config: TrainConfig, pipeline: int, data: int, inside: bool) -> It
         parallel |= {name: getattr(usual, name) for name in _EXPERTS}
     found = config.changed("parallel", **parallel).changed("batch", microbatches=_microbatches(config, data))
     found = found.changed("parallel", **{name: getattr(usual, name) for name in unused_data_options(found)})
-    found, more = _with_stages(found, len(config.parallel.cut.split(",")))
+    found = replace(found, reroute=found.reroute and found.has_peers)
+    found, more = with_stages(found, len(config.parallel.cut.split(",")))
     notes += more
     yield Layout(found, tuple(notes))
     other = "1f1b" if config.parallel.slices is None else "seq1f1b"
@@ -167,8 +169,13 @@ def _variants(config: TrainConfig, pipeline: int, data: int, inside: bool) -> It
         yield Layout(substitute, (*notes, f"schedule={other} in place of {schedule_name(config)}"))
 
 
-def _with_stages(config: TrainConfig, cuts: int) -> tuple[TrainConfig, list[str]]:
-    """Without what is given for each of another number of stages; and the changes in words."""
+def with_stages(config: TrainConfig, cuts: int) -> tuple[TrainConfig, list[str]]:
+    """Without what is given for each of another number of stages; and the changes in words.
+
+    Args:
+        config: with the new number of stages.
+        cuts: how many numbers ``parallel.cut`` has.
+    """
     notes = []
     if cuts > 1:
         try:
@@ -184,7 +191,8 @@ def _with_stages(config: TrainConfig, cuts: int) -> tuple[TrainConfig, list[str]
     return config, notes
 
 
-def _check(config: TrainConfig) -> None:
+def check_layout(config: TrainConfig) -> None:
+    """Raises PipeloomError where a run cannot have this layout."""
     validate_settings(config)
     if config.memory.cap is not None:
         under_cap(config, run_tokenizer(config).vocabulary_size, device="cuda")

@@ -14,6 +14,7 @@ from pipeloom.train.config.schedule import process_names
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.layouts import fit
 from pipeloom.train.elastic.options import CONFIGURED
+from pipeloom.train.elastic.rerouting import rerouted
 from pipeloom.train.elastic.source import Source, lends, newest
 
 
@@ -40,7 +41,8 @@ class _ElasticRun:
     def __init__(self, config: TrainConfig, stack: ExitStack) -> None:
         self._config, self._key = config, CheckpointKey.read(config.checkpoint_key_file)
         self._slots = list(range(config.max_ranks or config.num_processes))
-        self._most = fit(config, len(self._slots), exact=False).config.num_processes
+        self._layout = fit(config, len(self._slots), exact=False)
+        self._most = self._layout.config.num_processes
         self._usable = list(self._slots)
         self._source, self._begun = Source(), 0
         self._num_growths, self._grown, self._first = 0, False, 0
@@ -53,7 +55,7 @@ class _ElasticRun:
 
     def generation(self, words: Sequence[str], variable: str) -> int | None:
         """Run ranks until they end; the exit code of the run, or None: other ranks go on."""
-        layout = fit(self._config, len(self._usable), exact=False)
+        layout = self._layout
         config = self._source.configured(layout.config)
         slots = self._usable[: config.num_processes]
         wait = self._config.regrow_seconds * 2**self._num_growths
@@ -112,8 +114,11 @@ class _ElasticRun:
             self._usable = [slot for slot in self._usable if slot not in lost]
             why = end.text
         self._grown, self._begun = end.grows, end.begun
-        layout = fit(self._config, len(self._usable), exact=False)
-        sys.stderr.write(f"pipeloom: warning: {why}; the run goes on from {self._source.words} with {layout.words}\n")
+        before_layout, self._layout = self._layout, fit(self._config, len(self._usable), exact=False)
+        if end.lost and self._layout.config.num_processes < self._most:
+            self._layout = rerouted(before_layout.config, end.lost) or self._layout
+        words = self._layout.words
+        sys.stderr.write(f"pipeloom: warning: {why}; the run goes on from {self._source.words} with {words}\n")
         sys.stderr.flush()
 
 

@@ -11,6 +11,7 @@ from pipeloom.processes.elastic.copy_head import common_step, steps_of
 from pipeloom.processes.elastic.generation import Generation
 from pipeloom.processes.recovery.recoveries import Tether
 from pipeloom.train.checkpoint.resume import find_good
+from pipeloom.train.config.schedule import stages_of_ranks
 from pipeloom.train.config.train_config import TrainConfig
 
 ENTRY = "_PIPELOOM_ENTRY"  # variable: the copies in memory at which the ranks begin, as JSON
@@ -55,8 +56,8 @@ class Source(NamedTuple):
 
 
 def lends(config: TrainConfig) -> bool:
-    """Whether each data-parallel replica has the whole state of its ranks."""
-    return config.data_degree > 1 and config.parallel.data_strategy == "ddp" and not config.model.experts
+    """Whether each data-parallel replica, or each rank of a stage, has the whole state of its ranks."""
+    return config.has_peers and config.parallel.data_strategy == "ddp" and not config.model.experts
 
 
 def newest(before: Source, generation: Generation, config: TrainConfig, key: CheckpointKey | None) -> Source:
@@ -71,9 +72,11 @@ def newest(before: Source, generation: Generation, config: TrainConfig, key: Che
     if not generation.first:  # its output directory was not ready: checkpoints may be of another run
         return before
     groups: dict[tuple[int, ...], list[int]] = {}  # what each stage of one replica needs: one of several memories
-    shape = config.mesh_shape()
+    shape, stages = config.mesh_shape(), stages_of_ranks(config)
     for rank, tether in enumerate(generation.tethers.by_rank):
-        place = shape.coordinates(rank) | ({"dp": 0} if lends(config) else {})
+        place = shape.coordinates(rank)
+        if lends(config):
+            place |= {"dp": 0, "pp": stages[place["pp"]]}
         groups.setdefault(tuple(place.values()), []).extend(tether.memories.copies)
     found = Source(common_step(groups.values()), tuple(generation.tethers.by_rank))
     if found.step < 0:

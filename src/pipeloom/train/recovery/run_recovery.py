@@ -111,7 +111,7 @@ class RunRecovery:
         if near is not None and near < size:
             _, held_rank = partners(rank, size, near)
             self.partners = PartnerCopies(rank, size, near, self.copies, StateCopies(memories[held_rank].copies))
-        elif config.data_degree > 1 and not self._streams and config.optimizer.barrier:
+        elif config.has_peers and not self._streams and config.optimizer.barrier:
             notes = [Notes(memories[each].notes) for each in range(len(memories))]
             self.agreement = StepAgreement(notes, rank, lambda: cut_connections(others))
         self.loss: Loss | None = None

@@ -62,7 +62,8 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if not (config.recover or config.elastic):
         yield "copy_steps", "without --recover and --elastic", "add one of them"
     if not config.elastic:
-        yield from ((name, "without --elastic", "add it") for name in ("min_ranks", "max_ranks", "regrow_seconds"))
+        names = ("reroute", "min_ranks", "max_ranks", "regrow_seconds")
+        yield from ((name, "without --elastic", "add it") for name in names)
     if not config.save_steps:
         yield "background_saves", "without checkpoints", "raise --save_steps"
     if config.model.pretrained is None:
