@@ -221,7 +221,7 @@ def test_impossible_schedules_are_refused_in_one_line(name, sizes, message):
         (lambda: schedules.build("1f1b", num_ranks=4, num_microbatch=8), "Use `num_microbatches`"),
         (
             lambda: schedules.build("1f1b", num_ranks=4, num_microbatches=8, bogus=1),
-            r"no argument `bogus`\. It takes num_ranks, num_microbatches, num_chunks, conditions\.",
+            r"no argument `bogus`\. It takes num_ranks, num_microbatches, num_chunks, conditions, replicas\.",
         ),
         (
             lambda: schedules.one_f_one_b(4, 8),
