@@ -250,8 +250,8 @@ def test_where_the_host_would_wait_labels_are_counted_in_the_first_batches_alone
         counted = []
         monkeypatch.setattr(watched_loss, "counts_of_labels", lambda *of: counted.append(of) or counts_of_labels(*of))  # noqa: B023
         pipe = pl.Pipeline(make_model(), schedule_of("1f1b"), loss_fn=mean)
-        assert isinstance(pipe.executor.loss_fn, WatchedLoss)
-        pipe.executor.loss_fn._left = 2 if is_asynchronous else math.inf
+        assert isinstance(pipe.executor.batching.loss_fn, WatchedLoss)
+        pipe.executor.batching.loss_fn._left = 2 if is_asynchronous else math.inf
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a mean of means
             found.append([pipe.step(words, labels) for _ in range(4)])

@@ -10,15 +10,11 @@ from pipeloom.engine.batch import Batch
 from pipeloom.engine.binders.action_graphs import ActionGraphs
 from pipeloom.engine.calls.agreement import number_of_forms
 from pipeloom.engine.calls.intake import BatchIntake
-from pipeloom.engine.calls.reader import Programs
-from pipeloom.engine.calls.refusals import (
-    PeerRefused,
-    refused_by,
-    send_refusals,
-)
+from pipeloom.engine.calls.reader import Batching, Programs
+from pipeloom.engine.calls.refusals import PeerRefused, refused_by, send_refusals
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
-from pipeloom.engine.rank_state import LossFn, RankWiring
+from pipeloom.engine.rank_state import RankWiring
 from pipeloom.engine.rank_threads import RankThreads
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.stores.gradient_sum import GradientSum
@@ -26,7 +22,6 @@ from pipeloom.engine.worker import Bound, WarmUp, Worker, WrapStep
 from pipeloom.errors import InputError, RunError
 from pipeloom.ir import Program, Skip
 from pipeloom.ir.recompute import Recompute
-from pipeloom.slicing import SequenceParts
 from pipeloom.transport.call_numbers import Call, call_count, call_number
 from pipeloom.transport.connect import Connection
 from pipeloom.transport.interface import Channel, OneProcessTransport, program_channels
@@ -46,11 +41,7 @@ class Executor:
         state: the stages and parameters of this process.
         programs: the programs to run.
         connection: to the other ranks; closed at the end.
-        loss_fn: loss of one micro-batch; None: no loss is computed.
-        sliced: whether micro-batches run in slices, even if in one.
-        slice_lengths: tokens of each slice; None: equal slices.
-        parts: cuts sequences between context-parallel ranks; None: this rank has whole sequences.
-        check_batch: raises InputError for micro-batches that the stages cannot run.
+        batching: how batches become micro-batches, with their loss.
         recompute: what backwards recompute, per stage of the model.
         open_mover: makes the mover of one rank's activations; returns None without activation offload.
         blackbox: a writable buffer for the label of the running action.
@@ -58,7 +49,7 @@ class Executor:
         graphs: whether the actions of steps are recorded as CUDA graphs.
 
     Attributes:
-        programs, connection, loss_fn, parts, check_batch: as given.
+        programs, connection, batching: as given.
         local_ranks, workers: the ranks of this process, and a worker for each.
         num_calls: calls so far, equal on all ranks.
         before_call: called once before the next call or by `settle`, to finish work of the last call.
@@ -71,21 +62,15 @@ class Executor:
         state: ModelState,
         programs: Programs,
         connection: Connection,
+        batching: Batching,
         *,
-        loss_fn: LossFn | None,
-        sliced: bool,
-        slice_lengths: Sequence[int] | None,
-        parts: SequenceParts | None,
-        check_batch: Callable[[Batch], None],
         recompute: Sequence[Recompute],
         open_mover: Callable[[], ActivationMover | None],
         blackbox: Any,
         skips: Mapping[Skip, tuple[str, ...]],
         graphs: bool = False,
     ) -> None:
-        self.programs, self.connection, self.loss_fn, self.parts = programs, connection, loss_fn, parts
-        self.check_batch = check_batch
-        self._sliced = sliced
+        self.programs, self.connection, self.batching = programs, connection, batching
         self.local_ranks = tuple(state.stages_of)
         self._state, self._transport = state, connection.transport
         self._results = ResultExchange(connection.rank, programs.forward.schedule, self._transport)
@@ -97,22 +82,20 @@ class Executor:
         self.open_channels({*program_channels(programs.train), *self._results.channels()})
         self.workers: dict[int, Worker] = {}
         for rank, stages in state.stages_of.items():
-            own_loss, mover = state.sharing.loss_fn(loss_fn), open_mover()
             wiring = RankWiring(
-                rank, stages, own_loss, self._transport, sliced, parts, recompute, mover, skips, devices[rank]
+                rank=rank,
+                stages=stages,
+                loss_fn=state.sharing.loss_fn(batching.loss_fn),
+                transport=self._transport,
+                sliced=batching.sliced,
+                parts=batching.parts,
+                recompute=recompute,
+                mover=open_mover(),
+                skips=skips,
+                device=devices[rank],
             )
             self.workers[rank] = self._worker(wiring, blackbox)
-        self._intake = BatchIntake(
-            devices,
-            state,
-            programs,
-            connection,
-            loss_fn=loss_fn,
-            sliced=sliced,
-            slice_lengths=slice_lengths,
-            parts=parts,
-            check_batch=check_batch,
-        )
+        self._intake = BatchIntake(devices, state, programs, connection, batching)
         self.open_channels(self._intake.channels)
         # By number of micro-batches and whether there are only forwards, then by rank.
         self._bound: dict[tuple[int, bool], dict[int, Bound]] = {}

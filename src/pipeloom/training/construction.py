@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipeloom.common.quantities import counted
-from pipeloom.engine.calls.reader import Programs
+from pipeloom.engine.calls.reader import Batching, Programs
 from pipeloom.engine.executor import Executor
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn
@@ -137,15 +137,18 @@ def construct(
         forbid_saving(stages)
     state = ModelState(stages, programs.train, ranks, sharing)
     elsewhere = None if connection.rank is None else parameters_elsewhere(stages.modules, own)
-    executor = Executor(
-        state,
-        programs,
-        connection,
+    batching = Batching(
+        check=BatchRule(stages.modules, 1 if parts is None else parts.axis.degree),
         loss_fn=WatchedLoss.of(loss_fn, is_asynchronous=device.type == "cuda", elsewhere=elsewhere),
         sliced=sliced,
         slice_lengths=slices,
         parts=parts,
-        check_batch=BatchRule(stages.modules, 1 if parts is None else parts.axis.degree),
+    )
+    executor = Executor(
+        state,
+        programs,
+        connection,
+        batching,
         recompute=kinds,
         open_mover=open_mover,
         blackbox=blackbox,

@@ -168,7 +168,7 @@ class Pipeline:
         self._trains = False  # whether `check_trains` has passed
         if expected is not None:
             self._compare(expected)
-        self._dropouts = [] if self.executor.parts is None else with_dropout(self.modules())
+        self._dropouts = [] if self.executor.batching.parts is None else with_dropout(self.modules())
 
     def _compare(self, expected: ModelCheck) -> None:
         found: dict[str, Any] = {}
@@ -220,7 +220,7 @@ class Pipeline:
         self, inputs: Value, targets: Value, *, share_losses: bool, warm_up: WarmUp | None = None
     ) -> dict[int, Tensor]:
         if not self._trains or not torch.is_grad_enabled():
-            check_trains(self.schedule, self.executor.loss_fn)
+            check_trains(self.schedule, self.executor.batching.loss_fn)
             self._trains = True
         check_dropout(self._dropouts)
         if self.state.has_copies and warm_up is None:  # before its validation, ranks may still differ
@@ -249,14 +249,14 @@ class Pipeline:
         Raises:
             InputError: no loss function, or a rank cannot use its batch; all ranks raise.
         """
-        if self.executor.loss_fn is None:
+        if self.executor.batching.loss_fn is None:
             raise InputError("evaluate() needs a loss: pass loss_fn to Pipeline.")
         with evaluation_mode(self.modules()):
             batch = self._evaluate(lambda: self._separated(inputs, targets), with_loss=True)
             return self.state.sharing.sum_losses(total(batch.losses))
 
     def _separated(self, inputs: Value, targets: Value) -> tuple[Value, Value]:
-        return separated(self.executor.loss_fn, inputs, targets, needs_targets=self.needs_targets)
+        return separated(self.executor.batching.loss_fn, inputs, targets, needs_targets=self.needs_targets)
 
     def forward(self, inputs: Value = None) -> Value:
         """The model's output for a batch, on the ranks with the last stage; None elsewhere. Modes stay as set.
@@ -276,7 +276,7 @@ class Pipeline:
             return None
         outputs = [batch.outputs[b] for b in sorted(batch.outputs)]
         output = full_logits(join_batch(outputs))
-        parts = self.executor.parts
+        parts = self.executor.batching.parts
         return with_form(output if parts is None else parts.join(output), outputs[0])
 
     def generate(
@@ -346,7 +346,7 @@ class Pipeline:
     def _took(self, batch: Batch) -> None:
         """A batch has run with its loss."""
         self.observed.take(batch)
-        tell(self.executor.loss_fn)
+        tell(self.executor.batching.loss_fn)
 
     def _begin(self) -> None:
         if self.mesh is not None:

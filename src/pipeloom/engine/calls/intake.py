@@ -5,7 +5,7 @@ neighbours in place of the values that they wait for (`refusals`), and the ranks
 begin with an agreement.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -13,11 +13,9 @@ from pipeloom.devices import Device, HostDevice
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.calls.agreement import BatchAgreement, LineExchange, MembersExchange, RankCall, different_forms
 from pipeloom.engine.calls.equal_seeds import drawing_state
-from pipeloom.engine.calls.reader import BatchReader, Programs
+from pipeloom.engine.calls.reader import Batching, BatchReader, Programs
 from pipeloom.engine.calls.refusals import all_ranks_run_all_microbatches
 from pipeloom.engine.model_state import ModelState
-from pipeloom.engine.rank_state import LossFn
-from pipeloom.slicing import SequenceParts
 from pipeloom.transport.call_numbers import Call, call_number
 from pipeloom.transport.connect import Connection
 from pipeloom.transport.interface import Channel
@@ -29,7 +27,7 @@ class BatchIntake:
 
     Args:
         devices: where each rank of this process computes.
-        state, programs, connection, loss_fn, sliced, slice_lengths, parts, check_batch: as for `Executor`.
+        state, programs, connection, batching: as for `Executor`.
 
     Attributes:
         channels: over which ranks agree, to be opened before the first call.
@@ -42,14 +40,9 @@ class BatchIntake:
         state: ModelState,
         programs: Programs,
         connection: Connection,
-        *,
-        loss_fn: LossFn | None,
-        sliced: bool,
-        slice_lengths: Sequence[int] | None,
-        parts: SequenceParts | None,
-        check_batch: Callable[[Batch], None],
+        batching: Batching,
     ) -> None:
-        self._state, self._sliced = state, sliced
+        self._state, self._sliced = state, batching.sliced
         self._has_values = self._seeds_are_equal = False
         last = programs.train.placement.num_stages - 1
         self._reader = BatchReader(
@@ -57,11 +50,7 @@ class BatchIntake:
             reads_targets=_device_of_stage(last, devices, state),
             programs=programs,
             sharing=state.sharing,
-            loss_fn=loss_fn,
-            sliced=sliced,
-            slice_lengths=slice_lengths,
-            parts=parts,
-            check_batch=check_batch,
+            how=batching,
         )
         alone = not state.sharing.replica_ranks and not state.sharing.blocks.divides
         self.refuses_in_messages = alone and all_ranks_run_all_microbatches(programs.train)

@@ -32,6 +32,24 @@ class Programs(NamedTuple):
     forward_of: Callable[[int], Program]
 
 
+class Batching(NamedTuple):
+    """How a batch becomes the micro-batches of a rank.
+
+    Attributes:
+        check: raises InputError for micro-batches that the stages cannot run.
+        loss_fn: loss of one micro-batch; None: no loss is computed.
+        sliced: whether micro-batches run in slices, even if in one.
+        slice_lengths: tokens of each slice; None: equal slices.
+        parts: cuts sequences between context-parallel ranks; None: this rank has whole sequences.
+    """
+
+    check: Callable[[Batch], None]
+    loss_fn: LossFn | None = None
+    sliced: bool = False
+    slice_lengths: Sequence[int] | None = None
+    parts: SequenceParts | None = None
+
+
 class Read(NamedTuple):
     """A batch, cut for this process.
 
@@ -56,8 +74,7 @@ class BatchReader:
             are moved there; None: it holds no such stage.
         programs: of the pipeline.
         sharing: how replicas share work.
-        slice_lengths: tokens of each slice, for a schedule with slices.
-        sliced, parts, loss_fn, check_batch: as for `Executor`.
+        how: how batches are cut, and what they are checked for.
     """
 
     def __init__(
@@ -67,17 +84,11 @@ class BatchReader:
         reads_targets: Device | None,
         programs: Programs,
         sharing: Sharing,
-        loss_fn: LossFn | None,
-        sliced: bool,
-        slice_lengths: Sequence[int] | None,
-        parts: SequenceParts | None,
-        check_batch: Callable[[Batch], None],
+        how: Batching,
     ) -> None:
         self._reads_inputs, self._reads_targets = reads_inputs is not None, reads_targets is not None
         self._devices = reads_inputs, reads_targets
-        self._programs = programs
-        self._sharing, self._loss_fn, self._check_batch = sharing, loss_fn, check_batch
-        self._sliced, self._slice_lengths, self._parts = sliced, slice_lengths, parts
+        self._programs, self._sharing, self._how = programs, sharing, how
         self._has_replicas = bool(sharing.replica_ranks)
 
     def read(
@@ -154,7 +165,7 @@ class BatchReader:
             for value, what, reads in ((inputs, "inputs", self._reads_inputs), (targets, "targets", needs_targets)):
                 if reads and value is not None:
                     num_microbatches = min(num_microbatches, samples_of(value, what))
-        targets = prepared(self._loss_fn, targets) if needs_targets else None
+        targets = prepared(self._how.loss_fn, targets) if needs_targets else None
         batch = Batch.cut(
             num_microbatches,
             self._sharing.inputs(inputs),
@@ -162,13 +173,14 @@ class BatchReader:
             needs_inputs=self._reads_inputs,
             needs_targets=needs_targets,
         )
-        if self._sliced:
-            cut_sequences(batch, self._programs.train.schedule.num_slices, self._slice_lengths)
-        self._check_batch(batch)
-        weights, whole = label_weights(self._loss_fn, targets) if needs_targets else None, batch.targets or ()
+        how = self._how
+        if how.sliced:
+            cut_sequences(batch, self._programs.train.schedule.num_slices, how.slice_lengths)
+        how.check(batch)
+        weights, whole = label_weights(how.loss_fn, targets) if needs_targets else None, batch.targets or ()
         read = Read(batch, whole, weights, (0, 0) if weights is None else weights.count(whole))
-        if self._parts is not None:
-            cut_tokens(batch, self._parts)
+        if how.parts is not None:
+            cut_tokens(batch, how.parts)
         if not self._has_replicas:
             self._weigh(read, batch.num_samples, read.labels)
         return read

@@ -61,7 +61,7 @@ class Options(NamedTuple):
     def whole_sequences(self, state: ModelState, executor: Executor) -> bool:
         """Whether every token needs a forward of whole sequences; the same on all processes."""
         sliced = executor.programs.train.schedule.num_slices > 1 or self.pad_to_multiple_of > 1
-        return sliced or executor.parts is not None or not getattr(executor.check_batch, "takes_all", True)
+        return sliced or executor.batching.parts is not None or not getattr(executor.batching.check, "takes_all", True)
 
     @property
     def written(self) -> str:

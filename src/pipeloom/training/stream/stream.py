@@ -155,7 +155,7 @@ class Stream:
         self._pipeline.state.check_values()
         rates = self._check_ready()
         program, used = self._prepared(count)
-        taken = StreamBatches(batches, count, program.schedule, executor.local_ranks, executor.loss_fn)
+        taken = StreamBatches(batches, count, program.schedule, executor.local_ranks, executor.batching.loss_fn)
         live = self._agree(count, rates)
         plan = StreamPlan(program, used, call_number(executor.num_calls + 1, Call.STEP), self.num_batches)
         connection = executor.connection
@@ -206,7 +206,7 @@ class Stream:
                 rank: {s: sum(made == s for made, _ in part.norms) for s in executor.workers[rank].stages}
                 for rank, part in ranks.items()
             }
-        tell(executor.loss_fn)
+        tell(executor.batching.loss_fn)
         self.num_batches += len(updates)
         self.peak_weight_versions = {rank: part.peak_weight_versions for rank, part in ranks.items()}
         self.peak_weight_bytes = {rank: part.peak_weight_bytes for rank, part in ranks.items()}
@@ -240,7 +240,7 @@ class Stream:
         pipeline = self._pipeline
         self._optimizer.check()
         rates = self._optimizer.asked_rates(self.num_batches)
-        if pipeline.executor.loss_fn is None:
+        if pipeline.executor.batching.loss_fn is None:
             raise InputError("run() on a Pipeline without loss_fn: training needs a loss. Pass loss_fn to Pipeline.")
         if not torch.is_grad_enabled():
             raise InputError("run() inside torch.no_grad(): training needs gradients. Call it outside.")
