@@ -213,3 +213,16 @@ def test_a_rank_whose_parent_has_ended_ends(tmp_path: Path) -> None:
     agent.kill()
     _, error = agent.communicate(timeout=300)  # the pipe is closed when the rank has ended
     assert error == "pipeloom: rank 0: its parent process has ended, and this process ends too\n"
+
+
+def test_a_process_forked_after_a_run_watches_its_own_run(tmp_path: Path) -> None:
+    """A timer of faulthandler that is still there at the fork would hold up the child for ever."""
+
+    def run(rank: int = 0) -> None:
+        with Watchdog(100.0, always=True) as watchdog:
+            for _ in range(3):  # the third step has a shorter limit
+                watchdog.black_box.count_step()
+
+    run()
+    codes, lines = _forks(run, tmp_path, 1)
+    assert (codes, lines) == ([0], "")

@@ -90,6 +90,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._stuck, self._round = 0.0, 0
         self._dump_limit = math.inf  # after which all stacks are dumped
+        self._dump_lock = threading.RLock()
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._thread = threading.Thread(target=self._watch, name="pipeloom-watchdog", daemon=True)
 
@@ -107,6 +108,9 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.black_box.on_progress = None
         self._closed.set()
+        if self._always:  # here: a process forked while the timer runs could never set one
+            with self._dump_lock:
+                faulthandler.cancel_dump_traceback_later()
         self._board.close()
 
     @contextmanager
@@ -167,12 +171,14 @@ class Watchdog:
             alarmed = self._board.is_alarmed(self._round)
             if alarmed or (self._stuck >= limit and (self._always or self._in_call())):
                 self._confer()
-        if self._always:
-            faulthandler.cancel_dump_traceback_later()
 
     def _dump_later(self, limit: float) -> None:
         """Dump all stacks unless called again: a C call that holds the interpreter lock also holds this thread."""
-        if self._always:
+        if not self._always:
+            return
+        with self._dump_lock:
+            if self._closed.is_set():
+                return
             self._dump_limit = limit
             faulthandler.cancel_dump_traceback_later()
             if limit < math.inf:
@@ -180,7 +186,7 @@ class Watchdog:
 
     def _dump_earlier(self) -> None:
         """As a phase ends that may last longer: the next call of its thread may hold the interpreter lock."""
-        if (limit := self._limit) < self._dump_limit and not self._closed.is_set():
+        if (limit := self._limit) < self._dump_limit:
             self._dump_later(limit)
 
     def _confer(self) -> None:
