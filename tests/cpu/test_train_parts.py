@@ -348,6 +348,29 @@ def test_the_prediction_is_the_simulation_of_median_times() -> None:
     assert predictor.predict(lower(schedule)).makespan == pytest.approx(expected.makespan)
 
 
+def test_the_predicted_bubble_has_what_single_computations_took() -> None:
+    """Medians of equal stages would leave the bubble of the start and the end; one slow forward holds up rank 1."""
+    schedule = schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
+    program, slow = lower(schedule), Action(0, Op.F, 3)
+    predictor = Predictor()
+    times = torch.tensor([[1.0, 2.0, 0, 0]] * 2, dtype=torch.float64)
+    predictor.observe(StepCost(bubble_fraction=0.0, peak_memory_bytes=[], live_activations=[], stage_seconds=times))
+    even = predictor.predict(program)
+    assert predictor.bubble_fraction(program) == pytest.approx(1 - 12 / 15)
+    records = [
+        (rank, [(span.action, span.start, span.end + 4 * (span.action == slow)) for span in row])
+        for rank, row in enumerate(even.spans)
+    ]
+    predictor.observe_records(program, records)
+    assert predictor.bubble_fraction(program) == pytest.approx(1 - (12 + 16) / 2 / 19)
+    assert predictor.predict(program).makespan == pytest.approx(15)
+    even_records = [
+        (rank, [(span.action, span.start, span.end) for span in row]) for rank, row in enumerate(even.spans)
+    ]
+    predictor.observe_records(program, even_records)
+    assert predictor.bubble_fraction(program) == pytest.approx((1 - 14 / 19 + 1 - 12 / 15) / 2)
+
+
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe"])
 def test_the_prediction_has_the_time_of_every_kind_of_backward(name: str) -> None:
     """What runs has B on some stages, I and W on some, and all three on others."""
@@ -379,7 +402,7 @@ def test_messages_take_a_send_a_latency_and_a_receive() -> None:
     times = torch.tensor([[1.0, 2.0, 0, 0]] * 2, dtype=torch.float64)
     predictor.observe(StepCost(bubble_fraction=0.0, peak_memory_bytes=[], live_activations=[], stage_seconds=times))
     assert predictor.predict(lower(schedule)).makespan == pytest.approx(6)
-    predictor.observe_messages(MESSAGES)
+    predictor.observe_records(lower(schedule), MESSAGES)
     assert predictor.predict(lower(schedule)).makespan == pytest.approx(6 + 2 * (0.25 + 0.5))
 
 

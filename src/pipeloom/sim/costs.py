@@ -8,7 +8,7 @@ from typing import Self
 
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
-from pipeloom.ir import Op, Schedule, Skip
+from pipeloom.ir import Action, Op, Schedule, Skip
 from pipeloom.ir.versions import weight_version_bytes
 
 MOST_UNITS = 10_000  # of a stage
@@ -51,6 +51,8 @@ class Costs:
             `pipeloom.ir.skips`), and of their gradients.
         rank_slowness: for each rank, the slowdown factor of its computations; default 1.
         slice_factors: for each slice, its seconds relative to an equal share: of F, and of B, I and W; default 1.
+        action_seconds: seconds of single computations, such as those of a micro-batch with more tokens. They are taken
+            as they are, without factors; other computations take those of their stage.
 
     Raises:
         InputError: a time, size or factor is negative or not finite, or more bytes are left after I than before.
@@ -72,6 +74,7 @@ class Costs:
     skip_bytes: Mapping[tuple[int, int], float] | None = None
     rank_slowness: tuple[float, ...] | None = None
     slice_factors: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    action_seconds: Mapping[Action, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -88,6 +91,8 @@ class Costs:
                 )
         for factor in chain(*self.slice_factors or ()):
             check_seconds("slice factor", factor)
+        for action, seconds in self.action_seconds.items():
+            check_seconds(f"seconds of {action}", seconds)
         for rank, factor in enumerate(self.rank_slowness or ()):
             if not 0 < factor <= MOST:
                 raise InputError(f"rank_slowness[{rank}]={factor}: slowdown factor must be > 0 and <= {MOST:g}.")

@@ -69,7 +69,7 @@ class EventRun:
         self.schedule = schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
         self.orders: Sequence[Sequence[Action]] = [tuple(order) for order in pipeline.orders]
         self.seconds, self.overlap = costs.seconds(schedule), costs.overlap
-        self.factors = costs.factors(schedule)
+        self.factors, self.single = costs.factors(schedule), costs.action_seconds
         self.slowness = costs.slowness(schedule) or (1.0,) * schedule.num_ranks
         self.partners = schedule.partners
         self.latency = network.latency(schedule.num_ranks)
@@ -156,6 +156,8 @@ class EventRun:
 
     def _computing(self, action: Action, rank: int) -> float:
         op = action.op
+        if action in self.single:
+            return self.single[action]
         seconds = self.seconds[op][action.stage]
         if self.factors and op in self.factors:
             seconds *= self.factors[op][action.slice or 0]

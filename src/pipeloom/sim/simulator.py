@@ -37,7 +37,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     * All-gathers and reductions of a data axis and offloading overlap with computation, see `pipeloom.sim.background`;
       the step ends with the last of them.
 
-    A large schedule without bandwidths and slice factors is timed by arrays, with the same numbers.
+    A large schedule without bandwidths, slice factors and `action_seconds` is timed by arrays, with the same numbers.
 
     Args:
         pipeline: a legal schedule or program, see `pipeloom.ir.check`.
@@ -52,7 +52,7 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
     network = network or Network()
     schedule = schedule_of(pipeline)
     with explained(pipeline):
-        if pipeline is schedule and not network.limited and costs.slice_factors is None:
+        if pipeline is schedule and not network.limited and costs.slice_factors is None and not costs.action_seconds:
             proof = proof_of(schedule)
             if proof is not None:
                 return _timed_by_rounds(schedule, proof, costs, network)

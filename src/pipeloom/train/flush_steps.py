@@ -109,7 +109,7 @@ class FlushSteps:
     def _look_at_messages(self, step: int) -> None:
         """Take the message times of the last step; a collective call."""
         records = gathered_records(self._parts.group, self._records)
-        self._parts.predictor.observe_messages(records)
+        self._parts.predictor.observe_records(self._parts.pipeline.program, records)
         for link, text in self._links.observe(records).items():
             self._link_lines.add(link, f"step {step}  {text}")
         self._show(records)

@@ -111,7 +111,7 @@ class StreamSteps:
         collectives = self._parts.pipeline.collectives
         self._collectives = gathered_collectives(self._parts.group, collectives, program.schedule.num_ranks)
         self._parts.predictor.observe(cost)
-        self._parts.predictor.observe_messages(self._records)
+        self._parts.predictor.observe_records(program, self._records)
         timing = {
             **cost_metrics(cost, self._parts.predictor, program, self._parts.group),
             "weight_versions": [int(value) for value in summed[: len(held)].tolist()],

@@ -30,7 +30,7 @@ MessageTimes = dict[MessageKey, list[float]]
 _OPS = (Op.F, Op.B, Op.I, Op.W)
 _MOVES = (Op.OFFLOAD, Op.RELOAD)
 _RECENT_STEPS = 20  # number of steps in a median
-_RECENT_MESSAGES = 5  # number of steps in a median of message times
+_RECENT_MESSAGES = 5  # number of steps in a median of message times, and in a mean of simulated bubbles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +134,7 @@ class Predictor:
         self._data = data
         self._recent: deque[StepCost] = deque(maxlen=_RECENT_STEPS)
         self._messages: deque[MessageTimes] = deque(maxlen=_RECENT_MESSAGES)
+        self._bubbles: deque[float] = deque(maxlen=_RECENT_MESSAGES)
         self._warm = False
 
     def observe(self, cost: StepCost) -> None:
@@ -148,12 +149,29 @@ class Predictor:
         found: list[list[float]] = torch.stack([cost.stage_seconds for cost in self._recent]).median(0).values.tolist()
         return found
 
-    def observe_messages(self, records: Records) -> None:
-        """Add the message times of a step; records of all ranks, on one clock."""
+    def observe_records(self, program: Program, records: Records) -> None:
+        """Add the times of a step of `program`; records of all ranks, on one clock."""
         self._messages.append(message_times(records))
+        actions = [row for _, rows in records for row in rows]
+        waits = any(in_background(action, program.schedule) for action, _, _ in actions)  # maybe inside computations
+        if self._data is None and self._recent and not waits:
+            single = {action: end - start for action, start, end in actions if action.op in _OPS}
+            costs = replace(self._costs(program), action_seconds=single)
+            self._bubbles.append(simulate(program, costs, self._network(program)).bubble_fraction)
+
+    def bubble_fraction(self, program: Program) -> float:
+        """The predicted bubble of a step: the mean of simulations with each computation's own time in recent steps.
+
+        Computations of one stage do not all take the same time, and those that take longer hold up other ranks: with
+        the medians of `predict`, the bubble would be too small.
+        """
+        return statistics.fmean(self._bubbles) if self._bubbles else self.predict(program).bubble_fraction
 
     def predict(self, program: Program) -> Timeline:
-        """The predicted timeline of a step or a stream, from observed costs."""
+        """The predicted timeline of a step or a stream, from medians of observed costs."""
+        return simulate(program, self._costs(program), self._network(program))
+
+    def _costs(self, program: Program) -> Costs:
         f, b, i, w = torch.stack([cost.stage_seconds for cost in self._recent]).median(0).values.unbind(1)
         found = [cost.slice_factors for cost in self._recent if cost.slice_factors is not None]
         forward, backward = map(tuple, torch.stack(found).median(0).values.tolist() if found else ((), ()))
@@ -169,7 +187,6 @@ class Predictor:
                 **{op: tuple(self._recent_median((op, stage)) for stage in stages) for op in _MOVES},
             },
         )
-        data: dict[str, Any] = {}
         if self._data is not None and program.data is not None:
             costs = replace(
                 costs,
@@ -178,12 +195,12 @@ class Predictor:
                 units=self._data.units,
             )
             costs = self._data.by_itself(program.data, costs)
-            data = self._data.link.network()
+        return costs
+
+    def _network(self, program: Program) -> Network:
+        data: dict[str, Any] = {} if self._data is None or program.data is None else self._data.link.network()
         send, latency, receive = (self._recent_median(kind) for kind in ("send", "arrival", "receive"))
-        network = Network(
-            latency_seconds=max(0.0, latency - receive), send_seconds=send, receive_seconds=receive, **data
-        )
-        return simulate(program, costs, network)
+        return Network(latency_seconds=max(0.0, latency - receive), send_seconds=send, receive_seconds=receive, **data)
 
     def _recent_median(self, key: MessageKey) -> float:
         found = [value for times in self._messages for value in times.get(key, ())]
@@ -194,7 +211,7 @@ def cost_metrics(cost: StepCost, predictor: Predictor, program: Program, group: 
     """The metrics of a cost; on process 0 also the prediction."""
     return {
         "bubble_fraction": cost.bubble_fraction,
-        "predicted_bubble_fraction": predictor.predict(program).bubble_fraction if group.rank == 0 else math.nan,
+        "predicted_bubble_fraction": predictor.bubble_fraction(program) if group.rank == 0 else math.nan,
         "peak_memory_bytes": cost.peak_memory_bytes,
         "live_activations": cost.live_activations,
     }
