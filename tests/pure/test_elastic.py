@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, PeerLost
 from pipeloom.processes import preemption
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.elastic.copy_head import SEAL, common_step, write_number
 from pipeloom.processes.elastic.generation import GROW, Generation
 from pipeloom.processes.launcher import HUNG
 from pipeloom.processes.preemption import PREEMPTED
-from pipeloom.processes.recovery.lifeline import PEER_LOST
-from pipeloom.processes.recovery.recoveries import Tethers
+from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline, Rerouted
+from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tethers
 from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.layouts import fit, fit_torchrun
-from pipeloom.train.elastic.rerouting import rerouted
+from pipeloom.train.elastic.rerouting import keeps_stages, rerouted, survivors
 
 
 def job(schedule: str = "auto", layers: int = 8, size: int = 32, microbatches: int = 8, **parallel: Any) -> TrainConfig:
@@ -89,6 +91,18 @@ def test_peers_take_the_micro_batches_of_lost_ranks(config: TrainConfig, lost: l
     assert not fit(config, 1, exact=False).config.reroute  # one rank has no peer
 
 
+def test_ranks_that_keep_their_stages_are_known() -> None:
+    config = job(pipeline=2, data=2, order="pp,dp")
+    assert survivors(config, [2]) == [(0, 0), (0, 1), (1, 3)]
+    assert survivors(job(pipeline=2, data=2), [2]) == [(0, 0), (1, 1), (1, 3)]
+    assert survivors(job(pipeline=2, replicas="2,1"), [0]) == [(0, 1), (1, 2)]
+    assert keeps_stages(config)
+    assert keeps_stages(job(pipeline=2, replicas="2,1"))
+    assert keeps_stages(job(pipeline=2, data=2, schedule="zb-h1"))
+    for other in ({"cut": "time"}, {"schedule": "dualpipe"}, {"schedule": "interleaved", "chunks": 2}):
+        assert not keeps_stages(job(**{"pipeline": 2, "data": 2, **other}))
+
+
 def test_there_may_be_no_layout() -> None:
     config = job(pipeline=2, layers=2, size=3, microbatches=1)
     with pytest.raises(InputError, match="7 processes: the run has no layout for them"):
@@ -129,10 +143,17 @@ def ranks(count: int, steps: float = 1.0) -> list[Any]:
     return [SimpleNamespace(black_box=box) for box in boxes]
 
 
-def generation(count: int, *, num_more: int = 0, grown: bool = False, grow_seconds: float | None = None) -> Generation:
+def generation(
+    count: int,
+    *,
+    num_more: int = 0,
+    grown: bool = False,
+    grow_seconds: float | None = None,
+    reroute: Callable[[Collection[int]], Rerouting | None] = lambda _: None,
+) -> Generation:
     return Generation(
         range(count), num_more=num_more, grow_seconds=grow_seconds, grown=grown, before=(), variables={}, first=1,
-        lends=False, survives=lambda lost: lost < count, copied=lambda: None,
+        lends=False, survives=lambda lost: lost < count, copied=lambda: None, reroute=reroute,
     )  # fmt: skip
 
 
@@ -201,6 +222,65 @@ def test_a_signal_while_ranks_save_for_more_ranks_is_a_preemption(monkeypatch: p
     clock[0] += 2.0
     assert request.ending([15], running) == 15
     assert preemption.Request(10.0).ending([2], running) == 2
+
+
+def test_ranks_go_on_without_others_that_are_lost_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+    tethers, running = Tethers(4), ranks(4)
+    memories = [tether.memories for tether in tethers.by_rank]
+    lines = []
+    for rank, each in enumerate(running):
+        end, _, rest = tethers.inherited(rank, 0)[0].partition(":")
+        lines.append(Lifeline(f"{os.dup(int(end))}:{rest}", each.black_box))
+
+    def reroute(lost: Collection[int]) -> Rerouting | None:
+        order = tuple(rank for rank in range(len(running)) if rank not in lost)
+        if len(order) < 2:
+            return None
+        running[:] = [running[rank] for rank in order]
+        return Rerouting(order, tuple(map(str, order)), f"{len(order)} go on", f"of {len(order)}")
+
+    def never(rank: int, generation: int) -> Any:
+        raise AssertionError("no rank starts again")
+
+    recoveries = Recoveries(0, tethers, never, reroute=reroute)
+    assert not recoveries.recovers(running, [None, 1, None, -9], lambda _: "no")  # an error would come again
+    assert recoveries.recovers(running, [None, -9, None, None], lambda lost: f"lost {[*lost]}")
+    assert recoveries.pending
+    for line in (lines[0], lines[2], lines[3]):
+        assert line.noticed(PeerLost(""))
+        assert line.generation == 1
+    assert recoveries.recovers(running, [None, None, -9], lambda lost: f"lost {[*lost]}")  # on its way
+    for each in running:
+        each.black_box.ready = 1.0
+    assert recoveries.recovers(running, [None, None], lambda _: "")
+    assert not recoveries.pending
+    for rank, line in enumerate((lines[0], lines[2])):
+        _, loss = line.meet()
+        assert (loss.text, line.rerouted) == ("lost [1]", Rerouted(rank, "of 2"))
+        assert line.memories == [memories[0], memories[2]]
+    assert not recoveries.recovers(running, [None, -9], lambda _: "lost")  # all end
+    assert capsys.readouterr().err.splitlines() == [
+        "pipeloom: warning: lost [1]; 3 go on",
+        "pipeloom: warning: lost [2]; 2 go on",
+    ]
+    tethers.close()
+
+
+def test_a_generation_without_some_ranks_can_grow() -> None:
+    asked: list[list[int]] = []
+
+    def reroute(lost: Collection[int]) -> Rerouting:
+        asked.append(list(lost))
+        return Rerouting((0, 2), ("a", "b"), "", "")
+
+    found = generation(3, grow_seconds=0.0, reroute=reroute)
+    assert not found.wants_to_grow([], ranks(3))
+    assert found.goes_on_without([1]) is not None
+    assert found.slots == (0, 2)
+    assert found.wants_to_grow([], ranks(2))
+    assert found.goes_on_without([1]) is None  # the ranks save and end
+    assert asked == [[1]]
+    found.tethers.close()
 
 
 def test_ranks_go_on_from_the_newest_step_that_all_have_copied() -> None:

@@ -15,9 +15,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, unwrapped
@@ -32,7 +32,7 @@ from pipeloom.processes.launching.ranks import SPARE as SPARE
 from pipeloom.processes.launching.ranks import rank_of_spare as rank_of_spare
 from pipeloom.processes.preemption import PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline
-from pipeloom.processes.recovery.recoveries import Recoveries, Tethers
+from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tethers
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
 PARENT = "_PIPELOOM_PARENT"  # variable: process id of the parent, with which this process ends
@@ -215,7 +215,13 @@ def launch(
                 if not signals:
                     ranks.append(starter.start(rank, 0))
             starter.prepare_spares()
-            recovering = Recoveries(recoveries, tethers, starter.start, starter.prepare_spares)
+            recovering = Recoveries(
+                recoveries,
+                tethers,
+                starter.start,
+                starter.prepare_spares,
+                reroute=lambda lost: _goes_on_without(lost, ranks, elastic),
+            )
             code, line = _watch(ranks, signals, Request(preempt_seconds), recovering, elastic)
             if elastic is not None:
                 codes = [rank.process.returncode for rank in ranks]
@@ -233,6 +239,14 @@ def launch(
             sys.stdout.flush()
         sys.stderr.write(f"pipeloom: {line}\n")
     return code
+
+
+def _goes_on_without(lost: Collection[int], ranks: list[Rank], elastic: Generation | None) -> Rerouting | None:
+    """How the ranks of an elastic run go on without some of them, which are removed; None: they do not."""
+    found = None if elastic is None else elastic.goes_on_without(lost)
+    if found is not None:
+        ranks[:] = [replace(ranks[rank], name=name) for rank, name in zip(found.order, found.names, strict=True)]
+    return found
 
 
 def _watch(

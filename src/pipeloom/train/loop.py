@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ from pipeloom.processes.launcher import Membership
 from pipeloom.processes.network.sockets import open_sockets
 from pipeloom.processes.preemption import Preemption, allowed_seconds
 from pipeloom.processes.recovery.keeper import Keeper
-from pipeloom.processes.recovery.lifeline import Lifeline, Loss
+from pipeloom.processes.recovery.lifeline import Lifeline, Loss, Memories, Rerouted
 from pipeloom.processes.rendezvous import leave
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path
@@ -91,6 +92,25 @@ def _train_recovering(config: TrainConfig, member: Membership, lifeline: Lifelin
             torch.compiler.reset()  # the modules are made anew, which would count towards its limit of recompilations
         preemption.ask_again()
         meeting, recovery.loss = lifeline.meet()
+        if lifeline.rerouted is not None:
+            config, member, recovery = _rerouted(config, member, lifeline.rerouted, lifeline.memories, recovery, others)
+
+
+def _rerouted(
+    config: TrainConfig,
+    member: Membership,
+    told: Rerouted,
+    memories: Sequence[Memories],
+    before: RunRecovery,
+    others: Collection[str],
+) -> tuple[TrainConfig, Membership, RunRecovery]:
+    """What this process goes on with, without the ranks that were lost."""
+    configured = member.configured or config.to_json()
+    config = TrainConfig.from_json(told.configuration)
+    member = replace(member, rank=told.rank, world_size=config.num_processes, configured=configured)
+    recovery = RunRecovery(config, dict(enumerate(memories)), told.rank, others)
+    recovery.loss, recovery.begun, recovery.samples = before.loss, before.begun, before.samples
+    return config, member, recovery
 
 
 def _train_again(config: TrainConfig, member: Membership, preemption: Preemption) -> None:

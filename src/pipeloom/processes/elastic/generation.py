@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from typing import NamedTuple, Protocol
 
 from pipeloom.common.quantities import counted
@@ -12,7 +12,7 @@ from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.elastic.copy_head import FIRST, common_step, read_number, write_number
 from pipeloom.processes.preemption import PREEMPTED
 from pipeloom.processes.recovery.lifeline import PEER_LOST
-from pipeloom.processes.recovery.recoveries import Tether, Tethers
+from pipeloom.processes.recovery.recoveries import Rerouting, Tether, Tethers
 
 GROW = signal.SIGUSR2  # to the launcher: lost ranks may start again
 _LEAVES = 1 << 30  # in place of the number of a meeting: there will be none
@@ -56,7 +56,7 @@ class Generation:
     Args:
         slots: the local rank of each.
         num_more: how many ranks more the run could have, if lost slots were free again.
-        grow_seconds: after which the run grows by itself; None: when the launcher gets `GROW`.
+        grow_seconds: after which a run with fewer ranks grows by itself; None: when the launcher gets `GROW`.
         grown: whether a generation with fewer slots was before this one.
         before: of the previous generation, held until all ranks of this one have a copy.
         variables: what the ranks read in their environment about `before`.
@@ -64,6 +64,7 @@ class Generation:
         lends: whether surviving ranks may have newer states than the copies, which they copy after a loss.
         survives: whether the run can go on without a number of these slots.
         copied: called once all ranks have copies of the same step.
+        reroute: how the ranks go on in their processes without some of them; None: they do not.
 
     Attributes:
         tethers: of the ranks; the launcher starts and watches them with these.
@@ -83,13 +84,15 @@ class Generation:
         lends: bool,
         survives: Callable[[int], bool],
         copied: Callable[[], None],
+        reroute: Callable[[Collection[int]], Rerouting | None],
     ) -> None:
         self.slots, self._num_more, self._grown = tuple(slots), num_more, grown
         self.tethers = Tethers(len(slots))
         self._before, self._variables = tuple(before), variables
-        self._lends, self._survives, self._copied = lends, survives, copied
+        self._lends, self._survives, self._copied, self._reroute = lends, survives, copied, reroute
         write_number(self.tethers.by_rank[0].memories.copies[0], FIRST, first)
-        self._grow_at = None if grow_seconds is None else time.monotonic() + grow_seconds
+        self._grow_seconds = grow_seconds
+        self._grow_at = self._time_to_grow() if num_more else None
         self._asked = self._grows = False
         self.end: End | None = None
 
@@ -107,6 +110,20 @@ class Generation:
     def first(self) -> int:
         """The step + 1 after which the run began; 0: it has not."""
         return read_number(self.tethers.by_rank[0].memories.copies[0], FIRST)
+
+    def _time_to_grow(self) -> float | None:
+        return None if self._grow_seconds is None else time.monotonic() + self._grow_seconds
+
+    def goes_on_without(self, lost: Collection[int]) -> Rerouting | None:
+        """How the ranks go on in their processes without some of them, which no longer count; None: they do not."""
+        if self._grows or self._before:  # ranks save and end, or have no copies of their own yet
+            return None
+        found = self._reroute(lost)
+        if found is not None:
+            self.slots = tuple(self.slots[rank] for rank in found.order)
+            self._num_more += len(lost)
+            self._grow_at = self._time_to_grow()
+        return found
 
     def wants_to_grow(self, signals: MutableSequence[int], ranks: Sequence[Rank]) -> bool:
         """Whether the ranks are to save and to end now, so that more of them go on; called again and again.

@@ -20,6 +20,13 @@ class Loss(NamedTuple):
     at: float
 
 
+class Rerouted(NamedTuple):
+    """What a rank is told that goes on without others: its new number, and the configuration of the ranks, as JSON."""
+
+    rank: int
+    configuration: str
+
+
 class Memories(NamedTuple):
     """Descriptors of the memory of one rank that outlives it.
 
@@ -52,6 +59,7 @@ class Lifeline:
         memories: of each rank.
         copies: descriptors of the memory for copies of this rank's state.
         generation: how often the run's ranks have met anew when this process joins.
+        rerouted: set by `meet` where the ranks go on without some of them; `memories` has those that go on.
     """
 
     def __init__(self, text: str, black_box: BlackBox) -> None:
@@ -60,6 +68,7 @@ class Lifeline:
         self.memories = [Memories.parse(each) for each in table.split(";")]
         self.copies = self.memories[int(rank)].copies
         self._socket = socket.socket(fileno=int(line))
+        self.rerouted: Rerouted | None = None
 
     def noticed(self, error: Exception) -> bool:
         """Whether an error comes from the loss of a rank from which the run recovers; waits for the launcher's word."""
@@ -80,5 +89,12 @@ class Lifeline:
         self._black_box.ready = float(self.generation)
         self._socket.settimeout(None)
         # The descriptor stays open: the store of a process group opens its file again and again.
-        data, (meeting,), _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
-        return f"file:///proc/self/fd/{meeting}", Loss(**json.loads(data))
+        data, found, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
+        while data and not found:  # all ranks are about to end
+            self._black_box.ready = float(json.loads(data)["generation"])
+            data, found, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
+        told, self.rerouted = json.loads(data), None
+        if "order" in told:
+            self.memories = [self.memories[rank] for rank in told["order"]]
+            self.rerouted = Rerouted(told["rank"], told["configuration"])
+        return f"file:///proc/self/fd/{found[0]}", Loss(told["text"], told["at"])

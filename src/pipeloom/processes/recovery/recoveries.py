@@ -1,4 +1,4 @@
-"""`Recoveries`: the launcher's part: starts killed ranks again, and sends all to a new meeting place. No torch."""
+"""`Recoveries`: the launcher's part: starts killed ranks again or goes on without; all meet anew. No torch."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from contextlib import suppress
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Loss, Memories
@@ -99,6 +99,22 @@ class RankProcess(Protocol):
 R = TypeVar("R", bound=RankProcess)
 
 
+class Rerouting(NamedTuple):
+    """How ranks go on without others, whose work they take over.
+
+    Attributes:
+        order: the ranks that go on, in the order of their new numbers.
+        names: of them, in that order.
+        words: how they go on.
+        configuration: what they read, as JSON.
+    """
+
+    order: tuple[int, ...]
+    names: tuple[str, ...]
+    words: str
+    configuration: str
+
+
 class Recoveries(Generic[R]):
     """The recoveries of a run.
 
@@ -107,16 +123,25 @@ class Recoveries(Generic[R]):
         tethers: of all ranks.
         start: starts a rank for a generation.
         met: called when the ranks have met anew.
+        reroute: once none may be started again: how the ranks go on without some of them, which it removes from the
+            ranks of the run; None: they do not.
     """
 
     def __init__(
-        self, limit: int, tethers: Tethers, start: Callable[[int, int], R], met: Callable[[], None] = lambda: None
+        self,
+        limit: int,
+        tethers: Tethers,
+        start: Callable[[int, int], R],
+        met: Callable[[], None] = lambda: None,
+        reroute: Callable[[Collection[int]], Rerouting | None] = lambda _: None,
     ) -> None:
         self._limit = self._left = limit
-        self._tethers, self._start, self._met = tethers.by_rank, start, met
+        self._tethers, self._start, self._met, self._reroute = tethers.by_rank, start, met, reroute
         self._generation = 0
         self._loss: Loss | None = None  # while ranks get ready
         self._again: dict[int, float] = {}  # ranks that were started for this generation -> their deadlines
+        self._order: list[int] | None = None  # the numbers, before the loss, of the ranks that go on without others
+        self._configuration = ""  # of these
         self._deadline = 0.0
 
     @property
@@ -130,7 +155,7 @@ class Recoveries(Generic[R]):
         codes: Sequence[int | None],
         explain: Callable[[Mapping[int, int]], str],
     ) -> bool:
-        """Whether the run goes on although ranks have ended; starts those again, in `ranks`.
+        """Whether the run goes on although ranks have ended; starts those again, in `ranks`, or goes on without.
 
         Args:
             ranks: of the run.
@@ -142,15 +167,21 @@ class Recoveries(Generic[R]):
             begun = self._generation > 0 or all(
                 rank.black_box.phase for rank in ranks
             )  # else all wait for the lost one
-            if not self._left or not begun or not _can_recover(ended.values()):
+            if not begun or not _can_recover(ended.values()):
                 return False
-            self._begin(ranks, ended, explain(ended))
+            if self._left:
+                self._begin(ranks, ended, explain(ended))
+            elif not self._goes_on_without(ended, explain):
+                return False
+        elif self._order is not None:
+            if ended and not self._goes_on_without(ended, explain):
+                return False
         elif any(rank in self._again for rank in ended):
             # Killed once more on its way: one recovery less. An error of its own would come again.
             if not self._left or any(code > 0 for rank, code in ended.items() if rank in self._again):
                 return False
             self._left -= 1
-        for rank in ended:
+        for rank in ended if self._order is None else ():
             self._again[rank] = time.monotonic() + _START_SECONDS
             ranks[rank] = self._start(rank, self._generation)
         waits = [rank for rank, each in enumerate(ranks) if each.black_box.ready != self._generation]
@@ -174,6 +205,27 @@ class Recoveries(Generic[R]):
         for rank in {*range(len(ranks))} - ended.keys():
             self._tethers[rank].send({"generation": self._generation})
 
+    def _goes_on_without(self, ended: Mapping[int, int], explain: Callable[[Mapping[int, int]], str]) -> bool:
+        """Whether the other ranks go on without those that have ended; tells them of the first loss."""
+        text, count = explain(ended), len(self._tethers)
+        found = self._reroute(ended.keys()) if all(code < 0 for code in ended.values()) else None
+        if found is None:
+            return False
+        sys.stderr.write(f"pipeloom: warning: {text}; {found.words}\n")
+        sys.stderr.flush()
+        for rank in ended:
+            self._tethers[rank].close()
+        self._tethers[:] = [self._tethers[rank] for rank in found.order]
+        numbers = range(count) if self._order is None else self._order
+        self._order, self._configuration = [numbers[rank] for rank in found.order], found.configuration
+        if self._loss is None:
+            self._generation += 1
+            self._loss, self._deadline = Loss(text, time.monotonic()), time.monotonic() + _READY_SECONDS
+            self._again.clear()
+            for tether in self._tethers:
+                tether.send({"generation": self._generation})
+        return True
+
     def _kill(self, rank: int, process: RankProcess) -> None:
         if rank in self._again:
             self._again[rank] = math.inf  # once
@@ -189,10 +241,13 @@ class Recoveries(Generic[R]):
         """Send all ranks to a new meeting place."""
         assert self._loss is not None
         meeting = os.memfd_create("pipeloom-meeting")
-        for tether in self._tethers:
-            tether.send(self._loss._asdict(), [meeting])
+        for rank, tether in enumerate(self._tethers):
+            told: dict[str, object] = {}
+            if self._order is not None:
+                told = {"rank": rank, "order": self._order, "configuration": self._configuration}
+            tether.send(self._loss._asdict() | told, [meeting])
         os.close(meeting)
-        self._loss = None
+        self._loss = self._order = None
         self._met()
 
 

@@ -14,12 +14,32 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from pipeloom.errors import PipeloomError
-from pipeloom.train.config.schedule import replicates, schedule_name, stages_of_ranks, unused_data_options
+from pipeloom.ir import Placement
+from pipeloom.train.config.schedule import (
+    make_schedule,
+    replicates,
+    schedule_name,
+    stages_of_ranks,
+    unused_data_options,
+)
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.layouts import Layout, check_layout, with_stages
 
 _SCHEDULE = "1f1b"
+
+
+def survivors(config: TrainConfig, lost: Collection[int]) -> list[tuple[int, int]]:
+    """The stage and the number of each rank that was not lost, in their order in `rerouted`."""
+    stages, shape = stages_of_ranks(config), config.mesh_shape()
+    return sorted(
+        (stages[shape.coordinates(rank)["pp"]], rank) for rank in range(config.num_processes) if rank not in lost
+    )
+
+
+def keeps_stages(config: TrainConfig) -> bool:
+    """Whether each rank holds one stage, the same as in `rerouted`, so that it can go on with its own state."""
+    return config.parallel.cut != "time" and make_schedule(config).placement == Placement.replicated(config.replicas)
 
 
 def rerouted(config: TrainConfig, lost: Collection[int]) -> Layout | None:
@@ -34,10 +54,8 @@ def rerouted(config: TrainConfig, lost: Collection[int]) -> Layout | None:
     """
     if not config.reroute:
         return None
-    counts, stages = [count * config.data_degree for count in config.replicas], stages_of_ranks(config)
-    shape = config.mesh_shape()
-    for rank in lost:
-        counts[stages[shape.coordinates(rank)["pp"]]] -= 1
+    left = [stage for stage, _ in survivors(config, lost)]
+    counts = [left.count(stage) for stage in range(config.parallel.pipeline)]
     if not all(counts) or sum(counts) < config.min_ranks:
         return None
     replicas = ",".join(map(str, counts)) if max(counts) > 1 else None

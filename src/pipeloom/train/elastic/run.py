@@ -9,12 +9,12 @@ from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.errors import PipeloomError
 from pipeloom.processes import launcher
 from pipeloom.processes.elastic.generation import GROW, End, Generation
-from pipeloom.processes.recovery.recoveries import Tether
+from pipeloom.processes.recovery.recoveries import Rerouting, Tether
 from pipeloom.train.config.schedule import process_names
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.layouts import fit
 from pipeloom.train.elastic.options import CONFIGURED
-from pipeloom.train.elastic.rerouting import rerouted
+from pipeloom.train.elastic.rerouting import keeps_stages, rerouted, survivors
 from pipeloom.train.elastic.source import Source, lends, newest
 
 
@@ -55,14 +55,13 @@ class _ElasticRun:
 
     def generation(self, words: Sequence[str], variable: str) -> int | None:
         """Run ranks until they end; the exit code of the run, or None: other ranks go on."""
-        layout = self._layout
-        config = self._source.configured(layout.config)
+        config = self._source.configured(self._layout.config)
         slots = self._usable[: config.num_processes]
         wait = self._config.regrow_seconds * 2**self._num_growths
         ranks = Generation(
             slots,
             num_more=self._most - len(slots),
-            grow_seconds=wait if self._config.regrow_seconds and len(slots) < self._most else None,
+            grow_seconds=wait if self._config.regrow_seconds else None,
             grown=self._grown,
             before=self._source.tethers,
             variables=self._source.variables(self._begun),
@@ -70,9 +69,10 @@ class _ElasticRun:
             lends=lends(config),
             survives=self._survives,
             copied=self._copied,
+            reroute=self._reroute,
         )
         variables = {variable: config.to_json()}
-        if layout.config != self._config:
+        if self._layout.config != self._config:
             variables[CONFIGURED] = self._config.to_json()
         code = launcher.launch(
             process_names(config),
@@ -85,7 +85,7 @@ class _ElasticRun:
         if ranks.end is None:
             ranks.tethers.close()
             return code
-        self._next(ranks, ranks.end, slots, config)
+        self._next(ranks, ranks.end)
         return 128 + self._signals[0] if self._signals else None
 
     def _copied(self) -> None:
@@ -100,10 +100,23 @@ class _ElasticRun:
             return False
         return True
 
-    def _next(self, ranks: Generation, end: End, slots: Sequence[int], config: TrainConfig) -> None:
+    def _reroute(self, lost: Collection[int]) -> Rerouting | None:
+        """How the ranks go on in their processes without some of them, where each keeps its stage."""
+        before = self._layout.config
+        found = rerouted(before, lost) if len(self._usable) - len(lost) < self._most else None
+        if found is None or not keeps_stages(before):
+            return None
+        order = tuple(rank for _, rank in survivors(before, lost))
+        self._layout = found
+        self._usable = [*(self._usable[rank] for rank in order), *self._usable[before.num_processes :]]
+        configuration = self._source.configured(found.config).to_json()
+        words = f"the other ranks go on with {found.words}"
+        return Rerouting(order, tuple(process_names(found.config)), words, configuration)
+
+    def _next(self, ranks: Generation, end: End) -> None:
         """Choose the slots and the state of the next generation, and tell of them."""
-        before, self._first = self._source, ranks.first
-        self._source = newest(before, ranks, config, self._key)
+        before, self._first, slots = self._source, ranks.first, ranks.slots
+        self._source = newest(before, ranks, self._source.configured(self._layout.config), self._key)
         _close({*before.tethers, *ranks.tethers.by_rank} - {*self._source.tethers})
         if end.grows:
             self._usable = list(self._slots)

@@ -219,6 +219,7 @@ class RunRecovery:
         else:
             source = checkpoint_path(self._output_dir, step)
             words = str(source)
+        row_of_copy = source.row if isinstance(source, StateCopy) else {}
         self._drop_after(step)
         due = bool(self._save_steps) and (step % self._save_steps == 0 or step == self._config.steps)
         return Restart(
@@ -227,7 +228,7 @@ class RunRecovery:
             max(0, begun - step),
             unsaved=due and max(first, saved_step) < step,
             unevaluated=self._unevaluated(group, first, step),
-            row=next((row.row for row in rows if row.row.get("step") == step), {}),
+            row=next((row.row for row in rows if row.row.get("step") == step), row_of_copy),
             words=words,
         )
 
