@@ -86,7 +86,7 @@ class Expected(NamedTuple):
     Attributes:
         gradients: of the first step, in float64.
         exact: losses of the first step and of the second, after an update, in float64.
-        losses: of 20 updates, in float32.
+        losses: of all updates, in float32.
     """
 
     gradients: dict[str, Tensor]
@@ -125,14 +125,12 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 
 @cache
-def expected(*, layers: int, tied: bool, key_heads: int) -> Expected:
-    model = make_model(layers=layers, tied=tied, key_heads=key_heads)
+def expected(*, layers: int, tied: bool, key_heads: int, updates: int) -> Expected:
+    sizes = {"layers": layers, "tied": tied, "key_heads": key_heads}
+    model = make_model(**sizes)
     loss_fn(model(batch(0)[0]), batch(0)[1]).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    exact = _losses(make_model(layers=layers, tied=tied, key_heads=key_heads), 2)
-    return Expected(
-        gradients, exact, _losses(make_model(layers=layers, tied=tied, key_heads=key_heads).float(), UPDATES)
-    )
+    return Expected(gradients, _losses(make_model(**sizes), 2), _losses(make_model(**sizes).float(), updates))
 
 
 def _losses(model: nn.Module, steps: int) -> list[float]:
@@ -148,9 +146,9 @@ def _losses(model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-def expected_of(case: Case, layout: Layout | None = None) -> Expected:
+def expected_of(case: Case, layout: Layout | None = None, *, updates: int = UPDATES) -> Expected:
     """Call it before threads or processes start: they share what is found."""
-    return expected(**_sizes(case, layout or LAYOUTS[case.layout]))
+    return expected(**_sizes(case, layout or LAYOUTS[case.layout]), updates=updates)
 
 
 def degrees_of(layout: Layout, *, dp: int) -> dict[str, int]:
@@ -159,7 +157,7 @@ def degrees_of(layout: Layout, *, dp: int) -> dict[str, int]:
 
 def in_threads(case: Case, *, dp: int | None = None, updates: int = UPDATES, few: bool = False) -> None:
     """Train on two stages; and on two data-parallel replicas, unless context-parallel ranks are replicas already."""
-    expected_of(case)
+    expected_of(case, updates=updates)
     layout = LAYOUTS[case.layout]
     degrees = degrees_of(layout, dp=dp or (1 if layout.context else 2))
 
@@ -181,12 +179,12 @@ def train_and_compare(
 
     Args:
         updates: in float32; after one in float64, always.
-        few: with eight ranks per stage, two micro-batches where the schedule has no larger minimum.
+        few: with four or eight ranks per stage, two micro-batches where the schedule has no larger minimum.
     """
     layout = layout or LAYOUTS[case.layout]
-    wanted = expected_of(case, layout)
+    wanted = expected_of(case, layout, updates=updates)
     sizes = SCHEDULES[case.schedule]
-    if few and size_of(layout.degrees) == 8 and case.schedule != "dualpipev":
+    if few and size_of(layout.degrees) >= 4 and case.schedule != "dualpipev":
         sizes = sizes | {"num_microbatches": 2}
     schedule = pl.schedules.build(case.schedule, num_ranks=2, **sizes)
     settings = {"loss_fn": loss_fn, "mesh": mesh, "data": case.data, "context": layout.context}
@@ -206,7 +204,7 @@ def train_and_compare(
 
     steps(torch.float64, wanted.exact, 1e-12)
     if updates:
-        steps(torch.float32, wanted.losses[:updates], 1e-5)
+        steps(torch.float32, wanted.losses, 1e-5)
 
 
 def _sizes(case: Case, layout: Layout) -> dict[str, Any]:

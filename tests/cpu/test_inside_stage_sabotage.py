@@ -64,5 +64,5 @@ def test_a_skipped_sum_or_a_doubled_bias_is_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(owner, method, counted)
     dp = 2 if what == "gradients over replicas" and not LAYOUTS[layout].context else 1
     with pytest.raises(AssertionError, match=f"{layout} 1f1b ddp"):
-        in_threads(Case(layout, "1f1b", "ddp", tied=False, grouped=True), dp=dp, updates=0)
+        in_threads(Case(layout, "1f1b", "ddp", tied=False, grouped=True), dp=dp, updates=0, few=True)
     assert calls
