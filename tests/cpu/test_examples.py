@@ -200,32 +200,26 @@ def test_train_gpt_takes_a_text(tmp_path: Path, capsys: Capture) -> None:
     assert "step 2  loss" in _here(ROOT / "examples" / "train_gpt.py", options, capsys)
 
 
-def test_resnet50_in_four_ways(tmp_path: Path) -> None:
-    """Gradients of all four ways are those of the plain model."""
-    options = [
-        "--width",
-        "4",
-        "--batch",
-        "4",
-        "--splits",
-        "2,4",
-        "--classes",
-        "10",
-        "--rounds",
-        "1",
-        "--svg",
-        "curve.svg",
-    ]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "resnet50" / "compare.py"), *options],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^(naive|loop|pipe|pipeline) +(?:(\S+) +)?(\S+e[-+]\d+)$", done.stdout, re.MULTILINE)
+def _as_torchrun_rank(rank: int, script: Path, options: list[str]) -> str:
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))  # this process ends with the test
+    return _as_rank(rank, script, options)
+
+
+def test_resnet50_in_four_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Gradients of all four ways are those of the plain model. What it starts under torchrun are forks here."""
+    script = ROOT / "examples" / "resnet50" / "compare.py"
+    options = "--width 4 --batch 4 --splits 2,4 --classes 10 --rounds 1 --svg curve.svg"
+
+    def forks(words: list[str], *, check: bool) -> None:
+        assert words[: len(TORCHRUN) + 2] == [*TORCHRUN, "2", str(script)]
+        assert check
+        run_ranks(_as_torchrun_rank, 2, script, words[len(TORCHRUN) + 2 :])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(subprocess, "run", forks)
+    printed = _here(script, options.split(), capsys)
+    rows = re.findall(r"^(naive|loop|pipe|pipeline) +(?:(\S+) +)?(\S+e[-+]\d+)$", printed, re.MULTILINE)
     assert [name for name, _, _ in rows] == ["naive", "loop", "pipe", "pipeline"]
     assert all(float(number) <= 1e-12 for _, *numbers in rows for number in numbers if number)
     assert (tmp_path / "curve.svg").read_text().count("<circle") == 8

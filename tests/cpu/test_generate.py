@@ -76,14 +76,14 @@ def _ending(model: Any) -> int:
     return int(model.generate(**_prompts(), max_new_tokens=4, do_sample=False)[0, 9])
 
 
-GREEDY = {"do_sample": False, "max_new_tokens": 8}
+GREEDY = {"do_sample": False, "max_new_tokens": 5}
 SAMPLED = {
     "do_sample": True,
     "temperature": 0.8,
     "top_k": 20,
     "top_p": 0.95,
     "repetition_penalty": 1.2,
-    "max_new_tokens": 6,
+    "max_new_tokens": 4,
 }
 
 
