@@ -20,10 +20,10 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
-from pipeloom.plan.memory import memory_of_ranks
 
 KINDS = ("profile", "tables")
 _QUIET = 0.1  # of the cores' time that others may use during a measurement
+_WARM_UP = 2  # steps of a configuration in a round before those that count
 _MOST_TRIES = 3  # rounds over those that count
 _CROWDED = 2  # micro-batch sizes that more processes than cores measure at once
 _NEAR = 1.05  # chosen over fastest
@@ -31,25 +31,12 @@ _NEAR = 1.05  # chosen over fastest
 
 def measure(case: Case, crew: Crew, cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
     """The layers of a model as measured, and for each configuration predicted seconds and bytes, and measured ones."""
-    rows = [build(case, crew, cluster, of) for of in configurations(case)]
+    rows = [
+        {"label": label(of), "measured": [], "disturbed": [], "others": [], "parts": []} for of in configurations(case)
+    ]
     layers = take_turns(case, crew, cluster, rows, arguments)
-    crew.call("close_all")
     predict(case, cluster, layers, rows)
     return {"summary": summary(rows), "layers": layers.to_mapping(), "rows": rows}
-
-
-def build(case: Case, crew: Crew, cluster: Cluster, of: Configuration) -> dict[str, Any]:
-    """The row of a configuration, which is built, with the bytes of its step on the process that holds most."""
-    crew.call("build", label(of), case.config, of)
-    costs = CostModel(model=Architecture.of_gpt(case.config), cluster=cluster)
-    ranks = memory_of_ranks(costs.program(of), costs.memory_model(of))
-    return {
-        "label": label(of),
-        "bytes": max(sum(each.values()) for each in crew.call("memory", label(of))),
-        "predicted_bytes": max(sum(rank.kinds.values()) for rank in ranks),
-        "measured": [],
-        "disturbed": [],
-    }
 
 
 def measure_layers(case: Case, crew: Crew, cluster: Cluster, side_by_side: int) -> list[LayerTimes]:
@@ -74,6 +61,7 @@ def predict(case: Case, cluster: Cluster, layers: LayerTimes, rows: list[dict[st
         row["update"] = predictions["profile"].update_seconds
         row["stages"] = models["profile"].stage_seconds(of)
         row["bubble"] = predictions["profile"].timeline.bubble_fraction
+        row["predicted_bytes"] = max(models["profile"].peak_bytes(of))
 
 
 def take_turns(
@@ -85,23 +73,36 @@ def take_turns(
         The mean of the layers of all rounds: the machine's speed drifts, and so both see the same of it.
     """
     cores, layers, crowded = cluster.measured.cores if cluster.measured else 1, list[LayerTimes](), list[LayerTimes]()
+    of_degrees: dict[tuple[int, ...], list[tuple[Configuration, dict[str, Any]]]] = {}
+    for of, row in zip(configurations(case), rows, strict=True):
+        of_degrees.setdefault((of.pipeline, of.inside.tensor, of.data), []).append((of, row))
     for number in range(_MOST_TRIES * arguments.rounds):
         if number < arguments.rounds:
             layers += measure_layers(case, crew, cluster, cores)
             if case.processes > cores:
                 crowded += measure_layers(case, crew, cluster, case.processes)
-        for row in rows:
-            if len(row["measured"]) >= arguments.rounds * arguments.steps:
-                continue
-            answers = crew.call("steps", row["label"], arguments.steps)
-            whole = answers[0]["whole"]
-            others = answers[0]["machine"] - sum(each["own"] for each in answers)
-            key = "measured" if others < _QUIET * cores * whole else "disturbed"
-            row[key] += [max(each) for each in zip(*(answer["steps"] for answer in answers), strict=True)]
-    for row in rows:
-        row["busy"] = crew.call("busy", row["label"])
+        for pairs in of_degrees.values():
+            left = [(of, row) for of, row in pairs if len(row["measured"]) < arguments.rounds * arguments.steps]
+            for of, row in left:
+                crew.call("build", row["label"], case.config, of)
+                if "bytes" not in row:
+                    row["bytes"] = max(crew.call("memory", row["label"]))
+            for _, row in left:
+                measure_steps(crew, row, arguments.steps, cores)
+            crew.call("close_all")
     found = mean_layers(layers)
     return found.beside(mean_layers(crowded)) if crowded else found
+
+
+def measure_steps(crew: Crew, row: dict[str, Any], count: int, cores: int) -> None:
+    """Measure some steps of a configuration that is built."""
+    answers = crew.call("steps", row["label"], _WARM_UP, count)
+    whole = max(each["whole"] for each in answers)
+    others = (answers[0]["machine"] - sum(each["own"] for each in answers)) / (cores * whole)
+    row["others"].append(others)
+    row["parts"].append([each["parts"] | {"own": each["own"] / whole} for each in answers])
+    key = "measured" if others < _QUIET else "disturbed"
+    row[key] += [max(each) for each in zip(*(answer["steps"] for answer in answers), strict=True)]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+from collections import defaultdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.plan_local.held import HeldBytes
+from benchmarks.plan_local.peak import peak_of
 
 import pipeloom as pl
 from pipeloom import schedules
@@ -21,8 +23,6 @@ from pipeloom.split import split
 from pipeloom.train.machine.layers import measure_layers
 from pipeloom.training import BarrierStep
 
-_WARM_UP = 1  # steps of a configuration in a round before those that count
-
 
 class Trainer:
     """The subject of a crew."""
@@ -30,9 +30,8 @@ class Trainer:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._made: dict[str, tuple[pl.Pipeline, BarrierStep, Any]] = {}
-        self._held: dict[str, HeldBytes] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._meshes: dict[tuple[int, int, int], pl.Mesh] = {}
+        self._mesh: pl.Mesh | None = None
 
     def layers(self, config: GPTConfig, samples: list[int], rates: Rates, side_by_side: int) -> LayerTimes | None:
         """The layers of a model; so many processes measure at the same time."""
@@ -43,11 +42,10 @@ class Trainer:
         return found
 
     def build(self, name: str, config: GPTConfig, of: Configuration) -> None:
-        """The pipeline and the optimizer of a configuration."""
-        degrees = of.pipeline, of.data, of.inside.tensor
-        if degrees not in self._meshes:  # each has process groups, whose threads wake up a hundred times per second
-            self._meshes[degrees] = pl.Mesh(pp=of.pipeline, dp=of.data, tp=of.inside.tensor)
-        mesh = self._meshes[degrees]
+        """The pipeline and the optimizer of a configuration; those built at the same time have the same degrees."""
+        if self._mesh is None:  # one at a time: the threads of its process groups wake up a hundred times per second
+            self._mesh = pl.Mesh(pp=of.pipeline, dp=of.data, tp=of.inside.tensor)
+        mesh = self._mesh
         schedule = pl.schedules.build(
             of.schedule,
             num_ranks=of.pipeline,
@@ -61,14 +59,12 @@ class Trainer:
         stages = split(model, schedule.num_stages, cut=list(of.blocks or ()))
         for stage in schedule.placement.stages_of[mesh.coordinate("pp")]:
             materialize(stages.modules[stage], 0)
-        held = self._held[name] = HeldBytes()
         pipeline = pl.Pipeline(
             stages,
             schedule,
             loss_fn=loss_fn,
             mesh=mesh,
             data=pl.DataParallel(of.strategy.value) if of.data > 1 else None,
-            blackbox=held,
         )
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4, fused=True)
         stepper = BarrierStep(pipeline, optimizer, max_norm=1.0)
@@ -76,68 +72,60 @@ class Trainer:
         batch = torch.randint(config.vocabulary_size, (2, of.microbatches * of.microbatch_size, config.sequence_length))
         self._made[name], self._optimizers[name] = (pipeline, stepper, batch), optimizer
 
-    def steps(self, name: str, count: int) -> dict[str, Any]:
-        """Seconds of some steps, from a barrier to the end of the update, after those for warm-up.
+    def steps(self, name: str, warm_up: int, count: int) -> dict[str, Any]:
+        """Seconds of `count` steps, from a barrier to the end of the update, after those for warm-up.
 
-        And of all of them, the warm-up included: seconds, CPU seconds of this process, CPU seconds of the machine.
+        And the mean seconds of their parts: before the first action, of all actions by op, of the time from the first
+        to the end of the last ("span"), and behind it. And of all steps, warm-up included: seconds, CPU seconds of this
+        process, and those of the machine.
         """
-        _, stepper, (inputs, targets) = self._made[name]
-        found = []
+        pipeline, stepper, (inputs, targets) = self._made[name]
+        found, parts = list[float](), defaultdict[str, float](float)
         dist.barrier()
         begun, own, machine = time.perf_counter(), time.process_time(), _machine_seconds()
-        for _ in range(_WARM_UP + count):
+        for number in range(warm_up + count):
             dist.barrier()
             start = time.perf_counter()
             stepper.step(inputs, targets)
-            found.append(time.perf_counter() - start)
+            end = time.perf_counter()
+            if number < warm_up:
+                continue
+            found.append(end - start)
+            ((_, row),) = pipeline.records
+            first, last = min(began for _, began, _ in row), max(ended for _, _, ended in row)
+            parts["before"] += (first - start) / count
+            parts["span"] += (last - first) / count
+            parts["behind"] += (end - last) / count
+            for action, began, ended in row:
+                parts[action.op] += (ended - began) / count
         return {
-            "steps": found[_WARM_UP:],
+            "steps": found,
+            "parts": dict(parts),
             "whole": time.perf_counter() - begun,
             "own": time.process_time() - own,
             "machine": _machine_seconds() - machine,
         }
 
-    def busy(self, name: str) -> dict[str, float]:
-        """Seconds of the actions of the last step, by op, and from the first to the end of the last one ("span")."""
-        (_, row), *_ = self._made[name][0].records
-        found = {"span": max(end for _, _, end in row) - min(start for _, start, _ in row)}
-        for action, start, end in row:
-            found[action.op] = found.get(action.op, 0.0) + end - start
-        return found
-
-    def memory(self, name: str) -> dict[str, float]:
-        """Most bytes that two steps hold, by kind."""
+    def memory(self, name: str) -> int:
+        """Most bytes at once: parameters and optimizer states, and what a step allocates."""
         pipeline, stepper, (inputs, targets) = self._made[name]
         stepper.step(inputs, targets)  # which makes the optimizer's states
-        kept = self._held[name]
-        pipeline.memory.record_peaks()
-        sums = [0]
-
-        def look() -> torch.Tensor:
-            sums.append(sum(p.grad.nbytes for p in pipeline.parameters() if p.grad is not None))
-            return torch.empty(0)
-
-        with kept.counting(pipeline):
-            stepper.step(inputs, targets, look)
-        held, peak = pipeline.memory.held_bytes(), pipeline.memory.peak_bytes()
-        pipeline.memory.record_peaks(False)
+        held = pipeline.memory.held_bytes()
         states = (value for state in self._optimizers[name].state.values() for value in state.values())
-        return {
-            "parameters": held.parameters,
-            "masters": held.masters,
-            "gradients": max(peak.gradients, *sums),
-            "gathered": peak.gathered,
-            "optimizer": sum(value.nbytes for value in states if value.dim()),
-            "activations": kept.peak,
-        }
+        always = held.parameters + held.masters + sum(value.nbytes for value in states if value.dim())
+        gc.collect()
+        return always + peak_of(lambda: stepper.step(inputs, targets))
 
     def close_all(self) -> None:
-        """End all pipelines."""
+        """End all pipelines and their mesh."""
         for pipeline, *_ in self._made.values():
             pipeline.close()
         self._made.clear()
         self._optimizers.clear()
-        self._held.clear()
+        if self._mesh is not None:
+            self._mesh.close()
+            self._mesh = None
+        gc.collect()
 
 
 def _machine_seconds() -> float:

@@ -13,8 +13,16 @@ import pipeloom as pl
 from pipeloom.autograd import split_backward
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
+from pipeloom.parallel.tensor import cross_entropy
 from pipeloom.passes import lower, merge_backwards
-from pipeloom.plan.memory import MemoryModel, gpt_layers, in_stages, memory_of_ranks, stage_moments
+from pipeloom.plan.memory import (
+    MemoryModel,
+    backward_bytes,
+    gpt_layers,
+    in_stages,
+    memory_of_ranks,
+    stage_moments,
+)
 from pipeloom.plan.memory.rank_memory import update_memory
 from pipeloom.split.chain_partition import partition
 
@@ -78,5 +86,6 @@ def test_a_step_peaks_where_the_forecast_says(
     assert held.peak == pytest.approx(measured + states, rel=0.01)
 
 
-def test_forecasts_take_the_groups_of_gradients_that_w_passes_on() -> None:
-    assert split_backward._GROUP_ELEMENTS["cuda"] == stage_moments._GROUP_ELEMENTS
+def test_forecasts_know_in_what_groups_gradients_and_exponentials_are_computed() -> None:
+    assert split_backward._GROUP_ELEMENTS == stage_moments._GROUP_ELEMENTS
+    assert cross_entropy._CHUNK_ELEMENTS == backward_bytes.CHUNK_ELEMENTS

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pipeloom.errors import InputError
-from pipeloom.ir import Op, Program
+from pipeloom.ir import Op, Placement, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
@@ -16,7 +16,7 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.kernel_times import KernelTimes
 from pipeloom.plan.costs.links import data_links, pipeline_network
 from pipeloom.plan.costs.measured_layers import scaled_layers
-from pipeloom.plan.costs.measured_links import measured_network, step_end_seconds
+from pipeloom.plan.costs.measured_links import exchange_seconds, measured_network, step_end_seconds
 from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.local.layer_times import LayerTimes
@@ -133,13 +133,14 @@ class CostModel(StepCosts):
     def _of_layers(self, of: Configuration, recompute: Recompute) -> "_Layers":
         far = of.strides["dp"] if of.inside.expert > 1 else 0
         beside = of.devices if self.cluster.measured else 1
-        sizes = of.microbatch_size, of.element, of.imbalance, of.slices, beside
+        turns = of.microbatches if self.measured else 0
+        sizes = of.microbatch_size, of.element, of.imbalance, of.slices, beside, turns
         same = of.inside, sizes, of.strides["tp"], far
         found = self._layers.get((same, recompute))
         if found is None:
             times, kinds = self.times(of, recompute), self._block_kinds
             if self.measured is not None and self.measured.element == of.element:
-                embedding, head, blocks, stage = scaled_layers(self.measured, times, kinds)
+                embedding, head, blocks, stage = scaled_layers(self.measured, times, kinds, of.microbatches)
                 found = _Layers(embedding, head, blocks, times.message_bytes(), stage)
             elif (other := self._others.get(same)) is not None:  # recomputed are blocks alone
                 found = other._replace(blocks={experts: times.block(experts=experts) for experts in kinds})
@@ -208,6 +209,7 @@ class CostModel(StepCosts):
             precision=of.precision,
             optimizer=of.optimizer,
             recompute=tuple(map(of.recompute_of, range(of.stages))),
+            device="cuda" if self.cluster.measured is None else "cpu",
             expert=of.inside.expert,
             elsewhere=frozenset({"optimizer"}) if of.offload_states else frozenset(),
         )
@@ -282,6 +284,18 @@ class CostModel(StepCosts):
         seconds = timeline.makespan + self.shared_sum_seconds(of, program.placement) + update
         return StepPrediction(step_seconds=seconds, update_seconds=update, timeline=timeline)
 
+    def shared_sum_seconds(self, of: Configuration, placement: Placement) -> float:
+        """With the exchange of a tied table's gradients between the first and the last rank of a measured machine."""
+        seconds = super().shared_sum_seconds(of, placement)
+        cluster = self.cluster.beside(of.devices)
+        if cluster.measured is None or not self.model.tie_embeddings or placement.replicas[0] == placement.replicas[-1]:
+            return seconds
+        self.parameters(of)
+        size = 4 * self._numbers[of.inside][2]
+        both = max(1.0, 2 * of.devices / of.pipeline / cluster.measured.cores)
+        sums = KernelTimes(cluster, of.element).elementwise(3 * size, 1)
+        return seconds + both * (exchange_seconds(cluster, size) + sums)
+
     def crowding(self, of: Configuration) -> float:
         """That of the model's own layers where it is measured."""
         known = None if self.measured is None else self.measured.crowding
@@ -346,7 +360,7 @@ class CostModel(StepCosts):
         turns = max(1.0, of.devices / cluster.measured.cores)
         known = self.measured or LayerTimes(element=of.element, step_seconds=cluster.rates.second("step"))
         update = known.update * cluster.rates.curve("update", held / shards)
-        return turns * (update + known.step_seconds) + step_end_seconds(cluster)
+        return turns * (update + known.step_seconds) + step_end_seconds(cluster, replicas=of.replicas)
 
     def peak_bytes(self, of: Configuration, program: Program | None = None) -> list[float]:
         """Peak memory of every rank."""

@@ -11,7 +11,7 @@ from pipeloom.plan.stage_times import Seconds, StageTimes
 
 
 def scaled_layers(
-    found: LayerTimes, times: StageTimes, kinds: Iterable[bool]
+    found: LayerTimes, times: StageTimes, kinds: Iterable[bool], microbatches: int
 ) -> tuple[Seconds, Seconds, dict[bool, Seconds], Seconds]:
     """Embedding, head, blocks without and with experts, and a stage beside its layers.
 
@@ -22,8 +22,9 @@ def scaled_layers(
         found: the measured layers.
         times: predicts them, and those that are wanted.
         kinds: of blocks: False without experts, True with them.
+        microbatches: per step.
     """
-    samples, row = found.nearest(times.samples)
+    samples, row = found.nearest(times.samples, microbatches)
     same = replace(times, samples=samples, inside=InsideStage(), slices=1, imbalance=1.0, recompute=Recompute.NONE)
     wanted = replace(times, recompute=Recompute.NONE)
     alone = replace(wanted, cluster=without_collectives(times.cluster))

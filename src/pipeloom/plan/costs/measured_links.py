@@ -66,7 +66,15 @@ def measured_network(cluster: Cluster, message_bytes: float, data: dict[str, Any
     )
 
 
-def step_end_seconds(cluster: Cluster) -> float:
-    """Seconds of the sums over all processes with which a step ends: of norms, and of losses."""
+def exchange_seconds(cluster: Cluster, size: float) -> float:
+    """Seconds in which two processes send each other `size` bytes over the transport of pipelines."""
     rates = None if cluster.measured is None else _together(cluster.measured, cluster.processes)
-    return 0.0 if rates is None or cluster.processes == 1 else 2 * rates.curve("all_reduce", _SMALL)
+    return 0.0 if rates is None else rates.curve("message", size) + rates.seconds["receive"]
+
+
+def step_end_seconds(cluster: Cluster, *, replicas: int) -> float:
+    """Seconds of the small sums over processes with which a step ends: of norms, of losses, and between replicas."""
+    rates = None if cluster.measured is None else _together(cluster.measured, cluster.processes)
+    if rates is None or cluster.processes == 1:
+        return 0.0
+    return (3 if replicas > 1 else 2) * rates.curve("all_reduce", _SMALL)

@@ -28,6 +28,21 @@ class LayerSeconds(NamedTuple):
     stage: Three = (0.0, 0.0, 0.0)
     split: float = 1.0
 
+    @classmethod
+    def mean(cls, rows: Sequence[Self], weights: Sequence[float] | None = None) -> Self:
+        """The mean of rows of the same layers."""
+
+        def mean(column: Sequence[Three]) -> Three:
+            return _three([fmean(values, weights) for values in zip(*column, strict=True)])
+
+        return cls(
+            mean([each.embedding for each in rows]),
+            mean([each.head for each in rows]),
+            {kind: mean([each.blocks[kind] for each in rows]) for kind in rows[0].blocks},
+            mean([each.stage for each in rows]),
+            fmean([each.split for each in rows], weights),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
@@ -35,7 +50,8 @@ class LayerTimes:
 
     Attributes:
         element: bytes of a number in forwards.
-        rows: by samples per micro-batch.
+        rows: by samples per micro-batch, of the micro-batches of a step behind the first one.
+        firsts: of the first one, whose layers find less of their data in caches; empty: as the others.
         update: seconds of an update over those of the machine's table.
         step_seconds: of a step beside its computations, messages and update.
         crowding: slowdown of processes that take turns, beside that each has a part of a core only; None: unknown.
@@ -43,14 +59,18 @@ class LayerTimes:
 
     element: int
     rows: Mapping[int, LayerSeconds] = field(default_factory=dict)
+    firsts: Mapping[int, LayerSeconds] = field(default_factory=dict)
     update: float = 1.0
     step_seconds: float = 0.0
     crowding: float | None = None
 
-    def nearest(self, samples: int) -> tuple[int, LayerSeconds]:
-        """The measured micro-batch whose size is nearest, by ratio."""
+    def nearest(self, samples: int, microbatches: int = 1) -> tuple[int, LayerSeconds]:
+        """The measured micro-batch whose size is nearest, by ratio, and the mean of so many of them in a step."""
         found = min(self.rows, key=lambda each: (max(each, samples) / min(each, samples), each))
-        return found, self.rows[found]
+        row = self.rows[found]
+        if found not in self.firsts:
+            return found, row
+        return found, LayerSeconds.mean([self.firsts[found], row], [1.0, microbatches - 1.0])
 
     def split(self, samples: int) -> float:
         """Seconds of a split backward over those of a whole one, for micro-batches of `samples`."""
@@ -62,16 +82,24 @@ class LayerTimes:
         def times(three: Three) -> Three:
             return three[0] * forward, three[1] * backward, three[2] * backward
 
-        rows = {
-            samples: row._replace(
-                embedding=times(row.embedding),
-                head=times(row.head),
-                blocks={kind: times(block) for kind, block in row.blocks.items()},
-                stage=times(row.stage),
-            )
-            for samples, row in self.rows.items()
-        }
-        return replace(self, rows=rows, update=update * self.update, step_seconds=update * self.step_seconds)
+        def scaled(rows: Mapping[int, LayerSeconds]) -> dict[int, LayerSeconds]:
+            return {
+                samples: row._replace(
+                    embedding=times(row.embedding),
+                    head=times(row.head),
+                    blocks={kind: times(block) for kind, block in row.blocks.items()},
+                    stage=times(row.stage),
+                )
+                for samples, row in rows.items()
+            }
+
+        return replace(
+            self,
+            rows=scaled(self.rows),
+            firsts=scaled(self.firsts),
+            update=update * self.update,
+            step_seconds=update * self.step_seconds,
+        )
 
     def beside(self, crowded: "LayerTimes") -> Self:
         """With the crowding that follows from the same layers, measured by more processes than cores at once."""
@@ -84,33 +112,34 @@ class LayerTimes:
 
     def to_mapping(self) -> dict[str, Any]:
         """As a JSON object; `from_mapping` reads it back."""
-        rows = {
-            str(samples): [
-                row.embedding,
-                row.head,
-                [row.blocks.get(kind) for kind in (False, True)],
-                row.stage,
-                row.split,
-            ]
-            for samples, row in self.rows.items()
-        }
         others = {name: getattr(self, name) for name in ("element", "update", "step_seconds", "crowding")}
-        return {**others, "rows": rows}
+        return {**others, "rows": _to_mapping(self.rows), "firsts": _to_mapping(self.firsts)}
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_mapping`."""
-        rows = {
-            int(samples): LayerSeconds(
-                _three(embedding),
-                _three(head),
-                {bool(kind): _three(block) for kind, block in enumerate(blocks) if block is not None},
-                _three(stage),
-                split,
-            )
-            for samples, (embedding, head, blocks, stage, split) in data["rows"].items()
-        }
-        return cls(**{**data, "rows": rows})
+        tables = {name: _from_mapping(data.get(name, {})) for name in ("rows", "firsts")}
+        return cls(**{**data, **tables})
+
+
+def _to_mapping(rows: Mapping[int, LayerSeconds]) -> dict[str, Any]:
+    return {
+        str(samples): [row.embedding, row.head, [row.blocks.get(kind) for kind in (False, True)], row.stage, row.split]
+        for samples, row in rows.items()
+    }
+
+
+def _from_mapping(rows: Mapping[str, Any]) -> dict[int, LayerSeconds]:
+    return {
+        int(samples): LayerSeconds(
+            _three(embedding),
+            _three(head),
+            {bool(kind): _three(block) for kind, block in enumerate(blocks) if block is not None},
+            _three(stage),
+            split,
+        )
+        for samples, (embedding, head, blocks, stage, split) in rows.items()
+    }
 
 
 def _three(values: Sequence[float]) -> Three:
@@ -120,25 +149,15 @@ def _three(values: Sequence[float]) -> Three:
 
 def mean_layers(found: Sequence[LayerTimes]) -> LayerTimes:
     """The mean over processes that measured the same layers, of the micro-batch sizes that all have."""
-    first = found[0]
 
-    def mean(column: Sequence[Three]) -> Three:
-        return _three([fmean(values) for values in zip(*column, strict=True)])
+    def mean(every: Sequence[Mapping[int, LayerSeconds]]) -> dict[int, LayerSeconds]:
+        common = [samples for samples in every[0] if all(samples in rows for rows in every)]
+        return {samples: LayerSeconds.mean([rows[samples] for rows in every]) for samples in common}
 
-    rows = {}
-    for samples, row in first.rows.items():
-        every = [each.rows[samples] for each in found if samples in each.rows]
-        if len(every) == len(found):
-            rows[samples] = LayerSeconds(
-                mean([each.embedding for each in every]),
-                mean([each.head for each in every]),
-                {kind: mean([each.blocks[kind] for each in every]) for kind in row.blocks},
-                mean([each.stage for each in every]),
-                fmean(each.split for each in every),
-            )
     return LayerTimes(
-        element=first.element,
-        rows=rows,
+        element=found[0].element,
+        rows=mean([each.rows for each in found]),
+        firsts=mean([each.firsts for each in found]),
         update=fmean(each.update for each in found),
         step_seconds=fmean(each.step_seconds for each in found),
     )

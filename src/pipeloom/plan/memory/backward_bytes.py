@@ -15,7 +15,7 @@ With the letters of `transformer_layers`, F the width of a block's MLP, D = e T 
                 qkv                     all but the block's input and its norm is gone
     embedding   D                       its weight's gradient is computed, then converted
 
-With a vocabulary that processes share, the first is L. With experts, e T F has their rows, A in place of T; gradients
+With a vocabulary that processes share, the first is L, in e bytes per number, and exponentials of a few rows. With experts, e T F has their rows, A in place of T; gradients
 of these rows take the place of the results before they are weighted. Attention that is not fused has the gradient of
 its scores, in place of its output. Gradients of weights come on top: in e bytes per number while they are computed,
 and where sums of gradients have another format, once more in that format.
@@ -23,6 +23,8 @@ and where sums of gradients have another format, once more in that format.
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+CHUNK_ELEMENTS = 1 << 20  # whose exponentials exist at a time (`pipeloom.parallel.tensor.cross_entropy`)
 
 
 class BackwardMoment(NamedTuple):
@@ -101,7 +103,7 @@ def head_moments(
     """
     wide = 4 * logits
     return (
-        BackwardMoment(wide if shared else 2 * wide),
+        BackwardMoment(number_bytes * logits + 4 * min(logits, CHUNK_ELEMENTS) if shared else 2 * wide),
         BackwardMoment(number_bytes * logits - wide + gradient, making=elements),
         BackwardMoment(-wide, making=elements, summing=elements),
     )

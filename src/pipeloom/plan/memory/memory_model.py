@@ -84,6 +84,7 @@ class MemoryModel:
         elsewhere: the kinds of `KINDS` that are offloaded while they are not used.
         bucket_bytes: as in `pipeloom.DataParallel`.
         skip_bytes: by pair of stages, bytes per micro-batch of the values that skip stages between them.
+        device: "cuda", or "cpu", where W computes gradients of weights in smaller groups.
         expert: expert-parallel degree: only 1 / `expert` of the replicas share the parameters of an expert.
     """
 
@@ -94,6 +95,7 @@ class MemoryModel:
     whole_parameters: bool = False
     elsewhere: frozenset[str] = frozenset()
     bucket_bytes: int = BUCKET_BYTES
+    device: str = "cuda"
     expert: int = 1
     skip_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
 

@@ -19,7 +19,8 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.memory.memory_model import MemoryModel
 from pipeloom.plan.memory.state_bytes import NumberBytes
 
-_GROUP_ELEMENTS = 2**25  # of gradients that W computes before it adds them (`pipeloom.autograd.split_backward`)
+# Of gradients that W computes before it adds them, by device (`pipeloom.autograd.split_backward`).
+_GROUP_ELEMENTS = {"cpu": 2**16, "cuda": 2**25}
 
 
 class StageMoments(NamedTuple):
@@ -100,7 +101,9 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
         waiting += max(kept, layer.deferred_bytes / count)
     fixed = gradients.fixed is not None
     full = made if gradients.fixed is None else gradients.fixed
-    group = single * min(full / formats.gradient, _GROUP_ELEMENTS)
+    largest = max((size for layer in layers for size in layer.parameter_sizes.values()), default=0)
+    limit = _GROUP_ELEMENTS[model.device] + (largest if model.device == "cpu" else 0)
+    group = single * min(full / formats.gradient, limit)
     return StageMoments(
         kept=gone,
         waiting=waiting,

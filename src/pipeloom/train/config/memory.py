@@ -75,6 +75,7 @@ def planned_model(config: TrainConfig, vocabulary_size: int, num_stages: int, *,
         whole_parameters=config.data_parallel.layout == "parameters",
         elsewhere=frozenset(kind for kind, goes in offloaded.items() if goes and offloads(config, device)),
         bucket_bytes=config.data_parallel.bucket_bytes,
+        device="cpu" if device == "cpu" else "cuda",
         expert=config.parallel.expert,
     )
 

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -46,11 +47,12 @@ def measure_layers(
         seconds: no size begins that would end later, taken that it needs twice the time of the one before.
     """
     rows: dict[int, LayerSeconds] = {}
+    firsts: dict[int, LayerSeconds] = {}
     updates, others = list[float](), list[float]()
     begun = started = perf_counter()
     with torch.random.fork_rng(devices=[]):
         for size in samples:
-            rows[size], update, other = _measured(config, size, precision, rates, rounds)
+            firsts[size], rows[size], update, other = _measured(config, size, precision, rates, rounds)
             updates.append(update)
             others.append(other)
             now = perf_counter()
@@ -58,33 +60,50 @@ def measure_layers(
                 break
             started = now
     element = 2 if precision.has_masters else 4
-    return LayerTimes(element=element, rows=rows, update=median(updates), step_seconds=median(others))
+    return LayerTimes(
+        element=element, rows=rows, firsts=firsts, update=median(updates), step_seconds=median(others)
+    )
 
 
 def _measured(
     config: GPTConfig, samples: int, precision: Precision, rates: Rates, rounds: int
-) -> tuple[LayerSeconds, float, float]:
+) -> tuple[LayerSeconds, LayerSeconds, float, float]:
+    """Of the first micro-batch of a step, and of later ones; updates over the table's; the step beside all that."""
     several = min(max(2, config.layers - (_STAGES - 1)), _MOST_BLOCKS)
     same = replace(config, layers=_STAGES - 1 + several, tie_embeddings=False, experts_every=1)
     kinds = [same]
     if config.experts and config.experts_every > 1:
         kinds.append(_dense(same))
-    blocks: dict[bool, Three] = {}
-    others: tuple[Three, Three, Three] | None = None
-    split, update, other = 1.0, 1.0, 0.0
+    found: list[LayerSeconds | None] = [None, None]
+    update, other = 1.0, 0.0
     for kind in kinds:
         run = _Run(kind, samples, several, precision)
-        whole, update, other = run.whole(rounds, rates)
+        both, update, other = run.whole(rounds, rates)
         inputs, weights = run.split(rounds)
-        block, stage = _parted(whole[1], whole[2], several)
-        blocks[kind.experts > 0] = _shared_out(block, inputs, weights)
-        split = (inputs + weights) / max(whole[2][1], 1e-12)
-        if others is None:
-            first, last = (tuple(max(0.0, a - b) for a, b in zip(whole[at], whole[1], strict=True)) for at in (0, 3))
-            others = (first[0], 0.0, first[1]), _shared_out(last, 1.0, 1.0), (stage[0], stage[1], 0.0)
-    assert others is not None
-    first, last, stage = others  # an embedding has no gradient of its input
-    return LayerSeconds(first, last, blocks, stage, split), update, other
+        for number, whole in enumerate(both):
+            before = found[number]
+            row = _of_stages(whole, inputs, weights, several, experts=kind.experts > 0)
+            found[number] = row if before is None else before._replace(blocks={**before.blocks, **row.blocks})
+    first, later = found
+    assert first is not None
+    assert later is not None
+    split = later.split
+    return first._replace(split=split), later, update, other
+
+
+def _of_stages(
+    whole: Sequence[tuple[float, float]], inputs: float, weights: float, several: int, *, experts: bool
+) -> LayerSeconds:
+    """Layers from F and B of the four stages, and from I and W of the one with several blocks."""
+    block, stage = _parted(whole[1], whole[2], several)
+    first, last = (tuple(max(0.0, a - b) for a, b in zip(whole[at], whole[1], strict=True)) for at in (0, 3))
+    return LayerSeconds(
+        (first[0], 0.0, first[1]),  # an embedding has no gradient of its input
+        _shared_out(last, 1.0, 1.0),
+        {experts: _shared_out(block, inputs, weights)},
+        (stage[0], stage[1], 0.0),
+        (inputs + weights) / max(whole[2][1], 1e-12),
+    )
 
 
 def _parted(single: Sequence[float], several: Sequence[float], count: int) -> tuple[Sequence[float], Sequence[float]]:
@@ -119,16 +138,22 @@ class _ActionTimes(ActionObserver):
     def begins(self, action: str) -> None:
         self._marks.append((action, self._now()))
 
-    def take(self) -> dict[tuple[int, Op], float]:
-        """Median seconds by stage and op since the last call."""
+    def take(self) -> dict[tuple[int, Op], list[float]]:
+        """Seconds by stage and op, in the order of micro-batches, since the last call.
+
+        The end of the last action is unknown: it counts as long as the median of its kind.
+        """
         found: dict[tuple[int, Op], list[float]] = defaultdict(list)
-        ends = [*(at for _, at in self._marks[1:]), self._now()]
-        for (label, start), end in zip(self._marks, ends, strict=True):
+        for (label, start), (_, end) in pairwise(self._marks):
             action = parse_action(label)
             found[action.stage, action.op].append(end - start)
-        self.total = sum(map(sum, found.values()))
+        label, start = self._marks[-1]
+        action = parse_action(label)
+        own = found[action.stage, action.op]
+        own.append(median(own) if own else self._now() - start)
+        self.first, self.end = self._marks[0][1], start + own[-1]
         self._marks.clear()
-        return {key: median(times) for key, times in found.items()}
+        return found
 
 
 class _Run:
@@ -153,32 +178,39 @@ class _Run:
         )
         return pipeline, times
 
-    def whole(self, rounds: int, rates: Rates) -> tuple[list[tuple[float, float]], float, float]:
-        """Seconds of F and B by stage; seconds of updates over the table's; seconds of a step beside all that."""
+    def whole(self, rounds: int, rates: Rates) -> tuple[tuple[list[tuple[float, float]], ...], float, float]:
+        """Seconds of F and B by stage, of the first micro-batch and of later ones; and what else a step takes.
+
+        That is its end, norm and update over those of the table, and the seconds before its first action; without a
+        table also the end and the norm.
+        """
         pipeline, times = self._pipeline("1f1b")
         stepper = BarrierStep(pipeline, torch.optim.AdamW(pipeline.parameters(), lr=1e-4, fused=True), max_norm=1.0)
-        rows, updates, others, now = list[dict[tuple[int, Op], float]](), list[float](), list[float](), clock()
-        for _ in range(1 + rounds):
-            rows.append({})
-            begun = now()
-            ended = [begun]
-
-            def computed(row: dict[tuple[int, Op], float] = rows[-1], ended: list[float] = ended) -> Tensor:
-                row |= times.take()
-                ended.append(now())
-                return torch.empty(0)
-
-            stepper.step(self._inputs, self._targets, computed)
-            updates.append(now() - ended[-1])
-            others.append(ended[-1] - begun - times.total)
-        pipeline.close()
-        found = [
-            (median(row[stage, Op.F] for row in rows[1:]), median(row[stage, Op.B] for row in rows[1:]))
-            for stage in range(_STAGES)
-        ]
         parameters = sum(parameter.numel() for parameter in pipeline.parameters())
         table = rates.curve("update", parameters)
-        return found, median(updates[1:]) / table if table else 1.0, max(0.0, median(others[1:]))
+        rows, updates, others, now = list[dict[tuple[int, Op], list[float]]](), list[float](), list[float](), clock()
+        for _ in range(1 + rounds):
+            rows.append({})
+            norms = list[float]()
+
+            def computed(row: dict[tuple[int, Op], list[float]] = rows[-1], norms: list[float] = norms) -> Tensor:
+                norms.append(now())
+                row |= times.take()
+                return torch.empty(0)
+
+            begun = now()
+            stepper.step(self._inputs, self._targets, computed)
+            updates.append(now() - times.end)
+            others.append(times.first - begun + (0.0 if table else norms[-1] - times.end))
+        pipeline.close()
+
+        def of(stage: int, op: Op) -> tuple[float, float]:
+            each = [median(column) for column in zip(*(row[stage, op] for row in rows[1:]), strict=True)]
+            return each[0], fmean(each[1:])
+
+        both = [list(zip(of(stage, Op.F), of(stage, Op.B), strict=True)) for stage in range(_STAGES)]
+        first, later = ([pair[number] for pair in both] for number in (0, 1))
+        return (first, later), median(updates[1:]) / table if table else 1.0, max(0.0, median(others[1:]))
 
     def split(self, rounds: int) -> tuple[float, float]:
         """Seconds of I and of W of the stage with several blocks."""
@@ -186,7 +218,7 @@ class _Run:
         rows = []
         for _ in range(1 + rounds):
             pipeline.step(self._inputs, self._targets)
-            rows.append(times.take())
+            rows.append({key: fmean(each) for key, each in times.take().items()})
             for parameter in pipeline.parameters():
                 parameter.grad = None
         pipeline.close()
