@@ -14,14 +14,16 @@ from benchmarks.common.report import Parts, environment, markdown, save, table
 from benchmarks.plan_local.cases import CASES, Case, configurations, label
 from benchmarks.plan_local.subject import Trainer
 
+from pipeloom.parallel import Precision
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster, parse_cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
+from pipeloom.plan.local.references import References, Shape, lower_quartile
 
-KINDS = ("profile", "tables")
+KINDS = ("profile", "layers", "tables")
 _QUIET = 0.1  # of the cores' time that others may use during a measurement
 _WARM_UP = 2  # steps of a configuration in a round before those that count
 _MOST_TRIES = 3  # rounds over those that count
@@ -34,25 +36,33 @@ def measure(case: Case, crew: Crew, cluster: Cluster, arguments: argparse.Namesp
     rows = [
         {"label": label(of), "measured": [], "disturbed": [], "others": [], "parts": []} for of in configurations(case)
     ]
-    layers = take_turns(case, crew, cluster, rows, arguments)
-    predict(case, cluster, layers, rows)
-    return {"summary": summary(rows), "layers": layers.to_mapping(), "rows": rows}
+    layers, references = take_turns(case, crew, cluster, rows, arguments)
+    predict(case, cluster, layers, references, rows)
+    profile = {"layers": layers.to_mapping(), "references": references.to_mapping()}
+    return {"summary": summary(rows), **profile, "rows": rows}
 
 
 def measure_layers(case: Case, crew: Crew, cluster: Cluster, side_by_side: int) -> list[LayerTimes]:
     """Measure the layers of the model on so many processes at the same time."""
-    sizes = sorted({of.microbatch_size for of in configurations(case)})[
-        : None if side_by_side < case.processes or case.processes <= 2 else 2
-    ]
+    sizes = microbatch_sizes(case)[: None if side_by_side < case.processes or case.processes <= 2 else 2]
     answers = crew.call("layers", case.config, sizes, cluster.beside(case.processes).rates, side_by_side)
     return [each for each in answers if each is not None]
 
 
-def predict(case: Case, cluster: Cluster, layers: LayerTimes, rows: list[dict[str, Any]]) -> None:
+def microbatch_sizes(case: Case) -> list[int]:
+    """Those of all configurations, ascending."""
+    return sorted({of.microbatch_size for of in configurations(case)})
+
+
+def predict(
+    case: Case, cluster: Cluster, layers: LayerTimes, references: References, rows: list[dict[str, Any]]
+) -> None:
     """Predict the step of each configuration."""
     model = Architecture.of_gpt(case.config)
+    plain = CostModel(model=model, cluster=cluster, measured=layers)
     models = {
-        "profile": CostModel(model=model, cluster=cluster, measured=layers),
+        "profile": plain.corrected_by(references, Precision("fp32")),
+        "layers": plain,
         "tables": CostModel(model=model, cluster=cluster),
     }
     for of, row in zip(configurations(case), rows, strict=True):
@@ -66,12 +76,14 @@ def predict(case: Case, cluster: Cluster, layers: LayerTimes, rows: list[dict[st
 
 def take_turns(
     case: Case, crew: Crew, cluster: Cluster, rows: list[dict[str, Any]], arguments: argparse.Namespace
-) -> LayerTimes:
+) -> tuple[LayerTimes, References]:
     """Measure layers and steps of all configurations in rounds; steps during which others used the cores are repeated.
 
     Returns:
-        The mean of the layers of all rounds: the machine's speed drifts, and so both see the same of it.
+        The mean of the layers and of reference steps of all rounds, which are measured before the configurations of the
+        same shape: the machine's speed drifts, and so all see the same of it.
     """
+    references = list[References]()
     cores, layers, crowded = cluster.measured.cores if cluster.measured else 1, list[LayerTimes](), list[LayerTimes]()
     of_degrees: dict[tuple[int, ...], list[tuple[Configuration, dict[str, Any]]]] = {}
     for of, row in zip(configurations(case), rows, strict=True):
@@ -82,38 +94,78 @@ def take_turns(
             if case.processes > cores:
                 crowded += measure_layers(case, crew, cluster, case.processes)
         for pairs in of_degrees.values():
+            if number < arguments.rounds:
+                shapes = list(dict.fromkeys(Shape.of(of) for of, _ in pairs))
+                references.append(measure_references(case, crew, shapes, cores))
             left = [(of, row) for of, row in pairs if len(row["measured"]) < arguments.rounds * arguments.steps]
             for of, row in left:
                 crew.call("build", row["label"], case.config, of)
-                if "bytes" not in row:
+                if "bytes" not in row and arguments.only != "steps":
                     row["bytes"] = max(crew.call("memory", row["label"]))
             for _, row in left:
                 measure_steps(crew, row, arguments.steps, cores)
             crew.call("close_all")
-    found = mean_layers(layers)
-    return found.beside(mean_layers(crowded)) if crowded else found
+    found = quiet(layers)
+    return (found.beside(quiet(crowded)) if crowded else found), References.quiet(references)
+
+
+def quiet(found: list[LayerTimes]) -> LayerTimes:
+    """The mean of the faster half of repeated measurements: other load only ever makes one longer."""
+    ordered = sorted(found, key=lambda each: sum(sum(row.blocks[False]) for row in each.rows.values()))
+    return mean_layers(ordered[: max(1, len(ordered) // 2)])
+
+
+def seconds_of(row: dict[str, Any]) -> float:
+    """The lower quartile of the measured steps of a configuration."""
+    return lower_quartile(row["measured"] or row["disturbed"])
+
+
+def measure_bytes(case: Case, crew: Crew, rows: list[dict[str, Any]]) -> None:
+    """Measure the bytes of configurations that are saved without them."""
+    for of, row in zip(configurations(case), rows, strict=True):
+        if "bytes" not in row:
+            crew.call("build", row["label"], case.config, of)
+            row["bytes"] = max(crew.call("memory", row["label"]))
+            crew.call("close_all")
+
+
+def measure_references(case: Case, crew: Crew, shapes: list[Shape], cores: int) -> References:
+    """Measure the reference steps of some shapes, again where others used the cores."""
+    for _ in range(_MOST_TRIES):
+        answers = crew.call("references", case.config, case.batch, shapes)
+        if others_part(answers, cores) < _QUIET:
+            break
+    found: References = answers[0]["found"]
+    return found
+
+
+def others_part(answers: list[dict[str, Any]], cores: int) -> float:
+    """The part of the cores' time that others used."""
+    whole = max(each["whole"] for each in answers)
+    return (answers[0]["machine"] - sum(each["own"] for each in answers)) / (cores * whole)
 
 
 def measure_steps(crew: Crew, row: dict[str, Any], count: int, cores: int) -> None:
     """Measure some steps of a configuration that is built."""
     answers = crew.call("steps", row["label"], _WARM_UP, count)
     whole = max(each["whole"] for each in answers)
-    others = (answers[0]["machine"] - sum(each["own"] for each in answers)) / (cores * whole)
+    others = others_part(answers, cores)
     row["others"].append(others)
     row["parts"].append([each["parts"] | {"own": each["own"] / whole} for each in answers])
     key = "measured" if others < _QUIET else "disturbed"
-    row[key] += [max(each) for each in zip(*(answer["steps"] for answer in answers), strict=True)]
+    slowest = [max(each) for each in zip(*(answer["steps"] for answer in answers), strict=True)]
+    row[key] += slowest
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What a case shows: the chosen plan over the fastest one, and predicted over measured steps and bytes."""
-    measured = [median(row["measured"] or row["disturbed"]) for row in rows]
+    measured = [seconds_of(row) for row in rows]
     fastest = min(measured)
     shown: dict[str, Any] = {
         "fastest": rows[measured.index(fastest)]["label"],
         "configurations": len(rows),
         "disturbed": sum(not row["measured"] for row in rows),
-        "bytes": _spread([row["predicted_bytes"] / row["bytes"] for row in rows]),
+        "bytes": _spread([row["predicted_bytes"] / row["bytes"] for row in rows if "bytes" in row]),
     }
     for kind in KINDS:
         predicted = [row["predicted"][kind] for row in rows]
@@ -127,8 +179,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _spread(ratios: list[float]) -> list[float]:
-    """The least, the median and the most."""
-    return [min(ratios), median(ratios), max(ratios)]
+    """The least, the median and the most, if there are any."""
+    return [min(ratios), median(ratios), max(ratios)] if ratios else []
 
 
 def tables(results: dict[str, Any]) -> Parts:
@@ -163,7 +215,7 @@ def _all(results: dict[str, Any], kind: str) -> str:
 
 def _ratios(results: dict[str, Any], kind: str) -> list[float]:
     rows = [row for each in results.values() for row in each["rows"]]
-    return [row["predicted"][kind] / median(row["measured"] or row["disturbed"]) for row in rows]
+    return [row["predicted"][kind] / seconds_of(row) for row in rows]
 
 
 def write(path: Path, settings: dict[str, Any], machine: dict[str, Any], known: dict[str, Any]) -> None:
@@ -182,6 +234,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="their numbers")
     parser.add_argument("--again", action="store_true", help="measure cases that the output has already")
     parser.add_argument("--cluster", default="local", help="local, or a cluster file")
+    parser.add_argument("--only", choices=("steps", "bytes"), help="bytes: of saved cases that have none yet")
     parser.add_argument("--predict", action="store_true", help="predict again what was measured; measure nothing")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no case begins after this many")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "plan_local.json")
@@ -191,19 +244,27 @@ def main() -> None:
     saved = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"results": {}}
     known, wanted = saved["results"], [CASES[number] for number in arguments.cases]
     missing = [case for case in wanted if arguments.again or case.name not in known]
+    if arguments.only == "bytes":
+        machine, settings = saved["environment"], saved["settings"]
+        missing = [case for case in wanted if case.name in known]
     if arguments.predict:
         machine, settings, missing = saved["environment"], saved["settings"], []
         cluster = parse_cluster(settings["cluster"])
         for case in (each for each in wanted if each.name in known):
             of_case = known[case.name]
-            predict(case, cluster, LayerTimes.from_mapping(of_case["layers"]), of_case["rows"])
+            layers = LayerTimes.from_mapping(of_case["layers"])
+            predict(case, cluster, layers, References.from_mapping(of_case["references"]), of_case["rows"])
             of_case["summary"] = summary(of_case["rows"])
     for processes in sorted({case.processes for case in missing}):
         with Crew(f"{processes} processes", processes, Trainer) as crew:
             for case in missing:
                 if case.processes != processes or time.monotonic() - start > arguments.seconds:
                     continue
-                known[case.name] = measure(case, crew, cluster, arguments)
+                if arguments.only == "bytes":
+                    measure_bytes(case, crew, known[case.name]["rows"])
+                    known[case.name]["summary"] = summary(known[case.name]["rows"])
+                else:
+                    known[case.name] = measure(case, crew, cluster, arguments)
                 write(arguments.output, settings, machine, known)
     write(arguments.output, settings, machine, known)
 

@@ -13,16 +13,19 @@ import torch
 
 import pipeloom as pl
 from pipeloom.cli.train import parse
+from pipeloom.models import GPTConfig
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
+from pipeloom.plan.local.references import References
 from pipeloom.plan.local.saved import torch_version, usable_cores
 from pipeloom.train.auto import run_planner
 from pipeloom.train.config.automatic import for_processes
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.loop import train_group
 from pipeloom.train.machine.exchanges import measure_collectives
+from pipeloom.train.machine.reference_steps import measure_references
 from pipeloom.train.process_group import Group
 from tests.pure.test_local_machine import machine
 
@@ -123,3 +126,21 @@ def test_a_larger_collective_takes_no_less() -> None:
         for curve in found.values():
             assert [size for size, _ in curve] == [256.0, 4096.0, 16384.0]
             assert sorted(seconds for _, seconds in curve) == [seconds for _, seconds in curve]
+
+
+def _references(rank: int) -> References:
+    torch.set_num_threads(1)
+    config = GPTConfig(vocabulary_size=16, layers=2, width=8, heads=2, sequence_length=4)
+    return measure_references(
+        config, 4, precision=pl.Precision("fp32"), fits=lambda of: of.pipeline == 1 or of.microbatch_size == 1
+    )
+
+
+def test_reference_steps_are_of_the_slowest_process() -> None:
+    first, second = run_ranks(_references, 2)
+    assert first == second
+    assert (first.processes, first.batch) == (2, 4)
+    assert set(first.seconds) == {(2, 1, 1, False), (1, 2, 1, False), (1, 2, 1, True), (1, 1, 2, False)}
+    assert list(first.seconds[2, 1, 1, False]) == [1]
+    assert list(first.seconds[1, 1, 2, False]) == [1, 4]
+    assert all(min(row.values()) > 0 for row in first.seconds.values())

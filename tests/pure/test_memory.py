@@ -194,6 +194,16 @@ def test_the_peak_inside_a_backward_is_at_one_of_its_moments():
     assert [memory_of_ranks(one_rank(None, 1), of)[0].kinds["temporary"] for of in (sixteen, wide)] == [30.0, 640.0]
 
 
+def test_a_cpu_adds_gradients_of_weights_in_smaller_groups():
+    schedule = families.build("zb-h1", num_ranks=2, num_microbatches=2)
+    wide = replace(layer("w", 10 * 2**16, 1000.0), deferred_bytes=1000.0)
+    narrow = [replace(layer(f"n{index}", 2**15, 1000.0), deferred_bytes=1000.0) for index in range(20)]
+    for layers, most in (([wide], 10 * 2**16), (narrow, 2**16 + 2**15)):
+        made = MemoryModel(stages=[layers, layers])
+        peaks = [memory_of_ranks(lower(schedule), replace(made, device=device))[1].peak for device in ("cuda", "cpu")]
+        assert peaks[0] - peaks[1] == 4 * (10 * 2**16 - most)
+
+
 def test_recomputed_activations_wait_between_the_halves_of_a_backward():
     """I of a recomputed block leaves 600 bytes for W in place of 100."""
     schedule = families.build("zb-h2", num_ranks=2, num_microbatches=6)

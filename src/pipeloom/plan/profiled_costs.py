@@ -177,6 +177,7 @@ class ProfiledCosts(StepCosts):
             precision=of.precision,
             optimizer=of.optimizer,
             recompute=tuple(map(of.recompute_of, range(of.stages))),
+            device="cuda" if self.cluster.measured is None else "cpu",
             elsewhere=frozenset({"optimizer"}) if of.offload_states else frozenset(),
         )
 
@@ -221,4 +222,4 @@ class ProfiledCosts(StepCosts):
             moved = (_UPDATE_BYTES + _STATE_BYTES * OPTIMIZERS[of.optimizer]) * held
             return self.with_states(of, moved / cluster.memory_rate, held)
         turns = max(1.0, of.devices / cluster.measured.cores)
-        return turns * cluster.rates.curve("update", held) + step_end_seconds(cluster)
+        return turns * cluster.rates.curve("update", held) + step_end_seconds(cluster, replicas=of.replicas)

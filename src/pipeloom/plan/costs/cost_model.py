@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Program
 from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel import Precision
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
@@ -16,10 +17,11 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.kernel_times import KernelTimes
 from pipeloom.plan.costs.links import data_links, pipeline_network
 from pipeloom.plan.costs.measured_layers import scaled_layers
-from pipeloom.plan.costs.measured_links import exchange_seconds, measured_network, step_end_seconds
+from pipeloom.plan.costs.measured_links import exchange_seconds, measured_network, slower_network, step_end_seconds
 from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.local.layer_times import LayerTimes
+from pipeloom.plan.local.references import Corrections, References
 from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
 from pipeloom.plan.memory.choose import stage_bytes
 from pipeloom.plan.stage_times import Seconds, StageTimes
@@ -65,12 +67,14 @@ class CostModel(StepCosts):
         cluster: where it is trained.
         software: what computes.
         measured: seconds of the model's layers on a measured machine; None: its tables alone.
+        corrections: by measured steps of as many processes.
     """
 
     model: Architecture
     cluster: Cluster
     software: Software = PIPELOOM
     measured: LayerTimes | None = None
+    corrections: Corrections = field(default_factory=Corrections)
     _layers: dict[object, "_Layers"] = field(default_factory=dict, repr=False, compare=False)
     _others: dict[object, "_Layers"] = field(default_factory=dict, repr=False, compare=False)  # any recomputation
     _kept: dict[object, _Kept] = field(default_factory=dict, repr=False, compare=False)
@@ -185,7 +189,14 @@ class CostModel(StepCosts):
         layers = self._of_layers(of, of.recompute_of(0))
         found[0] += layers.embedding
         found[-1] += layers.head
-        return found
+        slower = self.corrections.factor(of)
+        return found if slower == 1.0 else [each.times(slower) for each in found]
+
+    def corrected_by(self, references: References, precision: Precision) -> Self:
+        """The same costs, corrected by reference steps in these number formats."""
+        plain = replace(self, corrections=Corrections())
+        found = Corrections.of(references, lambda of: plain.predict(of).step_seconds, self.model.layers, precision)
+        return replace(self, corrections=found)
 
     def message_bytes(self, of: Configuration) -> float:
         """Bytes from one stage to the next, per process and micro-batch."""
@@ -216,7 +227,7 @@ class CostModel(StepCosts):
 
     def costs(self, of: Configuration) -> Costs:
         """Seconds and bytes of every stage, for the simulator."""
-        more = self._of_layers(of, of.recompute_of(0)).more
+        more = self._of_layers(of, of.recompute_of(0)).more.times(self.corrections.factor(of))
         stages, memory = [each + more for each in self.stage_seconds(of)], self.memory_model(of)
         parameters, gradients = stage_bytes(memory, of.replicas)
         split = 1.0 if self.measured is None else self.measured.split(of.microbatch_size)
@@ -238,7 +249,7 @@ class CostModel(StepCosts):
         if self.cluster.measured is None or of.replicas == 1:
             return {}
         kernels = KernelTimes(self.cluster.beside(of.devices), of.element)
-        turns = max(1.0, of.devices / of.pipeline / self.cluster.measured.cores)
+        turns = self.corrections.factor(of) * max(1.0, of.devices / of.pipeline / self.cluster.measured.cores)
         return {Op.REDUCE_GRAD: tuple(turns * kernels.elementwise(4 * size, 2) for size in gradients)}
 
     def network(self, of: Configuration) -> Network:
@@ -250,7 +261,8 @@ class CostModel(StepCosts):
         cluster = self.cluster.beside(of.devices)
         if cluster.measured is not None:
             data = data_links(cluster, stride=stride, replicas=of.replicas)
-            return measured_network(cluster, self.message_bytes(of) / of.slices, data)
+            network = measured_network(cluster, self.message_bytes(of) / of.slices, data)
+            return slower_network(network, self.corrections.factor(of))
         key = stride, of.replicas, of.pipeline, at["pp"]
         found = self._networks.get(key)
         if found is None:
@@ -294,7 +306,7 @@ class CostModel(StepCosts):
         size = 4 * self._numbers[of.inside][2]
         both = max(1.0, 2 * of.devices / of.pipeline / cluster.measured.cores)
         sums = KernelTimes(cluster, of.element).elementwise(3 * size, 1)
-        return seconds + both * (exchange_seconds(cluster, size) + sums)
+        return seconds + self.corrections.factor(of) * both * (exchange_seconds(cluster, size) + sums)
 
     def crowding(self, of: Configuration) -> float:
         """That of the model's own layers where it is measured."""
@@ -360,7 +372,8 @@ class CostModel(StepCosts):
         turns = max(1.0, of.devices / cluster.measured.cores)
         known = self.measured or LayerTimes(element=of.element, step_seconds=cluster.rates.second("step"))
         update = known.update * cluster.rates.curve("update", held / shards)
-        return turns * (update + known.step_seconds) + step_end_seconds(cluster, replicas=of.replicas)
+        seconds = turns * (update + known.step_seconds) + step_end_seconds(cluster, replicas=of.replicas)
+        return self.corrections.factor(of) * seconds
 
     def peak_bytes(self, of: Configuration, program: Program | None = None) -> list[float]:
         """Peak memory of every rank."""

@@ -66,6 +66,24 @@ def measured_network(cluster: Cluster, message_bytes: float, data: dict[str, Any
     )
 
 
+def slower_network(network: Network, times: float) -> Network:
+    """All of a measured network's seconds `times` as long."""
+    if times == 1.0:
+        return network
+    rates = network.data_bytes_per_second, network.data_sum_bytes_per_second
+    gathers, sums = (None if rate is None else rate / times for rate in rates)
+    assert isinstance(network.latency_seconds, float | int)
+    return replace(
+        network,
+        latency_seconds=times * network.latency_seconds,
+        send_seconds=times * network.send_seconds,
+        receive_seconds=times * network.receive_seconds,
+        data_latency_seconds=times * network.data_latency_seconds,
+        data_bytes_per_second=gathers,
+        data_sum_bytes_per_second=sums,
+    )
+
+
 def exchange_seconds(cluster: Cluster, size: float) -> float:
     """Seconds in which two processes send each other `size` bytes over the transport of pipelines."""
     rates = None if cluster.measured is None else _together(cluster.measured, cluster.processes)

@@ -15,10 +15,11 @@ With the letters of `transformer_layers`, F the width of a block's MLP, D = e T 
                 qkv                     all but the block's input and its norm is gone
     embedding   D                       its weight's gradient is computed, then converted
 
-With a vocabulary that processes share, the first is L, in e bytes per number, and exponentials of a few rows. With experts, e T F has their rows, A in place of T; gradients
-of these rows take the place of the results before they are weighted. Attention that is not fused has the gradient of
-its scores, in place of its output. Gradients of weights come on top: in e bytes per number while they are computed,
-and where sums of gradients have another format, once more in that format.
+With a vocabulary that processes share, the first is L, in e bytes per number, and exponentials of a few rows. With
+experts, e T F has their rows, A in place of T; gradients of these rows take the place of the results before they are
+weighted. Attention that is not fused has the gradient of its scores, in place of its output. Gradients of weights come
+on top: in e bytes per number while they are computed, and where sums of gradients have another format, once more in
+that format.
 """
 
 from collections.abc import Sequence

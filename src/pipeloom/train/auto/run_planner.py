@@ -4,6 +4,7 @@ import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeloom.plan.cluster import Cluster, parse_cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
+from pipeloom.plan.local.references import MOST_SAMPLES
 from pipeloom.plan.local.saved import local_path, notices
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
@@ -28,13 +30,13 @@ from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.data.written import PLAN_NAME, PLAN_TIMES_NAME
 from pipeloom.train.machine.layers import measure_layers
 from pipeloom.train.machine.measure import measure_machine
+from pipeloom.train.machine.reference_steps import measure_references
 from pipeloom.train.output.directory import writing
 from pipeloom.train.process_group import Group
 from pipeloom.train.run_parts import RunParts
 
 _COMPARED_AFTER = 10  # steps of this process with a plan; the first one warms up
 _RECENT = 20  # steps whose median is compared
-_MOST_SAMPLES = 16  # of a measured micro-batch; larger ones take in proportion
 _CROWDED = 2  # micro-batch sizes that more processes than cores measure at once
 _GAIN = 0.05  # by which another plan must be predicted faster
 
@@ -112,7 +114,7 @@ class RunPlanner:
         assert rates is not None
         assert measured is not None
         sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
-        samples = [1 << power for power in range(_MOST_SAMPLES.bit_length()) if 1 << power <= asked.batch.size]
+        samples = [1 << power for power in range(MOST_SAMPLES.bit_length()) if 1 << power <= asked.batch.size]
 
         def measured_by(processes: int, samples: list[int]) -> LayerTimes:
             mine: LayerTimes | None = None
@@ -124,7 +126,16 @@ class RunPlanner:
         layers = measured_by(measured.cores, samples)
         if group.size > measured.cores:
             layers = layers.beside(measured_by(group.size, samples[:_CROWDED]))
-        return CostModel(model=Architecture.of_gpt(sizes), cluster=cluster, measured=layers), said
+        costs = CostModel(model=Architecture.of_gpt(sizes), cluster=cluster, measured=layers)
+        if group.size > 1:
+            precision, memory = asked.number_format, cluster.device.memory_bytes or inf
+
+            def fits(of: Configuration, plain: CostModel = costs) -> bool:
+                return group.size * max(plain.peak_bytes(of)) <= memory
+
+            references = measure_references(sizes, asked.batch.size, precision=precision, fits=fits)
+            costs = costs.corrected_by(references, precision)
+        return costs, said
 
     # Steps of the plan
 
@@ -189,7 +200,7 @@ class RunPlanner:
         assert self._of is not None
         assert self._times is not None
         layers = self._costs.measured.scaled(*_ratios(self._measured(), self._times))
-        costs = CostModel(model=self._costs.model, cluster=self._costs.cluster, measured=layers)
+        costs = replace(self._costs, measured=layers, _layers={}, _others={})
         running, of = predicted_times(costs, self._of), self._of
         fixed = {
             "pipeline": of.pipeline,

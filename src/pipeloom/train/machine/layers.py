@@ -1,4 +1,7 @@
-"""Measures the layers of pipeloom's GPT as the runtime runs them: in a pipeline of four stages in this process."""
+"""Measures the layers of pipeloom's GPT as the runtime runs them: in a pipeline of four stages in this process.
+
+Of repeated steps the least times count: other load only ever makes one longer.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -60,9 +63,7 @@ def measure_layers(
                 break
             started = now
     element = 2 if precision.has_masters else 4
-    return LayerTimes(
-        element=element, rows=rows, firsts=firsts, update=median(updates), step_seconds=median(others)
-    )
+    return LayerTimes(element=element, rows=rows, firsts=firsts, update=median(updates), step_seconds=median(others))
 
 
 def _measured(
@@ -181,14 +182,14 @@ class _Run:
     def whole(self, rounds: int, rates: Rates) -> tuple[tuple[list[tuple[float, float]], ...], float, float]:
         """Seconds of F and B by stage, of the first micro-batch and of later ones; and what else a step takes.
 
-        That is its end, norm and update over those of the table, and the seconds before its first action; without a
-        table also the end and the norm.
+        That is, of its start, end, norm, clipping and update, the part beyond the constant seconds of a step over the
+        table's seconds of an update, and these constant seconds; without a table 1, and start, end and norm.
         """
         pipeline, times = self._pipeline("1f1b")
         stepper = BarrierStep(pipeline, torch.optim.AdamW(pipeline.parameters(), lr=1e-4, fused=True), max_norm=1.0)
         parameters = sum(parameter.numel() for parameter in pipeline.parameters())
         table = rates.curve("update", parameters)
-        rows, updates, others, now = list[dict[tuple[int, Op], list[float]]](), list[float](), list[float](), clock()
+        rows, around, ends, now = list[dict[tuple[int, Op], list[float]]](), list[float](), list[float](), clock()
         for _ in range(1 + rounds):
             rows.append({})
             norms = list[float]()
@@ -200,17 +201,20 @@ class _Run:
 
             begun = now()
             stepper.step(self._inputs, self._targets, computed)
-            updates.append(now() - times.end)
-            others.append(times.first - begun + (0.0 if table else norms[-1] - times.end))
+            around.append(times.first - begun + now() - times.end)
+            ends.append(times.first - begun + norms[-1] - times.end)
         pipeline.close()
 
         def of(stage: int, op: Op) -> tuple[float, float]:
-            each = [median(column) for column in zip(*(row[stage, op] for row in rows[1:]), strict=True)]
+            each = [min(column) for column in zip(*(row[stage, op] for row in rows[1:]), strict=True)]
             return each[0], fmean(each[1:])
 
         both = [list(zip(of(stage, Op.F), of(stage, Op.B), strict=True)) for stage in range(_STAGES)]
         first, later = ([pair[number] for pair in both] for number in (0, 1))
-        return (first, later), median(updates[1:]) / table if table else 1.0, max(0.0, median(others[1:]))
+        if not table:
+            return (first, later), 1.0, min(ends[1:])
+        constant = rates.second("step")
+        return (first, later), max(0.0, min(around[1:]) - constant) / table, constant
 
     def split(self, rounds: int) -> tuple[float, float]:
         """Seconds of I and of W of the stage with several blocks."""
@@ -222,5 +226,5 @@ class _Run:
             for parameter in pipeline.parameters():
                 parameter.grad = None
         pipeline.close()
-        inputs, weights = (median(row.get((2, op), 0.0) for row in rows[1:]) for op in (Op.I, Op.W))
+        inputs, weights = (min(row.get((2, op), 0.0) for row in rows[1:]) for op in (Op.I, Op.W))
         return (inputs, weights) if inputs and weights else (1.0, 1.0)

@@ -1,0 +1,178 @@
+"""Reference steps: a measured step of every mesh shape, by which predictions are corrected. No torch here.
+
+What processes lose to each other is in no table: shared caches and bandwidth, cores that they take turns on,
+threads of collectives, waits for the slower one. So a step of all processes is measured for the shapes of their
+mesh, with the smallest and the largest micro-batches, and compared with its prediction. Configurations of the same
+shape are corrected by this ratio, interpolated between the two sizes by powers. With n processes, a shape of
+degrees d that is not measured is corrected by
+
+    product over axes of (ratio of the shape with degree n along the axis) ^ (log d / log n)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp, log, pow
+from statistics import quantiles
+from typing import Any, NamedTuple, Self
+
+from pipeloom.ir.data_axis import DataStrategy
+from pipeloom.models.gpt_config import GPTConfig
+from pipeloom.parallel import Precision
+from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.plan.costs.configuration import Configuration, even_blocks
+
+MOST_SAMPLES = 16  # of a measured micro-batch; larger ones take in proportion
+_MOST_MICROBATCHES = 8  # per rank of a pipeline
+
+
+def lower_quartile(times: Sequence[float]) -> float:
+    """Of repeated measurements: other load only ever makes one longer."""
+    return quantiles(times)[0] if len(times) > 1 else times[0]
+
+
+class Shape(NamedTuple):
+    """Degrees of a mesh, and whether replicas shard the optimizer's states, whose collectives are others."""
+
+    pipeline: int
+    data: int
+    tensor: int
+    sharded: bool
+
+    @classmethod
+    def of(cls, configuration: Configuration) -> Self:
+        """That of a configuration."""
+        sharded = configuration.data > 1 and configuration.strategy.shards_optimizer
+        return cls(configuration.pipeline, configuration.data, configuration.inside.tensor, sharded)
+
+    @property
+    def along_axes(self) -> list[tuple["Shape", float]]:
+        """For every degree above 1, the shape with all processes along its axis, and log d / log n."""
+        count = self.pipeline * self.data * self.tensor
+        shapes = Shape(count, 1, 1, False), Shape(1, count, 1, self.sharded), Shape(1, 1, count, False)
+        return [(shape, log(degree) / log(count)) for shape, degree in zip(shapes, self[:3], strict=True) if degree > 1]
+
+    def steps(self, batch: int, layers: int, precision: Precision) -> list[Configuration]:
+        """Reference steps with the smallest and with the largest micro-batches of a global batch; few of many."""
+        own = batch // self.data
+        most = max(1, self.pipeline // 2)  # micro-batches, of the largest
+        sizes = {1: min(own, _MOST_MICROBATCHES * self.pipeline), min(own // most, MOST_SAMPLES): most}
+        return [
+            Configuration(
+                pipeline=self.pipeline,
+                microbatches=microbatches,
+                microbatch_size=samples,
+                data=self.data,
+                strategy=DataStrategy.ZERO1 if self.sharded else DataStrategy.DDP,
+                inside=InsideStage(tensor=self.tensor),
+                precision=precision,
+                blocks=tuple(even_blocks(layers, self.pipeline)),
+            )
+            for samples, microbatches in sizes.items()
+            if samples and microbatches
+        ]
+
+
+def reference_shapes(config: GPTConfig, processes: int) -> list[Shape]:
+    """The shapes of which so many processes can train a model; those along one axis come first."""
+    found = []
+    for pipeline in range(1, min(processes, config.layers) + 1):
+        for tensor in range(1, processes // pipeline + 1):
+            if processes % (pipeline * tensor) or config.heads % tensor or (config.experts and tensor > 1):
+                continue
+            data = processes // pipeline // tensor
+            found += [Shape(pipeline, data, tensor, sharded) for sharded in (False, True)[: 2 if data > 1 else 1]]
+    return sorted(found, key=lambda shape: len(shape.along_axes)) if processes > 1 else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """Measured reference steps.
+
+    Attributes:
+        processes: that run them.
+        batch: samples per step of all replicas.
+        seconds: by shape and samples per micro-batch.
+    """
+
+    processes: int = 1
+    batch: int = 1
+    seconds: Mapping[Shape, Mapping[int, float]] = field(default_factory=dict)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As a JSON object; `from_mapping` reads it back."""
+        rows = [[*shape, {str(size): value for size, value in row.items()}] for shape, row in self.seconds.items()]
+        return {"processes": self.processes, "batch": self.batch, "seconds": rows}
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_mapping`."""
+        rows = {Shape(*shape): {int(size): value for size, value in row.items()} for *shape, row in data["seconds"]}
+        return cls(**{**data, "seconds": rows})
+
+    @classmethod
+    def quiet(cls, found: Sequence[Self]) -> Self:
+        """The lower quartile of repeated measurements, each of some shapes or all."""
+        times: dict[Shape, dict[int, list[float]]] = {}
+        for each in found:
+            for shape, row in each.seconds.items():
+                for samples, seconds in row.items():
+                    times.setdefault(shape, {}).setdefault(samples, []).append(seconds)
+        rows = {shape: {size: lower_quartile(every) for size, every in row.items()} for shape, row in times.items()}
+        return cls(processes=found[0].processes, batch=found[0].batch, seconds=rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrections:
+    """Measured over predicted seconds of reference steps.
+
+    Attributes:
+        processes: for which they hold.
+        ratios: by shape and samples per micro-batch.
+    """
+
+    processes: int = 1
+    ratios: Mapping[Shape, Mapping[int, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, found: References, predict: Callable[[Configuration], float], layers: int, precision: Precision
+    ) -> Self:
+        """The corrections of predictions by reference steps.
+
+        Args:
+            found: the steps.
+            predict: the seconds that are predicted for a step.
+            layers: of the model.
+            precision: number formats of the steps.
+        """
+        ratios = {
+            shape: {
+                of.microbatch_size: row[of.microbatch_size] / predict(of)
+                for of in shape.steps(found.batch, layers, precision)
+                if of.microbatch_size in row
+            }
+            for shape, row in found.seconds.items()
+        }
+        return cls(processes=found.processes, ratios=ratios)
+
+    def factor(self, of: Configuration) -> float:
+        """How many times as long a configuration takes; 1 for another number of processes."""
+        if of.devices != self.processes or of.devices == 1:
+            return 1.0
+        shape = Shape.of(of)
+        if shape in self.ratios:
+            return _between(self.ratios[shape], of.microbatch_size)
+        product = 1.0
+        for along, exponent in shape.along_axes:
+            if along in self.ratios:
+                product *= pow(_between(self.ratios[along], of.microbatch_size), exponent)
+        return product
+
+
+def _between(row: Mapping[int, float], samples: int) -> float:
+    """The ratio for a micro-batch size, by powers between the measured sizes."""
+    least, most = min(row), max(row)
+    if least == most:
+        return row[least]
+    part = min(1.0, max(0.0, log(samples / least) / log(most / least)))
+    return exp((1 - part) * log(row[least]) + part * log(row[most]))
