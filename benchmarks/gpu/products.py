@@ -27,13 +27,13 @@ from torch.autograd.graph import get_gradient_edge
 
 import pipeloom as pl
 from pipeloom.autograd.split_backward import backward_input
+from pipeloom.common.division import even_parts
 from pipeloom.devices import device_of
 from pipeloom.devices.graphs import CudaGraphs
 from pipeloom.models import loss_fn
 from pipeloom.parallel import Precision
 from pipeloom.passes import lower, merge_backwards
 from pipeloom.plan.memory import MemoryModel, gpt_layers, in_stages, memory_of_ranks
-from pipeloom.split.chain_partition import even_parts
 
 PEAK_FLOPS = 989e12  # dense bf16, by the data sheets of H100 SXM and H200
 WIDE = Sizes(layers=4, width=4096, heads=32, length=2048, samples=8, microbatches=4, vocabulary=32768)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeloom import schedules
+from pipeloom.common.division import divisors
 from pipeloom.errors import PipeloomError
 from pipeloom.ir import DataStrategy
 from pipeloom.models import GPTConfig
@@ -47,12 +48,12 @@ CASES = [
 def configurations(case: Case) -> Iterator[Configuration]:
     """Every configuration of degrees along pp, dp and tp, micro-batches, schedules and strategies that can run."""
     count, batch = case.processes, case.batch
-    for data in _divisors(count):
-        for tensor in _divisors(count // data):
+    for data in divisors(count):
+        for tensor in divisors(count // data):
             pipeline = count // data // tensor
             if batch % data or case.config.heads % tensor:
                 continue
-            for size in _divisors(batch // data):
+            for size in divisors(batch // data):
                 microbatches = batch // data // size
                 for name in _SCHEDULES if pipeline > 1 else _SCHEDULES[:1]:
                     for strategy in _STRATEGIES if data > 1 else _STRATEGIES[:1]:
@@ -93,7 +94,3 @@ def label(of: Configuration) -> str:
         f"P{of.pipeline} T{of.inside.tensor} D{of.data} {of.microbatches}x{of.microbatch_size} {of.schedule}"
         f"{f' {of.strategy}' if of.data > 1 else ''}"
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

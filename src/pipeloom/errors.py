@@ -109,6 +109,12 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: kept - kept // 2]}...{text[len(text) - kept // 2 :]}"
 
 
+def either(values: Iterable[object]) -> str:
+    """``1``, ``1 or 2``, or ``1, 2 or 4``."""
+    *before, last = map(str, values)
+    return f"{', '.join(before)} or {last}" if before else last
+
+
 def listed(values: Iterable[object], most: int = 8) -> str:
     """``0, 1, 2``, or the first `most` values and their number: ``0, 1, ... of 100``."""
     given = list(values)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.common.division import even_parts
 from pipeloom.slicing import causal_attention
-from pipeloom.transport.values import microbatch_sizes
 
 F64 = torch.float64
 WIDTH, TOKENS = 8, 6
@@ -102,7 +102,7 @@ def plain_loop(model: nn.Module, batches: list[tuple[Tensor, Tensor]], num_micro
     total = sum(len(inputs) for inputs, _ in batches)
     loss, weighted, largest = torch.zeros((), dtype=F64), Counter[str](), {}
     for inputs, targets in batches:
-        sizes = microbatch_sizes(len(inputs), num_microbatches)
+        sizes = even_parts(len(inputs), num_microbatches)
         for x, y in zip(inputs.split(sizes), targets.split(sizes), strict=True):
             share, auxiliary = len(x) / total, torch.zeros((), dtype=F64)
             for name, layer in model.named_children():

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.common.division import even_parts
 from pipeloom.data import Corpus, MixedCorpus, Mixture, Sampler, prepare_corpus
 from pipeloom.data import parts as parts_file
 from pipeloom.data import tokenizing as tokenizing_file
@@ -26,7 +27,6 @@ from pipeloom.data.files import weighted_paths
 from pipeloom.data.shards import kind_of, pieces_of, read_texts
 from pipeloom.errors import DataError
 from pipeloom.train.config.schedule import samples_of_replica
-from pipeloom.transport.values import microbatch_sizes
 from tests.cpu.train_runs import local
 
 
@@ -322,7 +322,7 @@ def test_any_replicas_microbatches_and_resumes_train_on_the_samples_of_an_uninte
                 own = samples_of_replica(size, replica, degree)
                 inputs, targets = corpus.windows(indices[own.start : own.stop], 8)
                 assert torch.equal(inputs[:, 1:], targets[:, :-1])
-                trained += inputs.split(microbatch_sizes(len(own), microbatches))
+                trained += inputs.split(even_parts(len(own), microbatches))
             seen += size
     whole = sampler().batch(0, seen)
     assert torch.equal(torch.cat(trained), corpus.windows(whole, 8)[0])

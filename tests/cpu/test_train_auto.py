@@ -13,13 +13,14 @@ import torch
 
 import pipeloom as pl
 from pipeloom.cli.train import parse
+from pipeloom.common.cores import usable_cores
 from pipeloom.models import GPTConfig
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
 from pipeloom.plan.local.references import References
-from pipeloom.plan.local.saved import torch_version, usable_cores
+from pipeloom.plan.local.saved import torch_version
 from pipeloom.train.auto import run_planner
 from pipeloom.train.config.automatic import for_processes
 from pipeloom.train.data.opening import run_tokenizer

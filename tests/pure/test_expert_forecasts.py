@@ -181,7 +181,7 @@ def test_a_mixture_is_read_from_json():
     [
         (("gpt3-175b", "--data", "2", "--expert", "2"), "--expert: gpt3-175b has no experts."),
         (("mixtral-8x7b", "--expert", "2"), "--expert 2: must divide the number of processes along data, 1."),
-        (("mixtral-8x7b", "--data", "3", "--expert", "3"), "expert=3: must divide the 8 experts. Use 1, 2, 4, 8."),
+        (("mixtral-8x7b", "--data", "3", "--expert", "3"), "expert=3: must divide the 8 experts. Use 1, 2, 4 or 8."),
         (("mixtral-8x7b", "--expert-imbalance", "2"), "--expert-imbalance: has no effect without --expert."),
         (
             ("mixtral-8x7b", "--data", "2", "--expert", "2", "--expert-imbalance", "2.5"),

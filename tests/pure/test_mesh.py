@@ -108,7 +108,7 @@ def test_what_is_no_mesh_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("ep", "axes", "words"),
     [
-        (3, ("dp",), r"ep=3: must divide the 4 processes along dp=4 .* Use one of 1, 2, 4"),
+        (3, ("dp",), r"ep=3: must divide the 4 processes along dp=4 .* Use 1, 2 or 4, or other degrees"),
         (4, ("cp",), r"ep=4: must divide the 2 processes along cp=2"),
         (0, ("dp", "cp"), r"ep=0: must divide the 8 processes along dp=4 and cp=2"),
         (2, ("tp",), r"expert_axes=\('tp',\): must be"),

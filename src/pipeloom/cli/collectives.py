@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from pipeloom.cli.common.parser import Parser
+from pipeloom.common.cores import usable_cores
 from pipeloom.common.quantities import Bytes, bytes_text, number_text, seconds_text, table_lines
 from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster
@@ -21,7 +22,7 @@ from pipeloom.plan.collectives import (
 from pipeloom.plan.collectives.picture import LEGEND
 from pipeloom.plan.collectives.sends import SUMMED
 from pipeloom.plan.costs.named_clusters import find_cluster
-from pipeloom.plan.local.saved import notices, usable_cores
+from pipeloom.plan.local.saved import notices
 from pipeloom.train.machine.collective_times import CollectiveTimes, time_collectives
 
 _EXAMPLES = """\

@@ -19,6 +19,7 @@ from typing import Any
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.rank_order import AxisRow, order_lines, rank_order
 from pipeloom.cli.common.train_options import add_option
+from pipeloom.common.cores import usable_cores
 from pipeloom.common.quantities import bytes_text
 from pipeloom.errors import InputError, PipeloomError, unwrapped
 from pipeloom.train.config.option_list import options as train_options
@@ -194,7 +195,7 @@ def _torch_parts() -> list[Check]:
 
 
 def _cores() -> str:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     limit = ""
     with suppress(OSError, ValueError):  # a container may grant less time than it shows cores
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

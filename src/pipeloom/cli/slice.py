@@ -17,6 +17,7 @@ from pipeloom.cli.common.inside_options import (
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import add_model_options, check_file_alone, given_model, measured_model, train_command
 from pipeloom.common.atomic_file import write_named
+from pipeloom.common.division import even_parts
 from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import BytesPerSecond, bytes_text, counted, seconds_text
 from pipeloom.errors import InputError
@@ -35,7 +36,6 @@ from pipeloom.plan.slicing import (
 )
 from pipeloom.plan.slicing.shared_costs import share_costs
 from pipeloom.schedules import FAMILIES
-from pipeloom.split.chain_partition import even_parts
 
 _GRID = 8
 _MOST_SPANS = 200_000  # of the timeline; more are too small to see

@@ -1,1 +1,1 @@
-"""Shared helpers: dataclass type checks, quantities as text, JSON input, atomic file writes, lazy imports."""
+"""Shared helpers: dataclass type checks, quantities as text, whole-number division, JSON input, file writes, cores."""

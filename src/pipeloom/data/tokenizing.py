@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from numpy.typing import NDArray
 
+from pipeloom.common.cores import usable_cores
 from pipeloom.data.parts import Part, Read, Told, write_part
 from pipeloom.data.progress import tokenizing
 from pipeloom.data.shards import read_texts
@@ -57,13 +58,8 @@ def tokenize(
                 todo = missing()
                 total, left = (sum(part.num_bytes for part in each) for each in (parts, [part for part, _ in todo]))
                 with tokenizing(total, total - left, shows=shows) as tell:
-                    _make(todo, tokenizer, directory, workers or num_cores(), tell, read)
+                    _make(todo, tokenizer, directory, workers or usable_cores(), tell, read)
     return [open_tokens(directory, key, tokenizer.dtype) for key in keys]
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _make(todo: Missing, tokenizer: Tokenizer, directory: Path, workers: int, tell: Told, read: Read | None) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pipeloom.autograd.recomputation import recomputed
 from pipeloom.autograd.split_backward import Root, WeightGradients
+from pipeloom.common.division import even_parts
 from pipeloom.devices import Device
 from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.engine.batch import Batch, Extent
@@ -33,7 +34,7 @@ from pipeloom.slicing import SequenceParts, SliceContext, Tokens
 from pipeloom.split.stage_module import may_change_input, running
 from pipeloom.transport.call_numbers import num_samples_of, out_of_step
 from pipeloom.transport.interface import Transport
-from pipeloom.transport.values import Layout, Value, microbatch_sizes
+from pipeloom.transport.values import Layout, Value
 
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Any]]
 
@@ -186,7 +187,7 @@ class RankState:
         """The samples of a micro-batch that has arrived here; of this replica."""
         if self.count_samples is not None:
             return self.count_samples(microbatch)[0]
-        return microbatch_sizes(num_samples_of(self.call), num_microbatches)[microbatch]
+        return even_parts(num_samples_of(self.call), num_microbatches)[microbatch]
 
     def all_samples(self, microbatch: int) -> int:
         """The samples of all replicas in the batch of a micro-batch."""

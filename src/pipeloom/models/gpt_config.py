@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from pipeloom.common.division import divisors
 from pipeloom.common.field_types import check_fields
 from pipeloom.errors import InputError
 from pipeloom.models.experts.settings import ROUTERS, CapacityGroup, ExpertSettings, RouterName
@@ -68,11 +69,10 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise InputError(f"model {name}={getattr(self, name)}: must be at least 1.")
         if self.width % self.heads:
-            divisors = (h for h in range(1, self.width + 1) if self.width % h == 0)
-            fix = min(divisors, key=lambda h: (abs(h - self.heads), h))
+            fix = min(divisors(self.width), key=lambda h: (abs(h - self.heads), h))
             raise InputError(f"model width={self.width} is not a multiple of heads={self.heads}. Use heads={fix}.")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            fix = max(k for k in range(1, self.heads + 1) if self.heads % k == 0 and k <= max(1, self.kv_heads))
+            fix = max(k for k in divisors(self.heads) if k <= max(1, self.kv_heads))
             raise InputError(
                 f"model kv_heads={self.kv_heads}: must be at least 1 and divide heads={self.heads}. Use kv_heads={fix}."
             )

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeloom.errors import InputError
+from pipeloom.common.division import divisors
+from pipeloom.errors import InputError, either
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.context.traffic import attention_traffic
 from pipeloom.parallel.expert.traffic import Exchange, Rows, balanced_rows, dispatch_traffic
@@ -128,9 +129,9 @@ class InsideStage:
         if self.layout != "1d":
             raise InputError(f"layout={self.layout}: experts work with layout 1d alone. Use 1d.")
         if experts.experts % self.expert:
-            fits = [n for n in range(1, experts.experts + 1) if experts.experts % n == 0]
             raise InputError(
-                f"expert={self.expert}: must divide the {experts.experts} experts. Use {', '.join(map(str, fits))}."
+                f"expert={self.expert}: must divide the {experts.experts} experts. Use "
+                f"{either(divisors(experts.experts))}."
             )
         if experts.expert_width % self.tensor:
             raise InputError(

@@ -26,7 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pipeloom.errors import InputError
+from pipeloom.common.division import divisors
+from pipeloom.errors import InputError, either
 
 AXES = ("dp", "pp", "cp", "tp")
 EXPERT_LINES = ("ep", "edp")
@@ -193,11 +194,10 @@ def _check_experts(ep: Any, expert_axes: Any, degrees: Mapping[str, int]) -> Non
         raise InputError(f"expert_axes={expert_axes!r}: must be ('dp',), ('cp',) or ('dp', 'cp').")
     number = math.prod(degrees[axis] for axis in expert_axes)
     if type(ep) is not int or ep < 1 or number % ep:
-        fits = ", ".join(str(degree) for degree in range(1, number + 1) if number % degree == 0)
         along = " and ".join(f"{axis}={degrees[axis]}" for axis in expert_axes)
         raise InputError(
-            f"ep={ep!r}: must divide the {number} processes along {along} (expert_axes). Use one of {fits}, or other "
-            "degrees."
+            f"ep={ep!r}: must divide the {number} processes along {along} (expert_axes). Use "
+            f"{either(divisors(number))}, or other degrees."
         )
 
 

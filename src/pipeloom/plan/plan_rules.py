@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pipeloom.common.division import divisors
 from pipeloom.common.quantities import counted
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, either
 from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.ir.recompute import recompute_of_stages
 from pipeloom.parallel.mesh_shape import AXES
@@ -132,10 +133,8 @@ def _check_inside(given: Mapping[str, Any]) -> None:
     layout = given.get("tensor_layout", "1d")
     axes = given.get("expert_axes", "data").split(",")
     if (number := math.prod(given[name] for name in axes)) % given["expert"]:
-        fits = ", ".join(str(degree) for degree in range(1, number + 1) if number % degree == 0)
-        raise _refusal(
-            given, "expert", f"must divide the number of processes along {' and '.join(axes)}, {number}. Use {fits}."
-        )
+        rule = f"must divide the number of processes along {' and '.join(axes)}, {number}"
+        raise _refusal(given, "expert", f"{rule}. Use {either(divisors(number))}.")
     if given["expert"] > 1 and layout != "1d":
         raise _refusal(given, "expert", f"works with tensor_layout='1d' alone, not {layout!r}. Remove one of them.")
     if layout != "1d":

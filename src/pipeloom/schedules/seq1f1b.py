@@ -15,7 +15,8 @@ forwards: the warm-up is k - 1 units longer than 1F1B's. Equal slices: makespan 
 ``(m*k*v + p - 1) * (tF + tB) / (k*v)``, peak ``min((v-1)*p + 2*(p-1-d) + k, m*k*v)`` slices of a chunk.
 """
 
-from pipeloom.errors import ScheduleError
+from pipeloom.common.division import divisors
+from pipeloom.errors import ScheduleError, either
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.schedules.table import family
 
@@ -52,11 +53,11 @@ def seq1f1b_interleaved(*, num_ranks: int, num_microbatches: int, num_chunks: in
     """
     p, m, k = num_ranks, num_microbatches, num_slices
     if num_chunks > 1 and (p % k or m * k % p):
-        counts = [str(count) for count in range(1, p + 1) if p % count == 0]
-        fits = [count for count in counts if m * int(count) % p == 0]
+        counts = divisors(p)
+        fits = [count for count in counts if m * count % p == 0]
         fix = f"Use num_slices={fits[0]}" if fits else f"Use a multiple of {p} micro-batches"
         raise ScheduleError(
-            f"num_slices={k}, num_microbatches={m}: seq1f1b-interleaved on {p} ranks needs {' or '.join(counts)} "
+            f"num_slices={k}, num_microbatches={m}: seq1f1b-interleaved on {p} ranks needs {either(counts)} "
             f"slices, and micro-batches x slices ({m * k}) must be a multiple of {p}. {fix}, or use seq1f1b."
         )
     return _alternating("seq1f1b-interleaved", p, m, k, num_chunks)

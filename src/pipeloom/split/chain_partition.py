@@ -52,12 +52,6 @@ def weights_added(weights: Sequence[Weight], ties: Sequence[tuple[Weight, Sequen
     return added
 
 
-def even_parts(total: int, num_parts: int) -> list[int]:
-    """Divide `total` into `num_parts` integers that differ by at most one, larger ones first."""
-    each, remainder = divmod(total, num_parts)
-    return [each + 1] * remainder + [each] * (num_parts - remainder)
-
-
 def consecutive(items: Sequence[T], counts: Sequence[int]) -> list[list[T]]:
     """Divide `items` into consecutive lists with these numbers of items."""
     return [list(items[end - count : end]) for count, end in zip(counts, accumulate(counts), strict=True)]

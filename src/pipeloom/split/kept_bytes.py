@@ -29,14 +29,15 @@ def kept_bytes(module: nn.Module, value: Any) -> tuple[int, Any]:
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
-        value = tree_map(_fresh, value)
+        value = tree_map(fresh, value)
         if may_change_input(module):
             value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
         output = module(value)
-    return sum(storage.nbytes() for storage in kept.values()), tree_map(_fresh, output)
+    return sum(storage.nbytes() for storage in kept.values()), tree_map(fresh, output)
 
 
-def _fresh(leaf: Any) -> Any:
+def fresh(leaf: Any) -> Any:
+    """A tensor, detached, as the start of another graph; other values unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())

@@ -1,18 +1,18 @@
 """Measures the time and memory of each layer of a chain."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pipeloom.common.cores import usable_cores
 from pipeloom.errors import SplitError
-from pipeloom.split.kept_bytes import kept_bytes
+from pipeloom.split.kept_bytes import fresh, kept_bytes
 from pipeloom.split.stage_module import may_change_input
 
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Any]]
@@ -85,6 +85,14 @@ def profile_layers(
     return times
 
 
+def steady_timer() -> Callable[[], float]:
+    """The timer that background load disturbs least: with one thread its CPU time, else elapsed time.
+
+    Autograd runs the backward of CPU tensors in the calling thread.
+    """
+    return thread_time if torch.get_num_threads() == 1 else perf_counter
+
+
 class Clock:
     """A timer that synchronizes the CUDA devices of modules before it reads the time.
 
@@ -134,7 +142,7 @@ def untouched(modules: Iterable[nn.Module], cuda: Sequence[int]) -> Iterator[Non
 def threads_of_a_rank(num_ranks: int) -> Iterator[None]:
     """Use as many CPU threads as the launcher gives each of `num_ranks` ranks on this machine."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    torch.set_num_threads(max(1, usable_cores() // num_ranks))
     try:
         yield
     finally:
@@ -158,7 +166,7 @@ def time_once(
         loss: applied to the output; counts as part of the forward.
         around_backward: a context for the backward; entering and leaving it is not measured.
     """
-    value = tree_map(_fresh, value)
+    value = tree_map(fresh, value)
     sources = [t for t in (*tree_leaves(value), *module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
     if may_change_input(module):
         value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
@@ -174,10 +182,4 @@ def time_once(
             begun = clock()
             torch.autograd.grad(roots, sources, seeds, allow_unused=True)
             backward = clock() - begun
-    return forwarded - start, backward, tree_map(_fresh, output)
-
-
-def _fresh(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+    return forwarded - start, backward, tree_map(fresh, output)

@@ -1,6 +1,5 @@
 """Bytes and times of the collectives between data-parallel replicas, measured before the first step."""
 
-import os
 import platform
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pipeloom.common.cores import usable_cores
 from pipeloom.ir import DataAxis, Granularity, Op
 from pipeloom.parallel.data.replica_group import ReplicaGroup, time_collectives
 from pipeloom.sim import Costs, Network
@@ -81,7 +81,7 @@ def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts:
             "stages": stages,
             "timed": timed,
             "host": platform.node(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            "cores": usable_cores(),
             "threads": torch.get_num_threads(),
         }
     )

@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from pipeloom.common.cores import usable_cores
 from pipeloom.devices.sharing import MemorySharing
 from pipeloom.errors import PeerLost, listed
 from pipeloom.processes.waits import waits_for
@@ -96,7 +97,7 @@ class SharedMemoryTransport(Transport):
         self._addresses = everybody if processes is None else [everybody[process] for process in processes]
         local = sum(address["host"] == self._addresses[rank]["host"] for address in everybody)
         if spin_seconds is None:
-            spin_seconds = SPIN_SECONDS if local <= len(os.sched_getaffinity(0)) else 0.0
+            spin_seconds = SPIN_SECONDS if local <= usable_cores() else 0.0
         self.spin_seconds = spin_seconds
         if sharing is not None:  # receivers read device memory only while its owner exists
             atexit.register(self.close)

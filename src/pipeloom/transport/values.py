@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from pipeloom.common.division import even_parts
 from pipeloom.errors import InputError, listed
 
 Value = Any  # Tensor | tuple | list | dict[str | int, Value] | int | float | bool | str | None
@@ -220,7 +221,7 @@ def split_batch(value: Value, num_microbatches: int, what: str) -> tuple[list[Va
     if num_microbatches == 1:
         return [unflatten(layout, tensors)], [length]
     _check_lists(value, length, what)
-    sizes = microbatch_sizes(length, num_microbatches)
+    sizes = even_parts(length, num_microbatches)
     pieces = [torch.split(t, sizes) for t in tensors]
     if layout.structure == _TENSOR:
         return list(pieces[0]), sizes
@@ -286,12 +287,6 @@ def _num_samples(layout: Layout, tensors: Sequence[Tensor], what: str) -> int:
     if length == 0:
         raise InputError(f"{what} hold 0 samples: every micro-batch needs at least one. Skip empty batches.")
     return length
-
-
-def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
-    """The number of samples of each micro-batch, larger ones first."""
-    each, larger = divmod(num_samples, num_microbatches)
-    return [each + 1] * larger + [each] * (num_microbatches - larger)
 
 
 def join_batch(values: Sequence[Value]) -> Value:

@@ -32,7 +32,7 @@ from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import InputError, PipeloomError, RunError, one_line
 from pipeloom.ir import Action, Op, Program
 from pipeloom.ir.action import SENDS
-from pipeloom.transport.values import Layout, Value, flatten, unflatten
+from pipeloom.transport.values import Layout, Value, copied, flatten
 
 _NUM_EAGER_STEPS = 2
 _Run = Callable[[], None]
@@ -147,8 +147,8 @@ class ActionGraphs:
         else:
             self._mode = _Mode.RECORD
             gc.collect()  # what is freed later, in the middle of a recording, could be of another graph
-            recorded.inputs = [_copy(value) for value in batch.inputs]
-            recorded.targets = None if batch.targets is None else [_copy(value) for value in batch.targets]
+            recorded.inputs = [copied(value) for value in batch.inputs]
+            recorded.targets = None if batch.targets is None else [copied(value) for value in batch.targets]
         self._set_gradients_aside()
         if self._mode is _Mode.REPLAY:
             for buffers, values in ((recorded.inputs, batch.inputs), (recorded.targets, batch.targets)):
@@ -321,11 +321,6 @@ def _words(layouts: Sequence[Sequence[Layout]]) -> str:
     specs = [spec for group in layouts for layout in group for spec in layout.specs]
     found = {f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in specs}
     return ", ".join(sorted(found)) or "no tensors"
-
-
-def _copy(value: Value) -> Value:
-    layout, tensors = flatten(value)
-    return unflatten(layout, [tensor.clone() for tensor in tensors])
 
 
 def _fill(buffer: Value, value: Value) -> None:

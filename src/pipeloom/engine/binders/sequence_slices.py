@@ -16,12 +16,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pipeloom.common.division import even_parts
 from pipeloom.engine.batch import Batch, Extent
 from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import InputError, listed
 from pipeloom.ir import Action, Program
 from pipeloom.slicing import RefuseRawAttention, SliceContext
-from pipeloom.split.chain_partition import even_parts
 from pipeloom.transport.values import Value, flatten, unflatten, with_form
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pipeloom.common.division import even_parts
 from pipeloom.errors import InputError
-from pipeloom.transport.values import microbatch_sizes
 
 _IGNORED = -100  # labels that no loss counts
 
@@ -73,7 +73,7 @@ def cut_update(
     ):
         whole = counted_labels(batch, length, shifts_labels=shifts_labels, ignored=ignored)
         start = span.start
-        for size in microbatch_sizes(len(span), number) if number else ():
+        for size in even_parts(len(span), number) if number else ():
             inputs = rows(batch, length, start, start + size)
             own = counted_labels(inputs, size, shifts_labels=shifts_labels, ignored=ignored)
             pieces.append(MicroBatch(inputs, own / whole if whole else size / length, size, size / length))
@@ -124,7 +124,7 @@ def counted_labels(batch: Mapping[str, Any], length: int, *, shifts_labels: bool
 
 def samples_of_replica(length: int, replica: int, num_replicas: int) -> range:
     """The samples of a replica in a batch."""
-    sizes = microbatch_sizes(length, num_replicas)
+    sizes = even_parts(length, num_replicas)
     start = sum(sizes[:replica])
     return range(start, start + sizes[replica])
 

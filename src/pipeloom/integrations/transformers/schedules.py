@@ -3,6 +3,7 @@
 from typing import Any
 
 from pipeloom import schedules
+from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
 from pipeloom.parallel import Mesh
@@ -49,6 +50,5 @@ def make_schedule(
 
 def _enough(num_ranks: int, num_batches: int, batch_size: int) -> int:
     """Micro-batches of whole batches, or of parts of them where these are fewer than two per rank."""
-    parts = (number for number in range(1, batch_size + 1) if batch_size % number == 0)
     wanted = 2 * num_ranks if num_ranks > 1 else 1
-    return num_batches * next((number for number in parts if number * num_batches >= wanted), batch_size)
+    return num_batches * next((number for number in divisors(batch_size) if number * num_batches >= wanted), batch_size)

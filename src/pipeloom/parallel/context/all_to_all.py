@@ -20,7 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipeloom.errors import InputError
+from pipeloom.common.division import divisors
+from pipeloom.errors import InputError, either
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.axis_functions import exchange
 
@@ -30,10 +31,10 @@ def check_heads(heads: int, key_heads: int, degree: int) -> None:
     divided = [name for name, count in (("query", heads), ("key", key_heads)) if count % degree]
     if not divided or (divided == ["key"] and degree % key_heads == 0):
         return
-    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
+    fits = [n for n in divisors(heads) if key_heads % n == 0 or n % key_heads == 0]
     raise InputError(
         f"attention with {heads} query heads and {key_heads} key heads on cp={degree}: context 'ulysses' gives each "
-        f"rank equally many of both. Use cp={' or '.join(map(str, fits))}, or context='ring'."
+        f"rank equally many of both. Use cp={either(fits)}, or context='ring'."
     )
 
 

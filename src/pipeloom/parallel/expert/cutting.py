@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeloom.errors import InputError
+from pipeloom.common.division import divisors
+from pipeloom.errors import InputError, either
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.axis_functions import share_gradient
 from pipeloom.parallel.expert.dispatch import ExpertDispatch
@@ -78,7 +79,7 @@ class ExpertCutter:
         if layer.num_experts % self._ep.degree:
             raise InputError(
                 f"{name!r} has {layer.num_experts} experts, which ep={self._ep.degree} processes cannot share evenly. "
-                f"Use ep={_divisors(layer.num_experts)}."
+                f"Use ep={either(divisors(layer.num_experts))}."
             )
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.shape[:1] != (layer.num_experts,):
@@ -114,7 +115,7 @@ class ExpertCutter:
         if width % self._tp.degree:
             raise InputError(
                 f"{name!r} has experts of width {width}, which {self._tp.degree} tensor-parallel ranks cannot share "
-                f"evenly. Use tp={_divisors(width)}."
+                f"evenly. Use tp={either(divisors(width))}."
             )
 
     def cut(self, name: str, module: nn.Module) -> None:
@@ -170,8 +171,3 @@ class _EqualParts:
     def __call__(self, router: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = arguments
         return (share_gradient(x, self._axis), *others)
-
-
-def _divisors(number: int) -> str:
-    found = [str(degree) for degree in range(1, number + 1) if number % degree == 0]
-    return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from pipeloom.common.division import even_parts
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel import Precision
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.links import ORDER, strides
-from pipeloom.split.chain_partition import even_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
+from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Program
 from pipeloom.ir.recompute import Recompute
@@ -107,8 +108,7 @@ class CostModel(StepCosts):
     @property
     def expert_degrees(self) -> list[int]:
         """Expert-parallel degrees that divide the experts."""
-        experts = self.model.experts.experts if self.model.experts else 1
-        return [degree for degree in range(1, experts + 1) if experts % degree == 0]
+        return divisors(self.model.experts.experts if self.model.experts else 1)
 
     def operations(self, of: Configuration) -> float:
         """Operations of the model per step, of all devices; nothing that is repeated counts."""

@@ -5,6 +5,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from pipeloom.common.cores import usable_cores
 from pipeloom.common.json_reader import parse_file
 from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster, parse_cluster
@@ -17,11 +18,6 @@ def local_path() -> Path:
     """The file of cluster ``local``: ``pipeloom/local.json`` in the user's cache directory (XDG_CACHE_HOME)."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "pipeloom" / "local.json"
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def local_cluster(option: str) -> Cluster:

@@ -1,9 +1,10 @@
 """What the best plan is compared with: plans with more memory, and the usual choice. No torch here."""
 
 from dataclasses import replace
-from math import inf
+from math import gcd, inf
 from typing import Any
 
+from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.step_costs import StepCosts
@@ -45,9 +46,8 @@ def usual_plan(costs: CostModel, request: Request, **asked: Any) -> Simulated | 
     plan fits.
     """
     node, model = costs.cluster.devices_per_node, costs.model
-    tensor = max(
-        n for n in range(1, node + 1) if model.heads % n == 0 and request.devices % n == 0 and model.mlp_width % n == 0
-    )
+    common = gcd(model.heads, request.devices, model.mlp_width)
+    tensor = max(n for n in divisors(common) if n <= node)
     usual = {
         "tensor": tensor,
         "context": 1,

@@ -15,6 +15,7 @@ from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
+from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.parallel.inside_stage import InsideStage
@@ -68,11 +69,6 @@ class Way(NamedTuple):
     def least(self) -> float:
         """Seconds of a step, at least."""
         return min(self.seconds, self.offloaded)
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, from 1 on."""
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 class Space:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from pipeloom.models import GPT, GPTConfig, init_parameters
 from pipeloom.plan.slicing.slice_costs import Sample, SliceCosts, fit
 from pipeloom.slicing import SliceContext, make_sliceable
 from pipeloom.split import StageModule
-from pipeloom.split.profile import Clock, threads_of_a_rank, time_once, untouched
+from pipeloom.split.profile import Clock, steady_timer, threads_of_a_rank, time_once, untouched
 
 _LONG_SECONDS = 0.1  # forward and backward of a slice; longer ones run once, since their warm-up is a small share
 _MOST_SECONDS = 1.0  # of a slice; larger batches are not measured after it
@@ -99,7 +98,7 @@ def measure_stage_slices(
 
     def add(samples: int, length: int, context: int) -> int:
         value = sample(samples, sequence)
-        clock = Clock([stage], value, _timer())
+        clock = Clock([stage], value, steady_timer())
         with untouched([stage], clock.cuda):
             runs = [_run(stage, value, sequence, length, context, clock)]
             if runs[0].forward + runs[0].backward < _LONG_SECONDS:
@@ -178,11 +177,6 @@ def _has_tokens(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 1
 
 
-def _timer() -> Callable[[], float]:
-    """CPU time with one thread: autograd runs the backward of CPU tensors in the calling thread."""
-    return thread_time if torch.get_num_threads() == 1 else perf_counter
-
-
 def _points(sequence: int, grid: int) -> Iterator[tuple[int, int]]:
     """Lengths and contexts to measure: lengths grow by about 1.5, each alone and after some contexts."""
     lengths = {min(grid, sequence), sequence}
@@ -205,7 +199,7 @@ def _message(token_bytes: int, sequence: int) -> tuple[float, float]:
 
     def copy(tokens: int) -> float:
         source, target = torch.ones(2, tokens, token_bytes, dtype=torch.uint8)
-        times, now = [], _timer()
+        times, now = [], steady_timer()
         for _ in range(7):
             start = now()
             target.copy_(source)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeloom import schedules
+from pipeloom.common.division import divisors
 from pipeloom.errors import InputError, folded
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.plan.slicing.slice_costs import Array, SliceTime, ask
@@ -74,7 +75,7 @@ def slice_for_schedule(
     [costs, *_] = stages_of(costs, num_ranks)
     found: list[Slicing] = []
     least = batch * sequence
-    for size in (each for each in range(1, min(batch, max_piece or batch) + 1) if batch % each == 0):
+    for size in (each for each in divisors(batch) if each <= (max_piece or batch)):
         together, count = _Together(costs, size), batch // size
         tried = {}
         limit = None if memory_limit is None else memory_limit // size

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from pipeloom.common.cores import usable_cores
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.elastic.generation import Generation
 from pipeloom.processes.recovery.recoveries import Tethers
@@ -125,7 +126,7 @@ class RankStarter:
         return place, kept
 
     def _process(self, place: Mapping[str, str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-        num_threads = str(max(1, len(os.sched_getaffinity(0)) // len(self._names)))
+        num_threads = str(max(1, usable_cores() // len(self._names)))
         defaults = {"OMP_NUM_THREADS": num_threads, "GLOO_SOCKET_IFNAME": "lo"}
         elastic = self._elastic
         inherited = {**os.environ, **self._environment, **(elastic.environment if elastic else {})}

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from pipeloom.common.cores import usable_cores
 from pipeloom.errors import InputError
-from pipeloom.plan.local.saved import usable_cores
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
 

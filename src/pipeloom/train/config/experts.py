@@ -2,7 +2,8 @@
 
 import math
 
-from pipeloom.errors import InputError
+from pipeloom.common.division import divisors
+from pipeloom.errors import InputError, either
 from pipeloom.ir import Schedule
 from pipeloom.models.experts.settings import ROUTERS, ExpertSettings
 from pipeloom.train.config.train_config import TrainConfig
@@ -34,7 +35,7 @@ def check_experts(config: TrainConfig, schedule: Schedule) -> None:
     if model.experts % parallel.expert:
         raise InputError(
             f"parallel.expert={parallel.expert}: must divide model.experts={model.experts}. Use "
-            f"{_divisors(model.experts)}."
+            f"{either(divisors(model.experts))}."
         )
     _check_line(config)
     if parallel.expert_exchange == "capacity":
@@ -85,12 +86,11 @@ def _check_line(config: TrainConfig) -> None:
     number = math.prod(degrees[name] for name in names)
     if number % parallel.expert:
         text = " x ".join(f"parallel.{name}={degrees[name]}" for name in names)
-        fits = f"{_divisors(number)}, or other degrees" if number > 1 else f"--parallel.{names[0]} {parallel.expert}"
+        fits = (
+            f"{either(divisors(number))}, or other degrees"
+            if number > 1
+            else f"--parallel.{names[0]} {parallel.expert}"
+        )
         raise InputError(
             f"parallel.expert={parallel.expert}: must divide the processes that share experts, {text}. Use {fits}."
         )
-
-
-def _divisors(number: int) -> str:
-    found = [str(degree) for degree in range(1, number + 1) if number % degree == 0]
-    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]

@@ -2,7 +2,8 @@
 
 import math
 
-from pipeloom.errors import InputError
+from pipeloom.common.division import divisors
+from pipeloom.errors import InputError, either
 from pipeloom.ir import Schedule
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.tensor.grids.shape import GridShape
@@ -127,10 +128,10 @@ def _check_context(config: TrainConfig, schedule: Schedule) -> None:
         tensor = parallel.tensor if parallel.tensor_layout == "1d" else 1
         heads, keys = model.heads // tensor, max(1, (model.kv_heads or model.heads) // tensor)
         if heads % degree or (keys % degree and degree % keys):
-            fits = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
+            fits = [n for n in divisors(heads) if keys % n == 0 or n % keys == 0]
             raise InputError(
                 f"parallel.context={degree}: context_kind ulysses divides {heads} query heads and {keys} key heads "
-                f"between the processes. Use {' or '.join(map(str, fits))}, or ring."
+                f"between the processes. Use {either(fits)}, or ring."
             )
 
 

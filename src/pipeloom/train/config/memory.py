@@ -2,6 +2,7 @@
 
 from itertools import product
 
+from pipeloom.common.division import even_parts
 from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Granularity, Program, Schedule
 from pipeloom.ir.recompute import recompute_of_stages
@@ -20,7 +21,7 @@ from pipeloom.plan.memory import (
     memory_of_ranks,
 )
 from pipeloom.sim import CostsFile
-from pipeloom.split.chain_partition import consecutive, even_parts, find_ties, partition
+from pipeloom.split.chain_partition import consecutive, find_ties, partition
 from pipeloom.train.config.inside_stage import inside_stage
 from pipeloom.train.config.schedule import make_schedule, parse_cut
 from pipeloom.train.config.train_config import TrainConfig

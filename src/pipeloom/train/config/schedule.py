@@ -4,12 +4,12 @@ import math
 from functools import partial
 
 from pipeloom import schedules
+from pipeloom.common.division import even_parts
 from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.passes import check_has_backwards
 from pipeloom.schedules import FAMILIES, steady_length
-from pipeloom.split.chain_partition import even_parts
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig, whole_numbers
 

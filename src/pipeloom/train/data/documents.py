@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipeloom.common.division import even_parts
 from pipeloom.data.corpus import Part
 from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.data.shards import Shard, read_lines
@@ -108,10 +109,10 @@ class Documents(Samples):
 
     def batch(self, indices: ArrayLike, num_microbatches: int, part: Part = "train") -> tuple[Any, Any]:
         """Micro-batches of inputs and labels, each as long as its longest sample."""
-        from pipeloom.transport.values import MicroBatches, microbatch_sizes
+        from pipeloom.transport.values import MicroBatches
 
         numbers = np.asarray(indices, np.int64)
-        pieces = np.split(numbers, np.cumsum(microbatch_sizes(len(numbers), num_microbatches))[:-1])
+        pieces = np.split(numbers, np.cumsum(even_parts(len(numbers), num_microbatches))[:-1])
         made = [self._microbatch(each, part) for each in pieces]
         return MicroBatches(inputs for inputs, _ in made), MicroBatches(targets for _, targets in made)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipeloom.common.json_reader import parse_json
 from pipeloom.data.opened import unreadable
 from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
-from pipeloom.data.shards import JSON_LINES, Line
+from pipeloom.data.shards import JSON_LINES, Line, text_of
 from pipeloom.errors import DataError
 
 _KINDS = {"text": ("text",), "prompt and completion": ("prompt", "completion"), "messages": ("messages",)}
@@ -58,7 +58,10 @@ def documents(lines: Iterator[Line], tokenizer: PretrainedTokenizer) -> Iterator
 def _tokenized(lines: Sequence[Line], tokenizer: PretrainedTokenizer) -> Iterator[Document]:
     kinds = [_kind(line) for line in lines]
     texts = [
-        _text(line, key) for line, kind in zip(lines, kinds, strict=True) if kind != "messages" for key in _KINDS[kind]
+        text_of(line, key)
+        for line, kind in zip(lines, kinds, strict=True)
+        if kind != "messages"
+        for key in _KINDS[kind]
     ]
     found = iter(tokenizer.plain(texts) if texts else ())
     start, end = tokenizer.start, tokenizer.end
@@ -82,13 +85,6 @@ def _kind(line: Line) -> str:
 
 def _kinds() -> str:
     return "either text, or prompt and completion, or messages"
-
-
-def _text(line: Line, key: str) -> str:
-    value = line.record[key]
-    if not isinstance(value, str):
-        raise DataError(f"{line.place}: {key} is a {type(value).__name__}, and must be a string. Change it.")
-    return value
 
 
 def _conversation(line: Line, tokenizer: PretrainedTokenizer) -> Document:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.cores import usable_cores
 from pipeloom.parallel import Precision
 from pipeloom.plan.local.measured import Rates
 from pipeloom.processes import launcher, rendezvous
@@ -101,10 +102,10 @@ def main() -> None:
     assert member is not None
     with launcher.last_words(member):
         path, kind = sys.argv[1:]
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // member.world_size))
+        torch.set_num_threads(max(1, usable_cores() // member.world_size))
         if member.world_size > 1:
             rendezvous.join(member, "gloo")
-        found = measured_rates(member, TINY if kind == "tiny" else Sizes(), len(os.sched_getaffinity(0)))
+        found = measured_rates(member, TINY if kind == "tiny" else Sizes(), usable_cores())
         if member.rank == 0:
             write_whole(Path(path), json.dumps(found))
         if member.world_size > 1:

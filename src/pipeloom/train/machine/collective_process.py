@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.cores import usable_cores
 from pipeloom.errors import RunError
 from pipeloom.plan.collectives.algorithms import ALGORITHMS, Algorithm
 from pipeloom.plan.collectives.sends import Step, held_before, held_behind, replay
@@ -147,7 +148,7 @@ def main() -> None:
     assert member is not None
     with launcher.last_words(member):
         path, num_bytes, names = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(",")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // member.world_size))
+        torch.set_num_threads(max(1, usable_cores() // member.world_size))
         rendezvous.join(member, "gloo")
         found = measured(member.rank, member.world_size, num_bytes, names)
         if member.rank == 0:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
-from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeloom.plan.local.measured import FORMATS
+from pipeloom.split.profile import steady_timer
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _HEAD_WIDTH = 32
@@ -43,14 +43,9 @@ class Sizes:
 TINY = Sizes(products=(8, 16), tokens=(8, 16), bytes=(4096,), parameters=(4096,), messages=(256, 1024), seconds=0.0)
 
 
-def clock() -> Callable[[], float]:
-    """With one thread its CPU time, which background load disturbs little."""
-    return thread_time if torch.get_num_threads() == 1 else perf_counter
-
-
 def seconds_of(call: Callable[[], object], least: float) -> float:
     """The median of runs after one for warm-up; at least 3 runs, for at least `least` seconds."""
-    now, times = clock(), list[float]()
+    now, times = steady_timer(), list[float]()
     call()
     while len(times) < 3 or (math.fsum(times) < least and len(times) < 50):
         start = now()
@@ -80,7 +75,7 @@ def measure_attention(sizes: Sizes) -> Iterator[tuple[str, list[tuple[float, flo
             q, k, v = (torch.randn(shape).to(_DTYPES[kind]).requires_grad_() for _ in range(3))
             operations = 2.0 * math.prod(shape) * tokens  # half of the scores are masked
             seconds, back = [], []
-            now = clock()
+            now = steady_timer()
             for _ in range(5):
                 start = now()
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True)

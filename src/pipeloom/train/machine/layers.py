@@ -22,7 +22,7 @@ from pipeloom.parallel import Precision
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, Three
 from pipeloom.plan.local.measured import Rates
 from pipeloom.processes.black_box import ActionObserver
-from pipeloom.train.machine.kernels import clock
+from pipeloom.split.profile import steady_timer
 from pipeloom.training import BarrierStep, Pipeline
 
 _STAGES = 4  # a block and the embedding, a block, several blocks, a block and the head
@@ -133,7 +133,7 @@ class _ActionTimes(ActionObserver):
 
     def __init__(self) -> None:
         super().__init__()
-        self._now = clock()
+        self._now = steady_timer()
         self._marks: list[tuple[str, float]] = []
 
     def begins(self, action: str) -> None:
@@ -189,7 +189,12 @@ class _Run:
         stepper = BarrierStep(pipeline, torch.optim.AdamW(pipeline.parameters(), lr=1e-4, fused=True), max_norm=1.0)
         parameters = sum(parameter.numel() for parameter in pipeline.parameters())
         table = rates.curve("update", parameters)
-        rows, around, ends, now = list[dict[tuple[int, Op], list[float]]](), list[float](), list[float](), clock()
+        rows, around, ends, now = (
+            list[dict[tuple[int, Op], list[float]]](),
+            list[float](),
+            list[float](),
+            steady_timer(),
+        )
         for _ in range(1 + rounds):
             rows.append({})
             norms = list[float]()

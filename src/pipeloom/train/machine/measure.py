@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeloom.common.cores import usable_cores
 from pipeloom.common.json_reader import Entry
 from pipeloom.errors import RunError
 from pipeloom.models.gpt_config import GPTConfig
@@ -17,7 +18,7 @@ from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster, Device, NodeLinks, NodeNetwork
 from pipeloom.plan.local.measured import Measured, Rates
-from pipeloom.plan.local.saved import LOCAL, torch_version, usable_cores
+from pipeloom.plan.local.saved import LOCAL, torch_version
 from pipeloom.plan.stage_times import StageTimes
 from pipeloom.processes import launcher
 

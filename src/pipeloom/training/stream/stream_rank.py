@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from pipeloom.common.division import even_parts
 from pipeloom.engine.batch import sample_mismatch
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.rank_state import Step
@@ -34,7 +35,6 @@ from pipeloom.training.stream.stream_optimizer import StreamOptimizer
 from pipeloom.training.stream.update_options import StageUpdate
 from pipeloom.training.stream.weight_versions import WeightVersions
 from pipeloom.transport.call_numbers import Call, call_number, num_samples_of
-from pipeloom.transport.values import microbatch_sizes
 
 StopBefore = Callable[[int], int | None]
 
@@ -280,7 +280,7 @@ class StreamRank:
         """The samples of a micro-batch that has arrived here, and of its batch."""
         batch, place = divmod(microbatch, self._plan.batch_size)
         count = num_samples_of(self._calls[batch])
-        return microbatch_sizes(count, self._plan.batch_size)[place], count
+        return even_parts(count, self._plan.batch_size)[place], count
 
     def _send_gradients(self, stage: int, update: int) -> None:
         weights = self._weights[stage]

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.placed import Cut, Place, Placed, Section, even, place_parameter, placed
@@ -94,8 +95,7 @@ def sum_over_of(cut: Cut, degree: int) -> tuple[str, ...]:
 
 
 def _uneven(name: str, number: int, what: str, degree: int) -> str:
-    fits = [d for d in range(1, number + 1) if number % d == 0]
-    near = sorted(fits, key=lambda d: (abs(d - degree), d))[:2]
+    near = sorted(divisors(number), key=lambda d: (abs(d - degree), d))[:2]
     return (
         f"{name!r} has {number} {what}, which {degree} tensor-parallel ranks cannot share evenly. Use tp="
         f"{' or tp='.join(map(str, sorted(near)))}."

@@ -1,0 +1,8 @@
+"""The CPU cores of a process."""
+
+import os
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

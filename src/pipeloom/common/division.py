@@ -1,0 +1,12 @@
+"""Division of whole numbers: degrees that divide a size, and parts of a size."""
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, from 1 up to the number itself."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def even_parts(total: int, num_parts: int) -> list[int]:
+    """Divide `total` into `num_parts` integers that differ by at most one, larger ones first."""
+    each, remainder = divmod(total, num_parts)
+    return [each + 1] * remainder + [each] * (num_parts - remainder)
