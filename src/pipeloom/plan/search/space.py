@@ -10,14 +10,13 @@ Each level refuses configurations that cannot run or cannot fit, and counts them
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
 from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
-from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
+from pipeloom.ir.data_axis import Granularity
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.options import Precision
 from pipeloom.plan.costs.configuration import Configuration
@@ -26,6 +25,7 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
+from pipeloom.plan.search.data_ways import least_state_bytes, state_bytes_per_parameter, ways_of
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import LEAST_TOKENS, Shapes
 from pipeloom.sim import Network
@@ -34,20 +34,6 @@ from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 CanRun = Callable[[Configuration], str | None]  # why a configuration cannot run; None: it can
 _MOST_TENSOR = 8  # processes, or those of a larger node: more share every product over a slow network
 _INNER_DATA = ("pp", "dp", "cp", "tp")  # experts of neighbouring replicas are nearest
-
-# Those that hold and communicate least first. Granularities of zero1 are the same.
-_WAYS = (
-    (DataStrategy.DDP, Granularity.STEP),
-    (DataStrategy.ZERO1, Granularity.STEP),
-    (DataStrategy.ZERO2, Granularity.STEP),
-    (DataStrategy.ZERO3, Granularity.STEP),
-    (DataStrategy.ZERO2, Granularity.CHUNK),
-    (DataStrategy.ZERO3, Granularity.CHUNK),
-    (DataStrategy.ZERO2, Granularity.MICROBATCH),
-    (DataStrategy.ZERO3, Granularity.MICROBATCH),
-)
-# Until its reduction at the end of the step, each stage has full gradients, and parameters of zero3 are gathered.
-_AS_ZERO1 = ((DataStrategy.ZERO2, Granularity.STEP), (DataStrategy.ZERO3, Granularity.STEP))
 
 
 class Way(NamedTuple):
@@ -180,13 +166,13 @@ class Space:
         return 1.0 if measured is None else max(1.0, devices / measured.cores)
 
     def group_bound(self, of: Configuration, devices: int) -> float:
-        """Seconds of the work of a step, divided evenly."""
+        """Seconds of a step of a group, at least: its work, divided evenly between the devices."""
         work = sum(map(sum, self.costs.stage_seconds(of)))
         share = of.inside.processes / (devices * of.microbatch_size)
         return work * self.request.batch_size * share * self._turns(devices)
 
     def meshes(self, of: Configuration, devices: int) -> Iterator[Configuration]:
-        """With pipeline and data degrees."""
+        """The configurations of a group, with pipeline-parallel and data-parallel degrees."""
         request, inside = self.request, of.inside
         ranks = devices // inside.processes
         for pipeline in divisors(ranks):
@@ -205,7 +191,7 @@ class Space:
                     yield replace(of, pipeline=pipeline, data=data, microbatches=microbatches)
 
     def ways(self, of: Configuration) -> Iterator[Way]:
-        """With a data strategy; those whose states do not fit are left out."""
+        """The configurations of a mesh, with a data strategy each; those whose states do not fit are left out."""
         parameters = sum(self.costs.parameters(replace(of, pipeline=1, blocks=None)))
         share = parameters / of.pipeline
         blocks = self.shapes.block_seconds(of)
@@ -255,68 +241,3 @@ class Space:
         if of.granularity is not Granularity.MICROBATCH:
             return gathers + sums
         return of.microbatches * ((2 * gathers if of.strategy.shards_parameters else 0.0) + sums)
-
-
-def least_state_bytes(of: Configuration, parameters: float) -> float:
-    """Bytes of a rank beside activations, at least.
-
-    Args:
-        of: the configuration.
-        parameters: of the rank.
-    """
-    least = _bytes_per_parameter(of.precision, of.optimizer, of.data_axis(), of.offload_states, of.microbatches == 1)[1]
-    return least * parameters
-
-
-def state_bytes_per_parameter(of: Configuration) -> float:
-    """Bytes of parameters, masters and optimizer states per parameter of a stage, between steps."""
-    return _bytes_per_parameter(of.precision, of.optimizer, of.data_axis(), of.offload_states, of.microbatches == 1)[0]
-
-
-@lru_cache(maxsize=4096)
-def _bytes_per_parameter(
-    precision: Precision, optimizer: str, data: DataAxis, offload_states: bool, single: bool
-) -> tuple[float, float]:
-    """Between steps, and at least during a step, of a `single` micro-batch or of more."""
-    formats, strategy = NumberBytes.of(precision), data.strategy
-    shards = data.degree if strategy.shards_optimizer else 1
-    each = 0.0 if strategy.shards_parameters else float(formats.compute)
-    if formats.has_masters or strategy.shards_parameters:
-        each += 4 / shards
-    each += 0.0 if offload_states else 4 * OPTIMIZERS[optimizer] / shards
-    once = data.granularity is Granularity.STEP
-    least = each + formats.gradient / (data.degree if strategy.shards_optimizer and (not once or single) else 1)
-    if strategy.shards_parameters and once and not single:
-        least += formats.compute
-    return each, least
-
-
-def ways_of(
-    of: Configuration, request: Request, *, offloads_states: bool
-) -> list[tuple[DataStrategy, Granularity, bool]]:
-    """Data strategies and granularities, and whether states are offloaded.
-
-    States are offloaded only where gradients are reduced once per step: offload comes before strategies and
-    granularities that communicate more to hold less.
-    """
-    ways = _strategies_of(of, request)
-    if "offload_states" in request.fixed or not offloads_states:
-        return [(*way, request.fixed.get("offload_states", False)) for way in ways]
-    once = [way for way in ways if way[1] is Granularity.STEP and way[0] is not DataStrategy.PARAMETER_SERVER] or ways
-    first = [(*way, states) for states in (False, True) for way in once]
-    return [*first, *((*way, False) for way in ways if way not in once)]
-
-
-def _strategies_of(of: Configuration, request: Request) -> list[tuple[DataStrategy, Granularity]]:
-    """Data strategies and granularities that have an effect; with one replica none has."""
-    if of.replicas == 1:
-        return [(DataStrategy.DDP, Granularity.STEP)]
-    same = () if "data_strategy" in request.fixed else _AS_ZERO1
-    return [
-        (strategy, granularity)
-        for strategy, granularity in (*_WAYS, (DataStrategy.PARAMETER_SERVER, Granularity.STEP))
-        if request.allows("data_strategy", strategy)
-        and request.allows("data_granularity", granularity)
-        and (strategy, granularity) not in same
-        and (strategy is not DataStrategy.PARAMETER_SERVER or "data_strategy" in request.fixed)
-    ]

@@ -5,9 +5,9 @@ from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
+from pipeloom.plan.search.data_ways import state_bytes_per_parameter
 from pipeloom.plan.search.memory.live_moments import Moment, Moments
 from pipeloom.plan.search.shapes import Shape
-from pipeloom.plan.search.space import state_bytes_per_parameter
 
 
 def fixed_bytes(costs: StepCosts, of: Configuration, shape: Shape, moments: Moments) -> list[list[float]]:

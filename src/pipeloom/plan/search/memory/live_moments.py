@@ -78,7 +78,7 @@ def _of_rank(order: Sequence[tuple[int, Op, int | None, int | None]], schedule: 
 
 
 def _unlike(known: Sequence[Moment], moments: Iterable[Moment]) -> list[Moment]:
-    """Those with gradients of most stages, then most activations, of which none of `known` and before it has all."""
+    """The moments that no other one includes, from those with gradients of most stages, then most activations."""
     found: list[Moment] = []
     for moment in sorted(moments, key=lambda each: (-len(each.summing), -sum(each.live.values()))):
         if not any(_has_all(other, moment) for other in (*known, *found)):

@@ -17,6 +17,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
+from pipeloom.plan.search.data_ways import state_bytes_per_parameter
 from pipeloom.plan.search.memory.fixed_bytes import fixed_bytes
 from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.memory.live_moments import Moments
@@ -24,7 +25,6 @@ from pipeloom.plan.search.memory.offload_bound import lowest_cap, most_live
 from pipeloom.plan.search.memory.offload_room import OffloadRoom
 from pipeloom.plan.search.request import Request
 from pipeloom.plan.search.shapes import Shape
-from pipeloom.plan.search.space import state_bytes_per_parameter
 from pipeloom.split.chain_partition import consecutive
 
 Fixed = Sequence[Sequence[float]]  # of each rank, bytes beside activations at each of its moments
@@ -89,7 +89,7 @@ class MemoryChoices:
 
     @cached_property
     def _seconds(self) -> dict[Recompute, list[float]]:
-        """Of every stage and one micro-batch."""
+        """Seconds of one micro-batch per stage, by kind of recomputation."""
         of = self._shape.of
         return {kind: list(map(sum, self._costs.stage_seconds(replace(of, recompute=kind)))) for kind in self._kinds}
 
@@ -155,7 +155,7 @@ class MemoryChoices:
 
     @cached_property
     def _offloadable(self) -> list[tuple[Recompute, ...]]:
-        """Of `uniform`, those that keep clearly fewer bytes than all with less recomputation."""
+        """The choices in `uniform` that keep clearly fewer bytes than all those with less recomputation."""
         found: list[tuple[Recompute, ...]] = []
         least = inf
         for recompute in self.uniform():
@@ -187,7 +187,7 @@ class MemoryChoices:
         return [kinds * stages] if len(kinds) == 1 else [kinds] if len(kinds) == stages else []
 
     def _bytes(self, rank: int, sizes: Sequence[float], recompute: Sequence[Recompute]) -> float:
-        """Of a rank with `sizes` beside activations, at the moment at which they are most."""
+        """Peak bytes of a rank, with `sizes` in addition to activations."""
         return self._fullest(rank, sizes, recompute)[1]
 
     def _fullest(self, rank: int, sizes: Sequence[float], recompute: Sequence[Recompute]) -> tuple[int, float]:

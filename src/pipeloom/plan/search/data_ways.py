@@ -1,0 +1,89 @@
+"""How data-parallel replicas may share the states of a configuration, and the bytes of these. No torch here."""
+
+from functools import lru_cache
+
+from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
+from pipeloom.parallel.options import Precision
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.memory import OPTIMIZERS
+from pipeloom.plan.memory.state_bytes import NumberBytes
+from pipeloom.plan.search.request import Request
+
+# Those that hold and communicate least first. Granularities of zero1 are the same.
+_WAYS = (
+    (DataStrategy.DDP, Granularity.STEP),
+    (DataStrategy.ZERO1, Granularity.STEP),
+    (DataStrategy.ZERO2, Granularity.STEP),
+    (DataStrategy.ZERO3, Granularity.STEP),
+    (DataStrategy.ZERO2, Granularity.CHUNK),
+    (DataStrategy.ZERO3, Granularity.CHUNK),
+    (DataStrategy.ZERO2, Granularity.MICROBATCH),
+    (DataStrategy.ZERO3, Granularity.MICROBATCH),
+)
+# Until its reduction at the end of the step, each stage has full gradients, and parameters of zero3 are gathered.
+_AS_ZERO1 = ((DataStrategy.ZERO2, Granularity.STEP), (DataStrategy.ZERO3, Granularity.STEP))
+
+
+def ways_of(
+    of: Configuration, request: Request, *, offloads_states: bool
+) -> list[tuple[DataStrategy, Granularity, bool]]:
+    """Data strategies and granularities, and whether states are offloaded.
+
+    States are offloaded only where gradients are reduced once per step: offload comes before strategies and
+    granularities that communicate more to hold less.
+    """
+    ways = _strategies_of(of, request)
+    if "offload_states" in request.fixed or not offloads_states:
+        return [(*way, request.fixed.get("offload_states", False)) for way in ways]
+    once = [way for way in ways if way[1] is Granularity.STEP and way[0] is not DataStrategy.PARAMETER_SERVER] or ways
+    first = [(*way, states) for states in (False, True) for way in once]
+    return [*first, *((*way, False) for way in ways if way not in once)]
+
+
+def _strategies_of(of: Configuration, request: Request) -> list[tuple[DataStrategy, Granularity]]:
+    """Data strategies and granularities that have an effect; with one replica none has."""
+    if of.replicas == 1:
+        return [(DataStrategy.DDP, Granularity.STEP)]
+    same = () if "data_strategy" in request.fixed else _AS_ZERO1
+    return [
+        (strategy, granularity)
+        for strategy, granularity in (*_WAYS, (DataStrategy.PARAMETER_SERVER, Granularity.STEP))
+        if request.allows("data_strategy", strategy)
+        and request.allows("data_granularity", granularity)
+        and (strategy, granularity) not in same
+        and (strategy is not DataStrategy.PARAMETER_SERVER or "data_strategy" in request.fixed)
+    ]
+
+
+def least_state_bytes(of: Configuration, parameters: float) -> float:
+    """Bytes of a rank beside activations, at least.
+
+    Args:
+        of: the configuration.
+        parameters: of the rank.
+    """
+    least = _bytes_per_parameter(of.precision, of.optimizer, of.data_axis(), of.offload_states, of.microbatches == 1)[1]
+    return least * parameters
+
+
+def state_bytes_per_parameter(of: Configuration) -> float:
+    """Bytes of parameters, masters and optimizer states per parameter of a stage, between steps."""
+    return _bytes_per_parameter(of.precision, of.optimizer, of.data_axis(), of.offload_states, of.microbatches == 1)[0]
+
+
+@lru_cache(maxsize=4096)
+def _bytes_per_parameter(
+    precision: Precision, optimizer: str, data: DataAxis, offload_states: bool, single: bool
+) -> tuple[float, float]:
+    """Between steps, and at least during a step, of a `single` micro-batch or of more."""
+    formats, strategy = NumberBytes.of(precision), data.strategy
+    shards = data.degree if strategy.shards_optimizer else 1
+    each = 0.0 if strategy.shards_parameters else float(formats.compute)
+    if formats.has_masters or strategy.shards_parameters:
+        each += 4 / shards
+    each += 0.0 if offload_states else 4 * OPTIMIZERS[optimizer] / shards
+    once = data.granularity is Granularity.STEP
+    least = each + formats.gradient / (data.degree if strategy.shards_optimizer and (not once or single) else 1)
+    if strategy.shards_parameters and once and not single:
+        least += formats.compute
+    return each, least
