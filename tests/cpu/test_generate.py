@@ -154,6 +154,9 @@ def test_replicas_and_tensor_parallel_ranks_generate(axes: dict[str, int], data:
         schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=4)
         with pl.Pipeline(own, schedule, mesh=mesh, data=data) as pipe:
             prompts = _prompts(5 - 2 * replica)  # replicas of different sizes
+            if "tp" in axes:
+                with pytest.raises(InputError, match=r"different arguments.*generator"):
+                    pipe.generate(prompts, seed=5 if mesh.coordinate("tp") else None, **SAMPLED | few)
             greedy = pipe.generate(prompts, eos_token_id=ending, **GREEDY | few)
             return replica, greedy, pipe.generate(prompts, seed=5, **SAMPLED | few)
 

@@ -1,6 +1,7 @@
 """`generate`: the arguments of `Pipeline.generate`, and its result on every process."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -99,25 +100,18 @@ def generate(
     sharing = state.sharing
     gathers = any(action.op is Op.UNSHARD for _, action in executor.programs.forward.actions())
     stops = not (sharing.replica_ranks and (gathers or sharing.blocks.divides))
-    if generator is None and sharing.blocks.divides and options.do_sample is not False:
-        generator = torch.Generator().manual_seed(sharing.blocks.common(int(torch.randint(2**63 - 1, ()))))
+
+    def drawn() -> torch.Generator | None:
+        """What draws tokens: alike on the processes inside a stage, which all call it."""
+        if generator is not None or not sharing.blocks.divides or options.do_sample is False:
+            return generator
+        return torch.Generator().manual_seed(sharing.blocks.common(int(torch.randint(2**63 - 1, ()))))
+
     if options.whole_sequences(state, executor):
-        prompt = read_prompt()
-        if planned or prompt is None:
-            raise InputError(
-                "generate where stages share out the tokens or samples of a forward (slices, mesh axis cp, sequence "
-                "parallelism, grids): models of transformers are not supported; other processes pass input_ids too."
-            )
-        sequences = _plain(_checked_plain(prompt), state, options, whole=True)
+        sequences = _whole(read_prompt(), state, options, planned=planned)
+        multiple = options.pad_to_multiple_of
         with evaluation_mode(state.modules()):
-            return continue_whole(
-                sequences,
-                forward,
-                executor,
-                multiple=options.pad_to_multiple_of,
-                generator=generator,
-                stops=stops,
-            )
+            return continue_whole(sequences, forward, executor, multiple=multiple, generator=drawn(), stops=stops)
 
     def make(stage: nn.Module, prompt: Mapping[str, Any]) -> Sequences:
         if isinstance(stage, PlannedStage) and planned:
@@ -133,13 +127,17 @@ def generate(
         make(stage, given)  # validates the arguments
         return given, None
 
-    task = Task(make, generator, stops=stops)
+    @cache
+    def task() -> Task:
+        return Task(make, drawn(), stops=stops)
+
     parts: list[Decoding] = []
 
-    def run_rank(worker: Worker, bound: Bound, batch: Batch, call: int) -> Run:
-        parts.append(Decoding(task, worker, bound, batch, call, shared=executor.connection.rank is None))
+    def run_rank(worker: Worker, bound: Bound, batch: Batch, call: int) -> Run:  # all ranks are in this call now
+        parts.append(Decoding(task(), worker, bound, batch, call, shared=executor.connection.rank is None))
         return parts[-1].run()
 
+    given = "no generator" if generator is None else "a generator"
     with torch.no_grad(), evaluation_mode(state.modules()):
         executor.run(
             read,
@@ -148,9 +146,19 @@ def generate(
             share_results=False,
             run_rank=run_rank,
             channels=token_channels(executor),
-            settings=options.written,
+            settings=f"{options.written}, {given}" if sharing.blocks.divides else options.written,
         )
     return _joined([each.ids for each in parts[0].sequences], [each.pad for each in parts[0].sequences])
+
+
+def _whole(prompt: dict[str, Any] | None, state: ModelState, options: Options, *, planned: bool) -> PlainSequences:
+    """The sequences of a prompt where every token needs a forward of whole sequences."""
+    if planned or prompt is None:
+        raise InputError(
+            "generate where stages share out the tokens or samples of a forward (slices, mesh axis cp, sequence "
+            "parallelism, grids): models of transformers are not supported; other processes pass input_ids too."
+        )
+    return _plain(_checked_plain(prompt), state, options, whole=True)
 
 
 def _joined(ids: list[Tensor], pads: list[int]) -> Tensor:

@@ -56,7 +56,7 @@ class Filters(NamedTuple):
     top_p: float
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Of the next token, [B, V]."""
+        """The probabilities of the next token, [B, V]."""
         scores = logits / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
             least = scores.topk(self.top_k).values[..., -1:]
