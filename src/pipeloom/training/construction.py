@@ -1,13 +1,13 @@
-"""How a `Pipeline` is made: the options that a `Plan` gives, and the parts of the pipeline.
+"""How a `Pipeline` is made of its parts.
 
 every process:   check arguments -> split -> programs -> connect -> own stages -> executor
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 
 from pipeloom.common.quantities import counted
@@ -15,17 +15,16 @@ from pipeloom.engine.calls.reader import Batching, Programs
 from pipeloom.engine.executor import Executor
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn
-from pipeloom.errors import InputError, folded
+from pipeloom.engine.stores.sharing import Sharing
+from pipeloom.errors import InputError
 from pipeloom.ir import DataAxis, Program, Schedule, Skip, check, routes
-from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
-from pipeloom.parallel.context import ContextKind
+from pipeloom.parallel import Mesh, OffloadActivations
 from pipeloom.parallel.context.attention_modules import check_heads_of_model
 from pipeloom.parallel.data.sharing import share
 from pipeloom.parallel.offload.activations import open_activation_offload
 from pipeloom.parallel.options import check_synchronous
 from pipeloom.parallel.tensor.batch_rule import BatchRule
 from pipeloom.passes import evaluation_schedule, lower, merge_backwards, separate_units
-from pipeloom.plan.plan import Plan
 from pipeloom.pretrained.stages import device_of, forbid_saving, load_stages
 from pipeloom.processes.agreement import RunFingerprint, gather_json
 from pipeloom.processes.host_memory import give_back_freed_memory, keep_freed_memory
@@ -47,24 +46,10 @@ from pipeloom.training.argument_checks import (
 from pipeloom.training.losses.own_loss import OwnLoss
 from pipeloom.training.losses.traced_loss import TracedLoss
 from pipeloom.training.losses.watched_loss import WatchedLoss, parameters_elsewhere
+from pipeloom.training.plan_options import Model, PipelineOptions
 from pipeloom.training.stage_buffers import StageBuffers
-from pipeloom.transport.connect import connect
+from pipeloom.transport.connect import Connection, connect
 from pipeloom.transport.interface import Transport
-
-Model = nn.Module | Sequence[nn.Module] | Stages
-
-
-class PipelineOptions(NamedTuple):
-    """The arguments of `Pipeline` that a plan may give, by their names there. None: not given."""
-
-    cut: str | Sequence[int] | Sequence[str] | None = None
-    slices: Sequence[int] | None = None
-    recompute: str | Sequence[str] | None = None
-    offload: OffloadActivations | None = None
-    mesh: Mesh | None = None
-    data: DataParallel | str | None = None
-    precision: Precision | str | None = None
-    context: ContextKind | None = None
 
 
 def construct(
@@ -119,22 +104,8 @@ def construct(
     fingerprint = RunFingerprint.of(
         programs.train, () if is_cut else stages.layers, slices, sharing.terms, parts.terms if parts else ()
     )
-    between: dict[str, Any] = {}
-    if mesh is not None:
-        between = {"replicas": mesh.lines("pp"), "batches": mesh.batches(), "members": mesh.members}
-    connection = connect(schedule.num_ranks, transport, timeout_seconds, fingerprint, device=device, **between)
-    if connection.rank is not None:
-        frees = sharing.axis is not None and sharing.axis.strategy.shards_parameters
-        give_back_freed_memory() if frees else keep_freed_memory()
-
-    ranks = range(schedule.num_ranks) if connection.rank is None else [connection.rank]
-    own = sorted({stage for rank in ranks for stage in programs.train.placement.stages_of[rank]})
-    load_stages(stages, own)
-    if compiles:
-        compile_stages([stages.modules[stage] for stage in own])
-    own_values = sharing.axis is None or not sharing.axis.unshards
-    if connection.rank is not None and not (own_values and schedule.num_ranks == 1 and not sharing.blocks.divides):
-        forbid_saving(stages)
+    connection = _connect(programs.train, fingerprint, mesh, sharing, transport, timeout_seconds, device)
+    ranks, own = _load(stages, programs.train, connection, sharing, compiles=compiles)
     state = ModelState(stages, programs.train, ranks, sharing)
     elsewhere = None if connection.rank is None else parameters_elsewhere(stages.modules, own)
     batching = Batching(
@@ -209,6 +180,45 @@ def _times_of_the_first_process(times: list[float]) -> list[float]:
     return [float(seconds) for seconds in found[0]]
 
 
+def _connect(
+    program: Program,
+    fingerprint: RunFingerprint,
+    mesh: Mesh | None,
+    sharing: Sharing,
+    transport: str | Transport,
+    timeout_seconds: float,
+    device: torch.device,
+) -> Connection:
+    """Connect the ranks of `program` and of all replicas; sets how this process keeps freed memory."""
+    between: dict[str, Any] = {}
+    if mesh is not None:
+        between = {"replicas": mesh.lines("pp"), "batches": mesh.batches(), "members": mesh.members}
+    connection = connect(program.num_ranks, transport, timeout_seconds, fingerprint, device=device, **between)
+    if connection.rank is not None:
+        frees = sharing.axis is not None and sharing.axis.strategy.shards_parameters
+        give_back_freed_memory() if frees else keep_freed_memory()
+    return connection
+
+
+def _load(
+    stages: Stages, program: Program, connection: Connection, sharing: Sharing, *, compiles: bool
+) -> tuple[Sequence[int], list[int]]:
+    """Load and compile the stages of this process; returns its ranks and these stages.
+
+    Where other processes train a part of the model, its own ``save_pretrained`` is forbidden.
+    """
+    ranks = range(program.num_ranks) if connection.rank is None else [connection.rank]
+    own = sorted({stage for rank in ranks for stage in program.placement.stages_of[rank]})
+    load_stages(stages, own)
+    if compiles:
+        compile_stages([stages.modules[stage] for stage in own])
+    own_values = sharing.axis is None or not sharing.axis.unshards
+    has_all = own_values and program.num_ranks == 1 and not sharing.blocks.divides
+    if connection.rank is not None and not has_all:
+        forbid_saving(stages)
+    return ranks, own
+
+
 def _programs(
     schedule: Schedule,
     tied: list[tuple[int, ...]],
@@ -232,100 +242,3 @@ def _programs(
 
     forward = forward_of(None)
     return Programs(train, forward, lambda count: forward if count == forward.num_microbatches else forward_of(count))
-
-
-def options_of_plan(plan: Plan, model: Model, given: PipelineOptions) -> PipelineOptions:
-    """What runs `plan`. An option may repeat what the plan says, and is used where the plan leaves the choice open.
-
-    Optimizer states are not offloaded here: pass the optimizer through `pipeloom.OffloadedOptimizer`.
-
-    Args:
-        plan: what to run. Degrees above 1 without a `mesh` make one of all processes, except a tensor-parallel degree:
-            the model was cut with a mesh before.
-        model: its device decides whether anything moves: on the CPU nothing is offloaded to "cpu".
-        given: the options that `Pipeline` got.
-
-    Raises:
-        InputError: an option contradicts the plan, or there is no process group for the replicas.
-    """
-    modules = [model] if isinstance(model, nn.Module) else model.modules if isinstance(model, Stages) else list(model)
-    device = next((p.device.type for module in modules for p in module.parameters()), "cpu")
-    moves = plan.offload is not None and plan.offload != device
-    planned: dict[str, Any] = {}
-    if plan.cut is not None:
-        planned["cut"] = plan.cut if isinstance(plan.cut, str) else list(plan.cut)
-    if plan.slices is not None:
-        planned["slices"] = plan.slice_lengths
-    if plan.recompute is not None:
-        planned["recompute"] = plan.recompute
-    if plan.offload is not None:
-        activations = moves and plan.offload_activations is not None
-        planned["offload"] = OffloadActivations(plan.offload, plan.offload_activations or None) if activations else None
-    if plan.context > 1:
-        planned["context"] = plan.context_kind or "ring"
-    for name, wanted in planned.items():
-        value = getattr(given, name)
-        plain, listed = (list(each) if isinstance(each, tuple) else each for each in (value, wanted))
-        same = plain == listed or (name == "recompute" and isinstance(value, str) and {value} == {*wanted})
-        if value is not None and not same:
-            raise InputError(f"{name}={folded(value)}: the plan has {name}={listed}. Remove it, or make a new plan.")
-    return given._replace(
-        **planned,
-        mesh=_mesh(plan, given.mesh),
-        data=_data(plan, given.data, moves=moves),
-        precision=_precision(plan, given.precision),
-    )
-
-
-def _mesh(plan: Plan, mesh: Mesh | None) -> Mesh | None:
-    degrees = {"dp": plan.data, "pp": plan.num_ranks, "cp": plan.context, "tp": plan.tensor, "ep": plan.expert}
-    if mesh is None:
-        name = "tensor" if plan.tensor > 1 else "expert"
-        if plan.tensor > 1 or plan.expert > 1:
-            raise InputError(
-                f"the plan has {name}={getattr(plan, name)}, and no mesh is given. Cut the model with "
-                "pipeloom.parallelize(model, mesh), and pass mesh=."
-            )
-        if plan.data * plan.context == 1:
-            return None
-        return Mesh(pp=plan.num_ranks, dp=plan.data, cp=plan.context, order=plan.mesh_order)
-    for axis, degree in degrees.items():
-        if hasattr(mesh, "degree") and mesh.degree(axis) != degree:
-            raise InputError(f"mesh has {axis}={mesh.degree(axis)}: the plan has {degree}. Use {axis}={degree}.")
-    if plan.expert > 1 and hasattr(mesh, "shape") and mesh.shape.expert_axes != plan.expert_mesh_axes:
-        raise InputError(
-            f"mesh has expert_axes={mesh.shape.expert_axes}: the plan has {plan.expert_mesh_axes}. Use those."
-        )
-    return mesh
-
-
-def _data(plan: Plan, data: DataParallel | str | None, *, moves: bool) -> DataParallel | str | None:
-    planned = (plan.data_strategy, plan.data_granularity, plan.data_bucket_bytes)
-    parameters = plan.offload if moves and plan.offload_parameters else None
-    if planned == (None, None, None) and parameters is None:
-        return data
-    if data is None:
-        return replace(plan.data_parallel, offload=parameters)
-    given = DataParallel.of(data)
-    found = (given.strategy, given.granularity, given.bucket_bytes)
-    names = ("data_strategy", "data_granularity", "data_bucket_bytes")
-    for name, wanted, value in zip(names, planned, found, strict=True):
-        if wanted not in (None, value):
-            raise InputError(f"data={folded(data)}: the plan has {name}={wanted}. Remove it, or make a new plan.")
-    if plan.offload is not None and given.offload != parameters:
-        raise InputError(f"data={folded(data)}: the plan has offload={parameters}. Remove it, or make a new plan.")
-    return given
-
-
-def _precision(plan: Plan, precision: Precision | str | None) -> Precision | str | None:
-    if plan.precision is None and plan.gradients is None:
-        return precision
-    if precision is not None:
-        given = Precision.of(precision)
-        if plan.precision not in (None, given.dtype) or plan.gradients not in (None, given.gradients):
-            raise InputError(
-                f"precision={folded(precision)}: the plan has precision={plan.precision} and gradients="
-                f"{plan.gradients}. Remove precision, or make a new plan."
-            )
-        return given
-    return plan.number_format

@@ -29,13 +29,14 @@ from pipeloom.parallel.tensor.one_d.logits import full_logits
 from pipeloom.plan.plan import Plan
 from pipeloom.pretrained.saving import SHARD_BYTES, save
 from pipeloom.training.argument_checks import check_trains
-from pipeloom.training.construction import Model, PipelineOptions, construct, options_of_plan
+from pipeloom.training.construction import construct
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.generation.generate import Options, generate, prompt_of
 from pipeloom.training.losses.own_loss import plain_batch, separated
 from pipeloom.training.losses.watched_loss import tell
 from pipeloom.training.model_check import ModelCheck
 from pipeloom.training.observations import AuxiliaryValue, Observations
+from pipeloom.training.plan_options import Model, PipelineOptions, options_of_plan
 from pipeloom.training.stage_buffers import StageBuffers
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch, with_form

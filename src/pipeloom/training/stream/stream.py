@@ -7,13 +7,10 @@ cool-down.
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.errors import InputError, shortened
 from pipeloom.ir import Program, check
 from pipeloom.ir.versions import check_drained, versions_used
@@ -22,10 +19,11 @@ from pipeloom.processes.agreement import first_difference, gather_json
 from pipeloom.training.losses.watched_loss import tell
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.stream.batches import StreamBatches
-from pipeloom.training.stream.observed import StreamObservations, check_listeners
-from pipeloom.training.stream.results import OnUpdate, StreamResults, StreamUpdate
+from pipeloom.training.stream.observed import check_listeners
+from pipeloom.training.stream.results import OnUpdate, StreamUpdate
+from pipeloom.training.stream.run import StreamRun
 from pipeloom.training.stream.stream_optimizer import Rules, StreamOptimizer
-from pipeloom.training.stream.stream_rank import StopBefore, StreamPlan, StreamRank
+from pipeloom.training.stream.stream_rank import StopBefore, StreamPlan
 from pipeloom.training.stream.update_options import Discount, LearningRate, UpdateOptions
 from pipeloom.transport.call_numbers import Call, call_number
 
@@ -158,58 +156,24 @@ class Stream:
         taken = StreamBatches(batches, count, program.schedule, executor.local_ranks, executor.batching.loss_fn)
         live = self._agree(count, rates)
         plan = StreamPlan(program, used, call_number(executor.num_calls + 1, Call.STEP), self.num_batches)
-        connection = executor.connection
-        exchange = ResultExchange(connection.rank, program.schedule, connection.transport)
-        results = StreamResults(connection.rank, exchange, plan, self._on_update, live)
-        ownership = self._pipeline.state.ownership
-        observed = StreamObservations(self._pipeline.observed, taken.batch.declared, plan.batch_size)
-        ranks = {
-            rank: StreamRank(
-                worker,
-                plan,
-                taken,
-                self._optimizer,
-                ownership,
-                observed,
-                results.add,
-                results.receive,
-                self._stop_before,
-            )
-            for rank, worker in executor.workers.items()
-        }
-        updates: list[StreamUpdate] = []
-        if self._pipeline.mesh is not None:
-            self._pipeline.mesh.meter.begin()
-
-        def sum_over_pipelines(table: Tensor) -> Tensor:
-            """Of the processes that share a stage, which have the same results, the first alone counts."""
-            counts = self._pipeline.state.sharing.blocks.leads
-            return connection.sum_over_processes(table if counts else torch.zeros_like(table))
-
-        def finish() -> None:
-            stopped = next(iter(ranks.values())).stopped_before
-            if stopped is not None:
-                results.shorten(replace(plan, program=self._prepared(stopped)[0]))
-            made = count if stopped is None else stopped
-            taken.finish(made)
-            norms = {rank: part.norms for rank, part in ranks.items()}
-            found = observed.gather(made, taken.num_samples, sum_over_pipelines)
-            updates.extend(results.gather(norms, found, sum_over_pipelines))
-
-        records = {rank: part.records.copy for rank, part in ranks.items()}  # keeps nothing else alive
-        self._optimizer.begin()
+        run = StreamRun(
+            self._pipeline,
+            plan,
+            taken,
+            self._optimizer,
+            on_update=self._on_update,
+            live=live,
+            stop_before=self._stop_before,
+            program_of=self.program,
+        )
         try:
-            executor.drive({rank: part.run() for rank, part in ranks.items()}, finish, records)
+            updates = run.run()
         finally:
-            self._optimizer.end()
-            self.num_updates = {
-                rank: {s: sum(made == s for made, _ in part.norms) for s in executor.workers[rank].stages}
-                for rank, part in ranks.items()
-            }
+            self.num_updates = run.num_updates()
         tell(executor.batching.loss_fn)
         self.num_batches += len(updates)
-        self.peak_weight_versions = {rank: part.peak_weight_versions for rank, part in ranks.items()}
-        self.peak_weight_bytes = {rank: part.peak_weight_bytes for rank, part in ranks.items()}
+        self.peak_weight_versions = {rank: part.peak_weight_versions for rank, part in run.ranks.items()}
+        self.peak_weight_bytes = {rank: part.peak_weight_bytes for rank, part in run.ranks.items()}
         return updates
 
     def _count(self, batches: Any, num_batches: int | None) -> int:
