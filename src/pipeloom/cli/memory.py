@@ -6,7 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+
 from pipeloom.cli.common.optimizer_table import check_optimizers_alone, print_optimizers
+from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import train_command
 from pipeloom.cli.common.train_options import difference, make_parser, print_config, read_options, to_config
 from pipeloom.common.atomic_file import write_named
@@ -19,7 +22,7 @@ from pipeloom.plan.local.saved import notices
 from pipeloom.plan.memory import KINDS, Choice, MemoryRow, read_memory
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import plan_of_options
-from pipeloom.sim import parse_costs
+from pipeloom.sim import CostsFile, parse_costs
 from pipeloom.train.config.cluster_costs import cluster_costs, cluster_step_seconds
 from pipeloom.train.config.memory import chosen_words, planned_memory, under_cap
 from pipeloom.train.config.schedule import make_schedule, resolve_data_degree
@@ -41,23 +44,7 @@ pipeloom memory --run runs/train
 
 def main(argv: Sequence[str]) -> int:
     """Print the table of a configuration, or of a run; returns the exit code."""
-    parser = make_parser("pipeloom memory", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--run", type=str, metavar="DIR", help="show predicted and measured memory of the run in DIR")
-    parser.add_argument(
-        "--costs", type=str, metavar="FILE", help="JSON file with times of stages and links, for --memory.cap"
-    )
-    parser.add_argument(
-        "--cluster", type=str, metavar="NAME|FILE", help="cluster, such as dgx-h100: step time, and room on its devices"
-    )
-    parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: that of data.tokenizer)")
-    parser.add_argument("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
-    parser.add_argument(
-        "--optimizers",
-        action="store_true",
-        help="bytes per parameter of all optimizers, in place of the memory of ranks",
-    )
-    parser.add_argument("--json", action="store_true", help="output as one JSON object")
-    options = read_options(parser, argv)
+    options = read_options(_parser(), argv)
     if options.run is not None:
         if options.out is not None:
             raise InputError(f"--out={options.out}: a finished run makes no plan. Remove --out, or --run.")
@@ -81,18 +68,8 @@ def main(argv: Sequence[str]) -> int:
         check_optimizers_alone(options)
         print_optimizers(config, vocabulary, as_json=options.json)
         return 0
-    if options.costs is not None and config.memory.cap is None:
-        raise InputError(
-            "--costs works only with --memory.cap, which weighs memory against time. Add --memory.cap, or remove "
-            "--costs."
-        )
-    if options.costs is not None and options.cluster is not None:
-        raise InputError("--cluster: does not work with --costs, which has times of its own. Remove one of them.")
-    file = None if options.costs is None else parse_file("--costs", options.costs, parse_costs)
-    cluster = None if options.cluster is None else find_cluster(options.cluster, "--cluster")
+    file, cluster = _times(options, config, vocabulary)
     cap = config.memory.cap
-    if cluster is not None and cap is not None:
-        file = cluster_costs(config, vocabulary, cluster)
     config, choice = under_cap(config, vocabulary, file=file)
     step = None if cluster is None else cluster_step_seconds(config, vocabulary, cluster)
     if options.out is not None:
@@ -106,6 +83,42 @@ def main(argv: Sequence[str]) -> int:
         chosen = {"plan": options.out, **{f"model.{name}": value for name, value in model.items()}}
         print(f"wrote {options.out}; run it: {train_command(chosen)}")
     return 0
+
+
+def _parser() -> Parser:
+    parser = make_parser("pipeloom memory", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("--run", type=str, metavar="DIR", help="show predicted and measured memory of the run in DIR")
+    parser.add_argument(
+        "--costs", type=str, metavar="FILE", help="JSON file with times of stages and links, for --memory.cap"
+    )
+    parser.add_argument(
+        "--cluster", type=str, metavar="NAME|FILE", help="cluster, such as dgx-h100: step time, and room on its devices"
+    )
+    parser.add_argument("--vocabulary_size", type=int, help="vocabulary size (default: that of data.tokenizer)")
+    parser.add_argument("--out", type=str, metavar="FILE", help="plan file to write, for `pipeloom train --plan`")
+    parser.add_argument(
+        "--optimizers",
+        action="store_true",
+        help="bytes per parameter of all optimizers, in place of the memory of ranks",
+    )
+    parser.add_argument("--json", action="store_true", help="output as one JSON object")
+    return parser
+
+
+def _times(options: Namespace, config: TrainConfig, vocabulary: int) -> tuple[CostsFile | None, Cluster | None]:
+    """The times of stages and links that weigh memory, and the cluster, as far as options name them."""
+    if options.costs is not None and config.memory.cap is None:
+        raise InputError(
+            "--costs works only with --memory.cap, which weighs memory against time. Add --memory.cap, or remove "
+            "--costs."
+        )
+    if options.costs is not None and options.cluster is not None:
+        raise InputError("--cluster: does not work with --costs, which has times of its own. Remove one of them.")
+    file = None if options.costs is None else parse_file("--costs", options.costs, parse_costs)
+    cluster = None if options.cluster is None else find_cluster(options.cluster, "--cluster")
+    if cluster is not None and config.memory.cap is not None:
+        file = cluster_costs(config, vocabulary, cluster)
+    return file, cluster
 
 
 def _plan(config: TrainConfig, vocabulary: int, *, seconds: float | None, why: Sequence[str]) -> Plan:

@@ -70,7 +70,7 @@ class BlockSizes(NamedTuple):
 def block_moments(
     sizes: BlockSizes, *, gated: bool, down: int, up: int, attention_out: int, qkv: int
 ) -> list[BackwardMoment]:
-    """Of a block; `down`, `up`, `attention_out`, `qkv`: elements of these matrices."""
+    """The moments of a block's backward; `down`, `up`, `attention_out`, `qkv`: elements of these matrices."""
     start = sizes.gradient
     found = [BackwardMoment(start + sizes.inner, making=down), BackwardMoment(start, making=down, summing=down)]
     if gated:
@@ -93,7 +93,7 @@ def block_moments(
 def head_moments(
     logits: float, number_bytes: int, gradient: float, elements: int, *, shared: bool
 ) -> Sequence[BackwardMoment]:
-    """Of the head and the loss.
+    """The moments of the backward of the head and the loss.
 
     Args:
         logits: number of logits of this process.

@@ -209,12 +209,12 @@ class _Gathers:
             self._set(stage, self._coming[stage][0])
 
     def behind(self, stage: int) -> None:
-        """It has computed."""
+        """A stage has computed."""
         if stage in self._coming:
             self._set(stage, self._coming.pop(stage)[1])
 
     def end(self, stage: int) -> None:
-        """Its parameters are freed."""
+        """The gathered parameters of a stage are freed."""
         self._now.pop(stage, None)
         self.now = sum(self._now.values())
 

@@ -199,7 +199,7 @@ class RankUnits:
 
     @cached_property
     def moments(self) -> dict[tuple[int, int], StageMoments]:
-        """Of computations, by stage and slice."""
+        """The memory of computations, by stage and slice."""
         slices = self._program.schedule.num_slices
         return {
             (stage, index): stage_moments(self._model, stage, index, slices, self._gradients[stage])

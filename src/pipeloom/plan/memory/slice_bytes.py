@@ -56,7 +56,7 @@ def block_slices(
     inside: InsideStage,
     software: Software,
 ) -> SliceBytes:
-    """Of a block, from what it keeps without slices."""
+    """The bytes that a block keeps per slice, from those that it keeps without slices."""
     tokens = samples * model.sequence_length / inside.sample_parts
     heads = model.heads // inside.head_parts
     of_head = number_bytes * tokens * model.head_width

@@ -71,7 +71,7 @@ class StageGradients(NamedTuple):
 
 
 def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradients: StageGradients) -> StageMoments:
-    """Of slice `index` of `count` of a stage."""
+    """The moments of slice `index` of `count` on a stage."""
     formats = NumberBytes.of(model.precision)
     single, another = formats.compute, formats.gradient if formats.gradient != formats.compute else 0
     recompute, layers = model.recompute_of(stage), model.stages[stage]

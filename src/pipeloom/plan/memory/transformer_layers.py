@@ -37,7 +37,7 @@ the bytes of a layer of experts.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models.gpt_config import GPTConfig
@@ -47,9 +47,10 @@ from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.memory.backward_bytes import BackwardMoment, BlockSizes, block_moments, head_moments
 from pipeloom.plan.memory.expert_bytes import expert_bytes
 from pipeloom.plan.memory.memory_model import LayerMemory
+from pipeloom.plan.memory.parameter_shapes import ParameterShapes
 from pipeloom.plan.memory.slice_bytes import SliceBytes, block_slices
 
-EXPERT_PARAMETERS = ("experts.up", "experts.gate_up", "experts.down")
+_EXPERT_PARAMETERS = frozenset(("experts.up", "experts.gate_up", "experts.down"))
 
 
 def gpt_layers(
@@ -79,9 +80,7 @@ def transformer_layers(
     """
     inside = inside or InsideStage()
     kept = _Kept(model, samples, number_bytes, inside, imbalance, software)
-    shapes, stream = _Shapes(model, inside), kept.stream
-    sizes: dict[str, Any] = {"samples": samples, "number_bytes": number_bytes, "inside": inside}
-    rotary = 6 * model.sequence_length * model.head_width if model.positions == "rotary" else 0
+    shapes, stream = ParameterShapes(model, inside), kept.stream
     head = {"embedding.weight" if model.tie_embeddings else "head.weight": shapes.table}
 
     def layer(
@@ -90,43 +89,15 @@ def transformer_layers(
         kinds, none = dict.fromkeys(Recompute, size), dict.fromkeys(Recompute, 0.0)
         return LayerMemory(name=name, parameters=parameters, kept_bytes=kinds, recompute_share=none, backward=backward)
 
-    kinds = {}
-    for experts in {model.has_experts(index) for index in range(model.layers)}:
-        parameters = shapes.block(experts=experts)
-        kept_bytes = {kind: kept.block(kind, experts=experts) for kind in Recompute}
-        kinds[experts] = _Block(
-            parameters,
-            kept_bytes,
-            recompute_shares(model, experts=experts),
-            kept.block_backward(parameters, experts=experts),
-            block_slices(model, kept_bytes, **sizes, software=software) if inside.context == 1 else None,
-        )
-
-    def block(index: int) -> LayerMemory:
-        experts = model.has_experts(index)
-        parameters, kept_bytes, share, backward, slices = kinds[experts]
-        biases = model.experts.buffers if experts and model.experts is not None else 0
-        return LayerMemory(
-            name=f"blocks.{index}",
-            parameters={f"blocks.{index}.{name}": shape for name, shape in parameters.items()},
-            kept_bytes=kept_bytes,
-            buffer_elements=rotary + biases,
-            is_block=True,
-            recompute_share=share,
-            expert_parameters=frozenset(f"blocks.{index}.{name}" for name in parameters if name in EXPERT_PARAMETERS),
-            slices=slices,
-            forward_bytes=3 * stream,
-            backward=backward,
-            deferred_bytes=kept_bytes[Recompute.NONE],
-        )
-
+    with_experts = {model.has_experts(index) for index in range(model.layers)}
+    kinds = {experts: _block_of(kept, shapes, experts=experts) for experts in with_experts}
     table = math.prod(shapes.table)
     backward = [BackwardMoment(stream, making=table, summing=table)]
     embedding = layer("embedding", {"embedding.weight": shapes.table} | shapes.positions, kept.embedding(), backward)
     last = layer("head", head, kept.head(), kept.head_backward(table))
     return [
         replace(embedding, slices=kept.embedding_slices()),
-        *map(block, range(model.layers)),
+        *(_block_layer(index, kinds[model.has_experts(index)], kept) for index in range(model.layers)),
         layer(
             "norm",
             {f"norm.{name}": shape for name, shape in shapes.norm.items()},
@@ -140,6 +111,7 @@ def transformer_layers(
 class _Block(NamedTuple):
     """What equal blocks have in common."""
 
+    experts: bool
     parameters: dict[str, tuple[int, ...]]
     kept_bytes: dict[Recompute, float]
     recompute_share: dict[Recompute, float]
@@ -147,70 +119,48 @@ class _Block(NamedTuple):
     slices: SliceBytes | None
 
 
+def _block_of(kept: "_Kept", shapes: ParameterShapes, *, experts: bool) -> _Block:
+    model, inside, parameters = kept.model, kept.inside, shapes.block(experts=experts)
+    kept_bytes = {kind: kept.block(kind, experts=experts) for kind in Recompute}
+    slices = None
+    if inside.context == 1:
+        slices = block_slices(
+            model,
+            kept_bytes,
+            samples=kept.samples,
+            number_bytes=kept.number_bytes,
+            inside=inside,
+            software=kept.software,
+        )
+    backward = kept.block_backward(parameters, experts=experts)
+    return _Block(experts, parameters, kept_bytes, recompute_shares(model, experts=experts), backward, slices)
+
+
+def _block_layer(index: int, block: _Block, kept: "_Kept") -> LayerMemory:
+    model = kept.model
+    rotary = 6 * model.sequence_length * model.head_width if model.positions == "rotary" else 0
+    biases = model.experts.buffers if block.experts and model.experts is not None else 0
+    names = {name: f"blocks.{index}.{name}" for name in block.parameters}
+    return LayerMemory(
+        name=f"blocks.{index}",
+        parameters={names[name]: shape for name, shape in block.parameters.items()},
+        kept_bytes=block.kept_bytes,
+        buffer_elements=rotary + biases,
+        is_block=True,
+        recompute_share=block.recompute_share,
+        expert_parameters=frozenset(names[name] for name in names.keys() & _EXPERT_PARAMETERS),
+        slices=block.slices,
+        forward_bytes=3 * kept.stream,
+        backward=block.backward,
+        deferred_bytes=block.kept_bytes[Recompute.NONE],
+    )
+
+
 def recompute_shares(model: Architecture, *, experts: bool) -> dict[Recompute, float]:
     """The share of a block's forward that each kind of recomputation repeats. Causal attention has 2 S W per token."""
     attention = model.sequence_length * model.attention_width
     matrices = model.block_numbers(experts=experts)
     return {Recompute.NONE: 0.0, Recompute.SELECTIVE: attention / (attention + matrices), Recompute.FULL: 1.0}
-
-
-class _Shapes:
-    """Shapes of parameters on one process."""
-
-    def __init__(self, model: Architecture, inside: InsideStage) -> None:
-        self._model, self._inside = model, inside
-        self._cut = inside.head_parts  # into how many blocks features inside blocks are cut
-        grid = inside.grid
-        self._width = model.width if grid is None else model.width // grid.side  # of vectors of the residual stream
-        self._inputs = 1 if grid is None else grid.input_blocks
-        self.table = (-(-model.vocabulary_size // self._cut), model.width // self._inputs)
-        self.positions: dict[str, tuple[int, ...]] = {}
-        if model.positions == "learned":
-            self.positions = {"embedding.positions": (model.sequence_length, self._width)}
-
-    @property
-    def norm(self) -> dict[str, tuple[int, ...]]:
-        has_bias = self._model.biases and self._model.norm == "layer"
-        return dict.fromkeys(("weight", "bias") if has_bias else ("weight",), (self._width,))
-
-    def block(self, *, experts: bool) -> dict[str, tuple[int, ...]]:
-        model, cut = self._model, self._cut
-        heads = model.heads // cut + 2 * self._inside.key_heads(model.key_heads)
-        first, second = {"qkv": heads * model.head_width}, {"attention_out": model.attention_width}
-        if not experts:
-            first |= dict.fromkeys(("mlp_gate", "mlp_up") if model.gated else ("mlp_up",), model.mlp_width // cut)
-            second["mlp_down"] = model.mlp_width
-        grid = self._inside.grid is not None
-        found: dict[str, tuple[int, ...]] = {}
-        for name in ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_gate", "mlp_up", "mlp_down"):
-            if name.endswith("norm"):
-                found |= {f"{name}.{part}": shape for part, shape in self.norm.items()}
-                continue
-            if name in first:
-                shape = (first[name], model.width // self._inputs)
-            elif name in second:
-                shape = (self._width, second[name] // (self._inputs if grid else cut))
-            else:
-                continue
-            found[f"{name}.weight"] = shape
-            if model.biases:
-                found[f"{name}.bias"] = shape[:1]
-        return found | (self._experts() if experts else {})
-
-    def _experts(self) -> dict[str, tuple[int, ...]]:
-        """Of the experts of this process, and of all that the router has."""
-        sizes, width = self._model.experts, self._model.width
-        assert sizes is not None
-        found: dict[str, tuple[int, ...]] = {"experts.router.weight": (sizes.experts, width)}
-        if sizes.router == "noisy-topk":
-            found["experts.router.noise"] = (sizes.experts, width)
-        here, inner = sizes.experts // self._inside.expert, sizes.expert_width // self._cut
-        found["experts.gate_up" if sizes.gated else "experts.up"] = (here, (1 + sizes.gated) * inner, width)
-        found["experts.down"] = (here, width, inner)
-        if sizes.shared:
-            found["experts.shared_up.weight"] = ((1 + sizes.gated) * sizes.shared * inner, width)
-            found["experts.shared_down.weight"] = (width, sizes.shared * inner)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,17 +186,17 @@ class _Kept:
 
     @property
     def _tokens(self) -> float:
-        """Of this process, within layers that processes share."""
+        """Tokens of this process in layers that processes share."""
         return self.samples * self.model.sequence_length / self.inside.context / self.inside.sample_parts
 
     @property
     def _stream_tokens(self) -> float:
-        """Of this process, between them."""
+        """Tokens of this process between such layers."""
         return self._tokens / (self.inside.tensor if self.inside.sequence else 1)
 
     @property
     def stream(self) -> float:
-        """Of a tensor of the residual stream."""
+        """Bytes of a tensor of the residual stream."""
         parts = 1 if self.inside.grid is None else self.inside.grid.side
         return self.number_bytes * self._stream_tokens * self.model.width / parts
 
@@ -265,12 +215,12 @@ class _Kept:
         return ids + self._mask
 
     def embedding_slices(self) -> SliceBytes:
-        """Of the embedding, where a micro-batch runs in slices: a mask of dropout has bytes, not numbers."""
+        """The bytes of the embedding per slice: there a dropout mask has one byte per element."""
         own = self.embedding() - self._mask + self.stream / self.number_bytes * self._dropout
         return SliceBytes(0.0, 0.0, dict.fromkeys(Recompute, own), dict.fromkeys(Recompute, 0.0))
 
     def _mlp(self, *, experts: bool) -> float:
-        """Of the MLP, without its input; of experts with it."""
+        """Bytes that the MLP keeps without its input, or experts with it."""
         model, inside = self.model, self.inside
         if not experts or model.experts is None:
             width = (4 if model.gated else 2) * model.mlp_width // inside.head_parts
