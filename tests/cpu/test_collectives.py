@@ -58,7 +58,7 @@ def _many_pipelines(rank: int) -> list[tuple[int, int, int]]:
             pipe.step(torch.ones(4, 4), torch.ones(4, 4))
         kept.append((mesh, pipe))
         held.append(_settles_at(held[0]) if held else _held())
-    with pytest.raises(InputError, match="is closed: its groups are gone"):
+    with pytest.raises(InputError, match="is closed: its process groups are closed too"):
         mesh.group("dp")
     dist.barrier()
     return held

@@ -96,7 +96,7 @@ def test_a_loss_in_a_tuple(traced):
     if traced:
         with (
             pl.Pipeline(copy.deepcopy(model), schedule_of(3), **options) as pipe,
-            pytest.raises(InputError, match="targets beside the inputs: the traced model returns its loss"),
+            pytest.raises(InputError, match="targets are given, but the traced model returns its loss"),
         ):
             pipe.step(batch, batch["targets"])
         with (

@@ -92,5 +92,7 @@ def test_adapters_around_a_model_are_refused():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=16, num_hidden_layers=1, **sizes)
     whole = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(InputError, match="own plan names no module of PeftModel, such as of a model with adapters"):
+    with pytest.raises(
+        InputError, match="own plan names no module of PeftModel; adapters, for example, rename modules"
+    ):
         pl.run_threads(2, lambda: pl.parallelize(copy.deepcopy(whole), pl.Mesh(tp=2)))

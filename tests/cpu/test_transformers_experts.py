@@ -149,7 +149,7 @@ def test_losses_without_a_router_that_declares_them_are_refused():
     for layer in model.model.layers:
         layer.mlp.gate = torch.nn.Identity()
     assert take_over(model)
-    with pytest.raises(InputError, match=r"^balance_weight=0.1.*'model.layers.0.mlp.experts' is no router"):
+    with pytest.raises(InputError, match=r"^balance_weight=0.1.*'model.layers.0.mlp.experts' have no router"):
         take_over(model, balance_weight=0.1)
 
 

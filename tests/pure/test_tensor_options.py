@@ -72,8 +72,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"parallel__context": 4, "parallel__context_kind": "ulysses"},
-        "parallel.context=4: context_kind ulysses divides 6 query heads and 6 key heads between the processes. Use 1 "
-        "or 2 or 3 or 6, or ring",
+        "parallel.context=4: context_kind ulysses divides 6 query heads and 6 key heads between the processes. Use "
+        "1, 2, 3 or 6, or ring",
     ),
     (
         {"parallel__context": 2, "parallel__slices": 2},

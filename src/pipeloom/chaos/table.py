@@ -62,7 +62,7 @@ def markdown(title: str, facts: Sequence[str], results: Sequence[Result]) -> str
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """All of one result."""
+    """A result as a JSON object, with whether it is good."""
     outcome = None if result.outcome is None else result.outcome._asdict()
     return {**asdict(result), "outcome": outcome, "good": result.good}
 

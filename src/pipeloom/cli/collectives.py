@@ -222,7 +222,7 @@ def _links(rows: Sequence[_Row], cluster: Cluster, devices: int) -> list[str]:
 
 
 def _crossings(rows: Sequence[_Row], cluster: Cluster, devices: int) -> list[str]:
-    """For which sizes a tree is faster."""
+    """A line with the message sizes for which trees are faster than rings."""
     found = []
     for name in dict.fromkeys(row.algorithm.collective for row in rows):
         most = equal_bytes(name, cluster, devices)

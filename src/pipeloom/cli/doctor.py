@@ -231,7 +231,7 @@ def _try_loopback() -> None:
 
 
 def _try_shared_memory() -> None:
-    """As the shared-memory transport: anonymous memory whose descriptor is sent over an abstract socket."""
+    """Do what the shared-memory transport does: send a descriptor of anonymous memory over an abstract socket."""
     descriptor = os.memfd_create("pipeloom-doctor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)

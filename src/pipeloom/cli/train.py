@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _wait_for_rank() -> None:
-    """As a spare process: import all that a rank needs, and wait until the launcher gives this process a rank."""
+    """Run as a spare process: import all that a rank needs, and wait until the launcher gives this process a rank."""
     import torch
 
     import pipeloom.train.loop  # noqa: F401

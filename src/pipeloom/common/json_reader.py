@@ -40,7 +40,7 @@ def parse_file(
 
 
 def parse_json(text: str | bytes | bytearray, **hooks: Any) -> Any:
-    """As json.loads, for files that may be damaged or written by others.
+    """Parse JSON as json.loads does, from files that may be damaged or written by others.
 
     Raises:
         ValueError: the text is not valid JSON, or is nested too deep.

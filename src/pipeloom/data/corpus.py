@@ -113,11 +113,11 @@ class MixedCorpus:
             raise DataError("corpora have different tokenizers: their ids must mean the same. Use one tokenizer.")
 
     def num_windows(self, sequence_length: int, part: Part = "train") -> int:
-        """As `Corpus.num_windows`, of all corpora."""
+        """The number of windows of all corpora; see `Corpus.num_windows`."""
         return sum(self._sizes(sequence_length, part))
 
     def windows(self, indices: ArrayLike, sequence_length: int, part: Part = "train") -> tuple[Tensor, Tensor]:
-        """As `Corpus.windows`, by numbers of all corpora."""
+        """Windows by their numbers in all corpora, one corpus after another; see `Corpus.windows`."""
         import torch
 
         starts = np.cumsum([0, *self._sizes(sequence_length, part)])

@@ -79,7 +79,9 @@ class MeshGroups:
     def check_open(self) -> None:
         """Raises InputError after `close`."""
         if self.is_closed:
-            raise InputError(f"mesh {self._shape} is closed: its groups are gone. Make a new Mesh, or close it last.")
+            raise InputError(
+                f"mesh {self._shape} is closed: its process groups are closed too. Make a new Mesh, or close it last."
+            )
 
     def leave(self, axes: Sequence[str]) -> None:
         """Close the group along axes, so that other processes stop waiting; with NCCL they wait until their timeout."""
@@ -117,5 +119,5 @@ class MeshGroups:
 
 
 def _name_of(line: Sequence[int]) -> str:
-    """Of a group that no axis names."""
+    """The name of a group of ranks that is no axis of the mesh."""
     return ",".join(map(str, line))

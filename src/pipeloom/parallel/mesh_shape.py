@@ -96,7 +96,7 @@ class MeshShape:
 
     @property
     def num_processes(self) -> int:
-        """Of the whole mesh."""
+        """The number of processes of the whole mesh."""
         return math.prod(self.degrees)
 
     def degree(self, axis: str) -> int:

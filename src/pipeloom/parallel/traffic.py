@@ -27,7 +27,7 @@ Table = Mapping[tuple[str, str], Sent]  # by axis, as `Mesh.axis` names it, and 
 
 
 class Traffic(NamedTuple):
-    """Of a layer, or several, on one micro-batch.
+    """The collectives of one layer or several on one micro-batch.
 
     Attributes:
         forward: in F.
@@ -38,7 +38,7 @@ class Traffic(NamedTuple):
     backward: Table
 
     def times(self, number: int) -> "Traffic":
-        """Of `number` equal layers or micro-batches."""
+        """The traffic of `number` equal layers or micro-batches."""
         return Traffic(*(total([part] * number) for part in self))
 
     def by_axis(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -67,7 +67,7 @@ def together(parts: Iterable[Traffic]) -> Traffic:
 
 
 def nothing() -> Traffic:
-    """Of a layer that does not communicate."""
+    """The traffic of a layer that does not communicate."""
     return Traffic({}, {})
 
 

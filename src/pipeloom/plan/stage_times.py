@@ -162,7 +162,7 @@ class StageTimes:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, all processes together."""
+        """Tokens per micro-batch, all processes together."""
         return self.samples * self.model.sequence_length
 
     @cached_property

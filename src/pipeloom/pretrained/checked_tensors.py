@@ -44,11 +44,11 @@ class TensorSlices:
         self._stored = stored
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
+        """The shape of the tensor."""
         return list(self._stored.shape)
 
     def get_dtype(self) -> str:
-        """Its type in safetensors."""
+        """The dtype of the tensor, as safetensors names it."""
         return self._stored.dtype
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:

@@ -27,7 +27,7 @@ class Saved(NamedTuple):
 
 
 def unchanged(forms: Mapping[str, Form]) -> list[Saved]:
-    """Each tensor as it is."""
+    """The tensors under their own names, with their own values."""
     return [Saved((name,), {name: form}, dict) for name, form in forms.items()]
 
 

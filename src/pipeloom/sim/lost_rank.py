@@ -42,7 +42,7 @@ class _Task(NamedTuple):
 
     @property
     def replica(self) -> int:
-        """Of its micro-batch."""
+        """The replica whose micro-batch it is."""
         return self.key[2]
 
     @property

@@ -28,7 +28,7 @@ _WHOLE = DropoutParts({}, {})
 
 
 def dropout_parts(owner: Hashable) -> DropoutParts:
-    """Those of a module, or of the module in a pair (module, name)."""
+    """The `DropoutParts` of a module, or of the module in a pair (module, name)."""
     module = owner[0] if isinstance(owner, tuple) and owner else owner
     parts: DropoutParts = getattr(module, "dropout_parts", _WHOLE)
     return parts

@@ -251,7 +251,7 @@ def _search(parts: RunParts) -> NonFiniteSearch:
 
 
 def _offload_numbers(pipe: Pipeline, optimizer: Any) -> Tensor:
-    """Of this process: offloaded bytes of states and of parameters, bytes moved so far, seconds waited so far.
+    """Offloaded bytes of states and of parameters, bytes moved so far and seconds waited so far, of this process.
 
     Shape [4], float64.
     """

@@ -81,7 +81,7 @@ def check_graphs(schedule: Schedule, options: Any, transport: str | Transport) -
     if (reason := next((name for name, is_so in found.items() if is_so), None)) is not None:
         raise InputError(
             f"graphs=True with {reason}: forwards and backwards are recorded where one process computes a whole stage "
-            "of whole micro-batches. Leave one of the two out."
+            "of whole micro-batches. Remove one of them."
         )
 
 
@@ -104,7 +104,7 @@ def check_placed(mesh: Mesh | None, modules: Sequence[nn.Module], *, is_whole: b
         if block.place != place:
             raise InputError(
                 f"mesh={mesh}: the model was cut for place {_text(block.place)}, and this mesh has {_text(place)} "
-                "here. Pass the mesh of pipeloom.parallelize to Pipeline."
+                "for this process. Pass the mesh of pipeloom.parallelize to Pipeline."
             )
     if mesh is None:
         return

@@ -166,7 +166,7 @@ def _number_of(tensor: Tensor) -> list[Any]:
 
 @contextmanager
 def _taken(sample: Value, what: str) -> Iterator[None]:
-    """In the block, `what` is called with the sample; its errors are about the sample."""
+    """Inside the block, `what` runs on the sample; its errors become InputErrors about the sample."""
     try:
         yield
     except PipeloomError:

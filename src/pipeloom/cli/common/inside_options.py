@@ -51,7 +51,7 @@ def check_has_effect(given: Mapping[str, Any], inside: InsideStage) -> None:
 
 
 def inside_text(inside: InsideStage) -> str:
-    """Such as "tensor 4 (2d) x context 2"."""
+    """The degrees inside a stage as text, such as "tensor 4 (2d) x context 2"."""
     layout = "1d with sequence parallelism" if inside.sequence else inside.layout
     tensor = [f"tensor {inside.tensor} ({layout})"] if inside.tensor > 1 else []
     context = [f"context {inside.context} ({inside.context_kind})"] if inside.context > 1 else []

@@ -106,7 +106,7 @@ class Parser(ArgumentParser):
         raise SystemExit(2)
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:  # type: ignore[override]
-        """As jsonargparse's; an empty value is an error unless the option is in `may_be_empty`."""
+        """Parse arguments as jsonargparse does; an empty value is an error, except for options in `may_be_empty`."""
         words = list(sys.argv[1:] if args is None else args)
         for before, word in zip([None, *words], words, strict=False):
             name, equals, value = word.partition("=")

@@ -182,7 +182,7 @@ def _of_file(name: str) -> Architecture:
 
 
 def _sized(model: Architecture, length: int | None, vocabulary: int | None) -> Architecture:
-    """With another sequence length or vocabulary."""
+    """The model with another sequence length or vocabulary size; None: its own."""
     for name, value in ((_OF_LENGTH, length), ("vocabulary_size", vocabulary)):
         if value is not None and value < 1:
             raise InputError(f"--{name}={value}: must be at least 1.")

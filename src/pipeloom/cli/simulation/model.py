@@ -151,7 +151,7 @@ class SimulatedModel:
         )
 
     def _blocks(self, num_stages: int) -> tuple[int, ...]:
-        """Of ``--blocks``, or even ones."""
+        """The number of blocks per stage: as ``--blocks`` says, else even numbers."""
         words = self._given.get("blocks")
         if words is None:
             return tuple(even_blocks(self.model.layers, num_stages))

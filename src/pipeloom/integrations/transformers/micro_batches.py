@@ -34,7 +34,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def shares(self) -> tuple[float, float] | None:
-        """Of labels and of samples; None where it does not count."""
+        """The micro-batch's share of the labels and of the samples; None where it does not count."""
         return None if self.share is None else (self.share, self.share_of_samples)
 
 

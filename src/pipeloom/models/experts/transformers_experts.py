@@ -180,9 +180,9 @@ def take_over(model: nn.Module, *, balance_weight: float = 0.0, z_loss_weight: f
                 known = True
         if weighted and not known:
             raise InputError(
-                f"balance_weight={balance_weight}, z_loss_weight={z_loss_weight}: beside the experts {name!r} is no "
-                "router with top_k and a weight that could declare these losses. Leave both at 0; the model may have "
-                "a loss of its own."
+                f"balance_weight={balance_weight}, z_loss_weight={z_loss_weight}: the experts {name!r} have no router "
+                "with top_k and a weight, from which pipeloom computes these losses. Set both to 0; the model may "
+                "compute a balance loss itself."
             )
     return found
 

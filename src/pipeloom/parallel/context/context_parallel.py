@@ -81,7 +81,11 @@ class ContextParallel(SequenceParts):
             masks = {name: value[name] for name in _MASKS if value.get(name) is not None}
             for name, mask in masks.items():
                 if not isinstance(mask, Tensor) or mask.dim() != 2:
-                    raise InputError(f"inputs have {name!r} of another form: must be a tensor [samples, tokens].")
+                    seen = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+                    raise InputError(
+                        f"inputs have {name!r} of {seen}: context parallelism needs a tensor [samples, tokens]. Pass "
+                        "one, or use cp=1."
+                    )
             positions = value.get("position_ids")
             if not masks and isinstance(positions, Tensor) and positions.dim() == 2:
                 starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1

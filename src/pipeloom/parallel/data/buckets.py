@@ -56,7 +56,7 @@ class BucketRule:
 
     @classmethod
     def of(cls, granularity: Granularity, bucket_bytes: int, *, whole_parameters: bool) -> Self:
-        """With `whole_parameters`, layers are not cut: only many parameters spread evenly over replicas."""
+        """The buckets of a granularity; `whole_parameters`: layers stay whole, to be spread evenly over replicas."""
         by_microbatch = granularity is Granularity.MICROBATCH
         least = min(bucket_bytes, _SMALL_BYTES) if by_microbatch else bucket_bytes
         return cls(least, by_microbatch or whole_parameters)

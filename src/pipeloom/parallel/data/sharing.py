@@ -43,7 +43,7 @@ def share(mesh: Mesh | None, data: Any, precision: Any, timeout_seconds: float) 
 
 
 class DataSharing(Sharing):
-    """For several replicas, shards, or master parameters."""
+    """How replicas share work and memory where there are several, or shards or master parameters."""
 
     def __init__(
         self, axis: DataAxis, data: DataParallel, precision: Precision, replicas: ReplicaGroups, blocks: Blocks

@@ -47,7 +47,7 @@ def rows_of(counts: Sequence[Sequence[int]], place: int) -> Rows:
 
 
 def balanced_rows(sizes: ExpertSizes, tokens: int, degree: int, imbalance: float = 1.0, *, samples: int = 1) -> Rows:
-    """Where every expert gets as many tokens; `imbalance` is the busiest process's load over the mean load.
+    """The rows of the busiest process, whose load is `imbalance` times the mean; 1: all experts get as many tokens.
 
     Args:
         tokens, samples: of one process.

@@ -116,8 +116,8 @@ def _entries(model: nn.Module, mesh: Mesh, plan: Mapping[str, Any] | None) -> di
     found = with_own_sections(model, entries_of(model, plan, optional=own_patterns(model)))
     if is_own and not found:
         raise InputError(
-            f"mesh=tp {mesh.degree('tp')}: the model's own plan names no module of {type(model).__name__}, such as of "
-            "a model with adapters. Pass a plan for its modules, or give tp degree 1."
+            f"mesh has tp={mesh.degree('tp')}: the model's own plan names no module of {type(model).__name__}; "
+            "adapters, for example, rename modules. Pass plan= for its modules, or use tp=1."
         )
     for name, entry in list(found.items()):
         if entry.kind in ("sum", "experts") and name in fused:  # its parameters are cut as it says itself

@@ -46,7 +46,7 @@ class Partition:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The partition, its layers and its device, for messages."""
         names = list(self.module._modules)
         layers = f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
         return f"partition {self.index} ({layers}) on {self.device}"

@@ -77,13 +77,13 @@ class BlockKernels:
 
     @property
     def _tokens(self) -> float:
-        """Of a slice on one process, in layers that processes share."""
+        """Tokens per slice and process, in layers that processes share."""
         parts = self.inside.context * self.inside.sample_parts * self.slices
         return self.samples * self.model.sequence_length / parts
 
     @property
     def _rows(self) -> float:
-        """Of a slice, through the experts of the busiest process; with tensor parallelism each rank has all of them."""
+        """Rows per slice through the experts of the busiest process; tensor-parallel ranks have all rows."""
         of, tokens = self.model.experts, round(self._tokens)
         if of is None:
             return 0.0

@@ -62,7 +62,7 @@ class Configuration:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """The number of devices of all replicas."""
         return self.pipeline * self.inside.processes * self.data
 
     @property

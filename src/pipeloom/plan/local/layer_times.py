@@ -77,7 +77,7 @@ class LayerTimes:
         return max(1.0, self.nearest(samples)[1].split) if self.rows else 1.0
 
     def scaled(self, forward: float, backward: float, update: float) -> Self:
-        """With forwards, backwards, and updates with all else that ends a step, this many times as long."""
+        """The times with forwards, backwards and the end of the step, updates included, this many times as long."""
 
         def times(three: Three) -> Three:
             return three[0] * forward, three[1] * backward, three[2] * backward
@@ -102,7 +102,7 @@ class LayerTimes:
         )
 
     def beside(self, crowded: "LayerTimes") -> Self:
-        """With the crowding that follows from the same layers, measured by more processes than cores at once."""
+        """The times with the crowding that `crowded` shows: the same layers, measured by more processes than cores."""
         ratios = [
             sum(map(sum, crowded.rows[samples].blocks.values())) / sum(map(sum, row.blocks.values()))
             for samples, row in self.rows.items()
@@ -111,7 +111,7 @@ class LayerTimes:
         return replace(self, crowding=max(1.0, fmean(ratios)))
 
     def to_mapping(self) -> dict[str, Any]:
-        """As a JSON object; `from_mapping` reads it back."""
+        """The times as a JSON object; `from_mapping` reads it back."""
         others = {name: getattr(self, name) for name in ("element", "update", "step_seconds", "crowding")}
         return {**others, "rows": _to_mapping(self.rows), "firsts": _to_mapping(self.firsts)}
 

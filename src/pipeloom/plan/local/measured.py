@@ -83,7 +83,7 @@ class Rates:
         return interpolated(found, size) if found else 0.0
 
     def second(self, name: str) -> float:
-        """Of `SECONDS`; 0 where it was not measured."""
+        """The measured seconds of one of `SECONDS`; 0 where it was not measured."""
         return self.seconds.get(name, 0.0)
 
     def product_seconds(self, kind: str, rows: float, columns: float, inner: float) -> float:
@@ -153,7 +153,7 @@ class Measured:
         return more[0].seconds.get("crowding", 1.0) if more and processes > self.cores else 1.0
 
     def to_mapping(self) -> dict[str, Any]:
-        """As a JSON object; `read_measured` reads it back."""
+        """The measurement as a JSON object; `read_measured` reads it back."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod

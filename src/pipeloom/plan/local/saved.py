@@ -55,7 +55,7 @@ def notices(cluster: Cluster) -> list[str]:
 
 
 def torch_version() -> str:
-    """Of the installed package."""
+    """The version of the installed torch."""
     try:
         return version("torch")
     except PackageNotFoundError:

@@ -124,7 +124,7 @@ class Profile:
         samples: int | None = None,
         edges: Iterable[tuple[int, int]] | None = None,
     ) -> Self:
-        """From rows in the order of `LayerProfile`, ties, and edges."""
+        """The profile with these rows, in the order of `LayerProfile`, with ties and edges."""
         pairs = None if edges is None else tuple(edges)
         return cls(tuple(LayerProfile(*row) for row in rows), tuple(Tie(*tie) for tie in ties), samples, pairs)
 

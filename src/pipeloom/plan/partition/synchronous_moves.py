@@ -91,7 +91,7 @@ def _one_changed(firsts: Ints, replicas: Ints) -> tuple[Ints, Ints]:
 
 
 def _possible(firsts: Ints, replicas: Ints, costs: StageCosts) -> tuple[Ints, Ints]:
-    """Those of these partitions that are possible."""
+    """The possible ones among these partitions."""
     columns = _columns(firsts, replicas, costs)
     fine = np.ones(len(firsts), dtype=bool)
     for first, end, each in columns:

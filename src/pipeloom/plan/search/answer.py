@@ -164,7 +164,7 @@ def usual_order(of: Configuration) -> bool:
 
 
 def json_of(answer: Answer, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All of ``--json``."""
+    """The object that ``--json`` prints."""
     return {
         "plans": list(rows),
         "refused": answer.refused,

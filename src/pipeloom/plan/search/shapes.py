@@ -58,7 +58,7 @@ class Shapes:
         self._bounds: dict[object, float] = {}
 
     def block_seconds(self, of: Configuration) -> list[Seconds]:
-        """Of single blocks; the first has the embedding and the last the head."""
+        """Seconds of single blocks; the first has the embedding and the last the head."""
         key = of.inside, of.microbatch_size, of.element, of.slices, of.order, of.data, of.pipeline
         if key not in self._single:
             single = replace(of, pipeline=self._layers, chunks=1, blocks=None, recompute=Recompute.NONE)
@@ -160,7 +160,7 @@ class Shapes:
         ]
 
     def _link_seconds(self, of: Configuration) -> tuple[float, ...]:
-        """Of messages between stages, of data-parallel sums, and of work, whose collectives use links too."""
+        """Seconds of messages between stages, of data-parallel sums, and of work, whose collectives use links too."""
         network = self._costs.network(of)
         rate = network.data_sum_bytes_per_second or network.data_bytes_per_second or inf
         table = network.latency_seconds
@@ -199,7 +199,7 @@ def candidate_seconds(costs: StepCosts, shape: Shape) -> tuple[float, float]:
 
 
 def _run_seconds(costs: StepCosts, shape: Shape) -> float:
-    """Of the data link of rank 0 at granularity chunk: virtual stages take turns for every group of p micro-batches."""
+    """Seconds for which granularity chunk keeps rank 0's data link busy: chunks take turns per p micro-batches."""
     of = shape.of
     if of.granularity is not Granularity.CHUNK or of.replicas == 1 or of.inside.expert > 1:
         return 0.0
@@ -212,7 +212,7 @@ def _run_seconds(costs: StepCosts, shape: Shape) -> float:
 
 
 def _link_seconds(costs: StepCosts, shape: Shape, stages: Sequence[Seconds]) -> float:
-    """Of rank 0 with the gather and the reduction of its first stage, which nothing of it hides."""
+    """Seconds of rank 0 with the gather and the reduction of its first stage, which no computation hides."""
     of = shape.of
     if of.replicas == 1 or of.inside.expert > 1 or len(shape.placement.replicas[0]) > 1:
         return 0.0

@@ -55,12 +55,12 @@ class Simulated:
 
     @property
     def peak(self) -> float:
-        """Of the rank that needs most."""
+        """Peak bytes of the rank that needs most."""
         return max(self.peak_bytes)
 
     @property
     def timeline(self) -> Timeline:
-        """Of the longest step that was simulated."""
+        """The timeline of the longest step that was simulated."""
         return self.step.timeline()
 
 
@@ -160,7 +160,7 @@ class Step:
         return tuple(found)
 
     def simulated(self, peaks: tuple[float, ...]) -> Simulated:
-        """With its seconds."""
+        """The configuration with its seconds and these peaks."""
         self._steps.work += (1 - _OF_MEMORY) * self.actions
         seconds, busy = self._makespan()
         placement = self._program(self._short).placement
@@ -182,7 +182,7 @@ class Step:
         return self._makespan(replicas=False)[0]
 
     def timeline(self) -> Timeline:
-        """Of the longest step that is simulated."""
+        """The timeline of the longest step that is simulated."""
         return self._costs.timeline(self._short, self._program(self._short))
 
     def _makespan(self, *, replicas: bool = True) -> tuple[float, float]:

@@ -64,7 +64,7 @@ def _says_nothing(head: str, cells: Sequence[Sequence[str]]) -> bool:
 
 
 def schedule_text(row: Row) -> str:
-    """Such as ``interleaved, 4 chunks``."""
+    """The schedule as text, such as ``interleaved, 4 chunks``."""
     if row["pipeline"] == 1:
         return "-"
     chunks = f", {row['chunks']} chunks" if row["chunks"] > 1 else ""
@@ -80,14 +80,14 @@ def recompute_text(row: Row) -> str:
 
 
 def offload_text(row: Row) -> str:
-    """Such as ``states, all but 4``."""
+    """What is offloaded as text, such as ``states, all but 4``."""
     kept = row["offload"]
     activations = [] if kept is None else [f"all but {kept}" if kept else "all that can"]
     return ", ".join([*(["states"] if row["offload_states"] else []), *activations]) or "-"
 
 
 def strategy_text(row: Row) -> str:
-    """Such as ``zero2 per chunk``."""
+    """The data strategy as text, such as ``zero2 per chunk``."""
     if row["data"] * row["context"] == 1:
         return "-"
     per = "" if row["data_granularity"] == "step" else f" per {row['data_granularity']}"
@@ -95,7 +95,7 @@ def strategy_text(row: Row) -> str:
 
 
 def degrees_text(row: Row) -> str:
-    """Such as ``pipeline 4 x data 2 x tensor 8``."""
+    """The degrees as text, such as ``pipeline 4 x data 2 x tensor 8``."""
     names = ("pipeline", "data", "tensor", "context", "expert")
     return " x ".join(f"{name} {row[name]}" for name in names if row[name] > 1) or "one device"
 

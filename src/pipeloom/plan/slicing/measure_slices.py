@@ -134,7 +134,7 @@ class _InSlice(nn.Module):
             return self.stage(value)
 
     def cut(self, value: Any) -> Any:
-        """Its part of the sequence."""
+        """The slice's part of the sequences in a value."""
         return tree_map(lambda leaf: leaf[:, self._tokens] if _has_tokens(leaf) else leaf, value)
 
 

@@ -142,7 +142,7 @@ class RankStarter:
 
 
 def rank_of_spare(line: int) -> dict[str, str] | None:
-    """In a spare process: wait for a rank, and return its variables; None: the launcher has ended."""
+    """Wait, as a spare process, for a rank; returns its variables. None: the launcher has ended."""
     with socket.socket(fileno=os.dup(line)) as end:
         data = end.recv(_MESSAGE_BYTES)
     return dict(json.loads(data)) if data else None

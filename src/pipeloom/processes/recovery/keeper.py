@@ -63,7 +63,7 @@ class Keeper:
 
     @property
     def names(self) -> list[str]:
-        """Of all memories."""
+        """The names of all memories."""
         found = self._asked(keeper_process.LIST)
         return [] if found is None else found[0].split()
 

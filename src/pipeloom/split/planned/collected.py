@@ -48,7 +48,7 @@ def install_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def hooks_installed(model: nn.Module) -> Iterator[None]:
-    """In the block, a model has the hooks that collect; afterwards those that it had before."""
+    """Inside the block, a model has the hooks that collect; afterwards the hooks that it had before."""
     before = [(part, set(part._forward_hooks), INSTALLED in vars(part)) for part in model.modules()]
     install_hooks(model)
     try:

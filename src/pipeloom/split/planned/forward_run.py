@@ -112,7 +112,7 @@ class ForwardRun:
 
     @property
     def seed(self) -> int | None:
-        """Of what the micro-batch draws between parts, on this stage and earlier ones; None: nothing was drawn."""
+        """The seed of draws between parts, on this stage and earlier ones; None: nothing was drawn."""
         seed: int | None = self.arrived.get("seed") if self.draws is None else self.draws.seed
         return seed
 

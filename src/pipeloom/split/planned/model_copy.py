@@ -121,6 +121,6 @@ class ModelCopy:
             self._lists_own = False
 
     def _first_parameters(self, found: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this stage; the first may tell a dtype."""
+        """The parameters of this stage, then an error: a forward may ask the first one for its dtype."""
         yield from found
         raise self._place.reads_all("named_parameters")

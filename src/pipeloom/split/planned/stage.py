@@ -114,7 +114,7 @@ class PlannedStage(StageModule):
         return others.pass_later(place, name, twin, args, settings)
 
     def _other_parts(self) -> OtherParts | None:
-        """Those of the current forward; None: there is none."""
+        """The `OtherParts` of the current forward; None: there is none."""
         if self._others is None and self.current_run is not None:
             self._others = OtherParts(self.current_run)
         return self._others

@@ -187,7 +187,7 @@ class TracedStage(nn.Module):
         return module._parameters if last in module._parameters else module._buffers, last
 
     def numbers(self) -> Any:
-        """Of the last stage: an output in which each floating-point number is 0.0, and other values are None."""
+        """The last stage's output with each floating-point number 0.0, and other values None."""
         part = self._parts[self.training]
         if part.outputs is None:
             return None
@@ -197,7 +197,7 @@ class TracedStage(nn.Module):
         )
 
     def check_inputs(self, value: Any) -> None:
-        """Of the first stage: raises InputError for a micro-batch for which the trace does not hold."""
+        """Raises InputError for a micro-batch for which the trace does not hold. Called on the first stage."""
         rules = self._parts[self.training].rules
         if rules is not None:
             rules.check(value)

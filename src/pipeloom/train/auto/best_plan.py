@@ -77,7 +77,7 @@ def best_plan(
 
 
 def predicted_times(costs: CostModel, of: Configuration) -> PlanTimes:
-    """Of a configuration that runs."""
+    """The predicted times of a configuration."""
     step = costs.predict(of)
     return PlanTimes.predicted(step.timeline, step.step_seconds)
 

@@ -32,7 +32,7 @@ class PlanTimes:
 
     @classmethod
     def predicted(cls, timeline: Timeline, step: float) -> "PlanTimes":
-        """Of a simulated step, with its update `step` seconds long."""
+        """The times of a simulated step that takes `step` seconds, its update included."""
         found: dict[Op, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for spans in timeline.compute_spans:
             for action, start, end in spans:
@@ -50,7 +50,7 @@ class PlanTimes:
     def measured(
         cls, step: float, bubble_fraction: float, stages: Sequence[Sequence[float]], *, work: float
     ) -> "PlanTimes":
-        """Of steps that a run made.
+        """The times of steps that a run made.
 
         Args:
             step: median seconds.
@@ -76,7 +76,7 @@ class PlanTimes:
         )
 
     def to_mapping(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The times as a JSON object."""
         return asdict(self)
 
     @classmethod

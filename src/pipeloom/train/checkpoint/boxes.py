@@ -123,7 +123,7 @@ def cover_box(name: str, boxes: Iterable[tuple[Box, T]], wanted: Box) -> list[tu
 
 
 def _touching(later: Sequence[tuple[T, Box, Box]], box: Box) -> Iterator[tuple[T, Box, Box]]:
-    """Those, sorted by start, that begin before `box` ends along the first dimension."""
+    """The entries of `later`, sorted by start, that begin before `box` ends along the first dimension."""
     for each in later:
         if each[2].starts and each[2].starts[0] >= box.stops[0]:
             return

@@ -18,7 +18,7 @@ _KEY_HEADS = ("num_key_value_heads",)
 
 
 class ModelFacts(NamedTuple):
-    """Of a model of transformers. None: its configuration does not say, or under a name that is unknown here.
+    """Facts about a model of transformers. None: its configuration does not say, or under an unknown name.
 
     Attributes:
         kind: its type, such as "llama".

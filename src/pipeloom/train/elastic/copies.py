@@ -78,7 +78,7 @@ class _TensorsInMemory:
 
 
 class _SlicesInMemory:
-    """One of the tensors, of which parts are read."""
+    """A tensor in memory, of which parts are read."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source

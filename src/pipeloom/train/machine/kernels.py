@@ -55,7 +55,7 @@ def seconds_of(call: Callable[[], object], least: float) -> float:
 
 
 def measure_products(sizes: Sizes) -> dict[str, list[tuple[float, ...]]]:
-    """By number format, rows, columns, inner size and seconds."""
+    """Rows, columns, inner size and seconds of products, by number format."""
     found: dict[str, list[tuple[float, ...]]] = {}
     for kind in FORMATS:
         rows_of = found[kind] = []

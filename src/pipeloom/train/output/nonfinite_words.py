@@ -4,7 +4,7 @@ from pipeloom.training.optimizer_step import Rerun
 
 
 def fault_words(rerun: Rerun) -> str:
-    """Of a step that was finite when it ran again."""
+    """Text about a step that was finite when it ran again."""
     return f"loss {rerun.loss} and gradient norm {rerun.grad_norm}, {_fault(rerun)}"
 
 

@@ -39,7 +39,7 @@ class TracedLoss(OwnLoss):
         """
         if targets is not None:
             raise InputError(
-                "targets beside the inputs: the traced model returns its loss, from labels in its example. Pass the "
+                "targets are given, but the traced model returns its loss, from labels in its example. Pass the "
                 "batch alone, with these labels in it, or pass loss_fn to Pipeline."
             )
         labels = {name: value for name, value in batch.items() if is_label(name)} if isinstance(batch, Mapping) else {}

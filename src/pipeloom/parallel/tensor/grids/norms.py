@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, axis: Axis, eps: float | None) ->
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 where `x` has 16 bits."""
+    """`x` with at least 32 bits per number."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

@@ -184,7 +184,7 @@ def parallel_cross_entropy(
 
 
 def _own_ids(ids: Tensor, rows: int, batch: Axis) -> Tensor:
-    """Of the targets of a whole micro-batch, those of the samples of this process."""
+    """The targets of this process's samples, from those of the whole micro-batch."""
     if len(ids) != rows * batch.degree:
         raise InputError(
             f"{len(ids)} targets for logits of {rows} tokens on each of {batch.degree} processes that share the batch: "

@@ -37,7 +37,7 @@ class OneDTraffic:
         self._bytes = sizes.tokens * sizes.width * sizes.element
 
     def _send(self, collective: str) -> Table:
-        """Of tokens: whole, or gathered from parts."""
+        """What a collective sends of all tokens, which an all-gather puts together from one part per process."""
         part = self._bytes // self.degree if collective == "all_gather" else self._bytes
         return sends(_TP, collective, self.degree, part)
 

@@ -111,7 +111,7 @@ class Candidates:
         return step.simulated(peaks)
 
     def _smaller(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
-        """Those that shard more, or recompute or offload more on ranks that need more memory than by closed forms."""
+        """Candidates that shard, recompute or offload more on ranks that need more memory than by closed forms."""
         found: list[Candidate] = []
         if candidate.instead:
             first, *others = candidate.instead

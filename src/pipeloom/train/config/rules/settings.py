@@ -135,7 +135,7 @@ def _check_graphs(config: TrainConfig, schedule: Schedule) -> None:
     if config.graphs and (other := next((name for name, is_so in found.items() if is_so), None)) is not None:
         raise InputError(
             f"graphs=true with {other}: forwards and backwards are recorded where one process computes a whole stage "
-            "of whole micro-batches with the model's own parameters. Leave one of the two out."
+            "of whole micro-batches with the model's own parameters. Remove one of them."
         )
 
 
