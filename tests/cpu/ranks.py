@@ -21,6 +21,7 @@ def run_ranks(
     function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_seconds: float = 300.0
 ) -> list[Any]:
     """``function(rank, *arguments)`` in `num_ranks` processes; what each returned, in order of rank."""
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
     with tempfile.TemporaryDirectory() as directory:
         pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [

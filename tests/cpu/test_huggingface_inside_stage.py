@@ -29,7 +29,7 @@ from tests.cpu.test_huggingface import DROPOUT, build
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 
-S, UPDATES = 16, 3
+S, UPDATES = 16, 2
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {  # the vocabulary, 31, is divided by no degree
     "llama": ("llama", {"attention_bias": True}),
     "one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -128,7 +128,10 @@ def whole(found: list[list[Any]]) -> dict[str, Tensor]:
 
 
 def alone(case: Case) -> tuple[Result, list[float]]:
-    """In one process: loss and gradients, and the losses of all updates."""
+    """In one process: loss and gradients, and the losses of all updates.
+
+    Call it before processes start: they have the model's code loaded then.
+    """
     model, (inputs, targets) = case.build(alone=True), batch(case.padding)
     inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
     optimizer, losses, gradients = torch.optim.AdamW(model.parameters(), lr=0.01), [], {}
@@ -205,7 +208,7 @@ def _chosen() -> list[Any]:
 
 @pytest.mark.parametrize("case", _chosen())
 def test_training_and_weights_are_those_of_one_process(case, tmp_path):
-    found, (expected, losses) = run_ranks(train, 4, case), alone(case)
+    (expected, losses), found = alone(case), run_ranks(train, 4, case)
     for each in found:
         torch.testing.assert_close(each.losses, losses, rtol=1e-6, atol=0)
     gradients = whole([each.gradients for each in found])
@@ -216,7 +219,7 @@ def test_training_and_weights_are_those_of_one_process(case, tmp_path):
 def test_gemma_scales_embeddings_in_parts_of_the_vocabulary(tmp_path):
     """Its norms multiply by 1 + weight in float32."""
     case = Case("gemma", PP_TP, sequence=True)
-    found, (expected, _) = run_ranks(train, 4, case), alone(case)
+    (expected, _), found = alone(case), run_ranks(train, 4, case)
     assert_equal(Result(found[0].losses[0], whole([each.gradients for each in found]), {}), expected, 1e-6)
     assert_loads(case, found, tmp_path)
 
@@ -224,7 +227,7 @@ def test_gemma_scales_embeddings_in_parts_of_the_vocabulary(tmp_path):
 @pytest.mark.parametrize("case", [Case("qwen2 tied", PP_TP, sequence=True), Case("llama", PP_CP)], ids=_name)
 def test_updates_in_float32(case, tmp_path):
     case = case._replace(dtype=torch.float32)
-    found, (_, losses) = run_ranks(train, 4, case), alone(case)
+    (_, losses), found = alone(case), run_ranks(train, 4, case)
     for each in found:
         torch.testing.assert_close(each.losses, losses, rtol=1e-5, atol=0)
     assert_loads(case, found, tmp_path)

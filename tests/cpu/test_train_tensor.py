@@ -71,7 +71,8 @@ STILL = ("--optimizer.learning_rate=0", "--optimizer.weight_decay=0", "--eval_st
 
 
 @pytest.mark.parametrize(
-    "layout", ["pp2-tp2", pytest.param("cp2-tp2-ulysses-zero3", marks=pytest.mark.whole_grid), "2d"]
+    "layout",
+    ["pp2-tp2", *(pytest.param(each, marks=pytest.mark.whole_grid) for each in ("cp2-tp2-ulysses-zero3", "2d"))],
 )
 def test_threads_of_one_process_train_as_processes_do(text: Path, alone: Path, tmp_path: Path, layout: str) -> None:
     options = LAYOUTS[layout].split()
