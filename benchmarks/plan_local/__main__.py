@@ -80,8 +80,8 @@ def take_turns(
     """Measure layers and steps of all configurations in rounds; steps during which others used the cores are repeated.
 
     Returns:
-        The mean of the layers and of reference steps of all rounds, which are measured before the configurations of the
-        same shape: the machine's speed drifts, and so all see the same of it.
+        The mean of the layers, and the reference steps of all rounds, which are measured before the configurations of
+        the same shape: the machine's speed drifts, and so all see the same of it.
     """
     references = list[References]()
     cores, layers, crowded = cluster.measured.cores if cluster.measured else 1, list[LayerTimes](), list[LayerTimes]()
@@ -106,7 +106,7 @@ def take_turns(
                 measure_steps(crew, row, arguments.steps, cores)
             crew.call("close_all")
     found = quiet(layers)
-    return (found.beside(quiet(crowded)) if crowded else found), References.quiet(references)
+    return (found.beside(quiet(crowded)) if crowded else found), References.joined(references)
 
 
 def quiet(found: list[LayerTimes]) -> LayerTimes:

@@ -49,7 +49,7 @@ def references(costs, factors):
     found = {}
     for shape, factor in factors.items():
         steps = shape.steps(16, 4, FP32)
-        found[shape] = {of.microbatch_size: factor * costs.predict(of).step_seconds for of in steps}
+        found[shape] = {of.microbatch_size: (factor * costs.predict(of).step_seconds,) for of in steps}
     return References(processes=4, batch=16, seconds=found)
 
 
@@ -58,9 +58,8 @@ def test_references_correct_predictions_of_their_shapes():
     shapes = Shape(4, 1, 1, False), Shape(1, 4, 1, False), Shape(1, 4, 1, True), Shape(1, 1, 4, False)
     known = references(plain, {**dict(zip(shapes, (1.21, 1.44, 2.25, 4.0), strict=True)), Shape(1, 2, 2, False): 3.0})
     assert References.from_mapping(json.loads(json.dumps(known.to_mapping()))) == known
-    again = References.quiet([known, known]).seconds
-    assert again.keys() == known.seconds.keys()
-    assert all(again[shape] == pytest.approx(row) for shape, row in known.seconds.items())
+    again = References.joined([known, known]).seconds
+    assert again == {shape: {size: 2 * each for size, each in row.items()} for shape, row in known.seconds.items()}
     costs = plain.corrected_by(known, FP32)
     usual = {"microbatches": 4, "microbatch_size": 2, "precision": FP32}
     for degrees, factor in (
@@ -85,11 +84,29 @@ def test_factors_between_two_microbatch_sizes_follow_powers():
     plain = CostModel(model=model(), cluster=machine())
     replicas = Shape(1, 4, 1, False)
     known = references(plain, {replicas: 2.0})
-    slower = {1: known.seconds[replicas][1], 4: 4 * known.seconds[replicas][4]}
+    slower = {1: known.seconds[replicas][1], 4: (4 * known.seconds[replicas][4][0],)}
     costs = plain.corrected_by(replace(known, seconds={replicas: slower}), FP32)
     for samples, factor in ((1, 2.0), (2, 4.0), (4, 8.0), (8, 8.0)):
         of = Configuration(data=4, microbatch_size=samples, precision=FP32)
         assert costs.corrections.factor(of) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("spread", "kept"), [(1.001, 1.0), (1.4, 0.432), (3.0, 0.0)])
+def test_shapes_are_corrected_as_far_as_they_differ_by_more_than_repeated_steps(spread, kept):
+    """Measured ratios of 1.2 and 1.5, whose repeated steps lie within `spread`: `kept` of their distance is left."""
+    plain = CostModel(model=model(), cluster=machine())
+    shapes = Shape(4, 1, 1, False), Shape(1, 1, 4, False)
+    known = references(plain, dict(zip(shapes, (1.2, 1.5), strict=True)))
+    steps = {
+        shape: {size: (each[0], each[0], each[0] * spread, each[0] * spread) for size, each in row.items()}
+        for shape, row in known.seconds.items()
+    }
+    costs = plain.corrected_by(replace(known, seconds=steps), FP32)
+    factors = [
+        costs.corrections.factor(Configuration(**degrees, microbatches=4, precision=FP32))
+        for degrees in ({"pipeline": 4}, {"inside": InsideStage(tensor=4)})
+    ]
+    assert factors[1] / factors[0] == pytest.approx((1.5 / 1.2) ** kept, rel=2e-3)
 
 
 def test_references_are_those_that_can_run():

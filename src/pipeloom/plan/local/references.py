@@ -7,12 +7,19 @@ shape are corrected by this ratio, interpolated between the two sizes by powers.
 degrees d that is not measured is corrected by
 
     product over axes of (ratio of the shape with degree n along the axis) ^ (log d / log n)
+
+Repeated steps differ, and plans must not be ranked by this noise. So ratios count as far as they differ by more than
+repeated steps do; else all shapes have the same ratio, and plans are ranked as predicted. This is the random-effects
+model of DerSimonian and Laird (Controlled Clinical Trials, 1986) for the logarithms of the ratios:
+
+    noise v of a ratio: variance of the logarithms of repeated steps / their number; t: variance of the true ratios
+    ratio = mean + t / (t + v) * (measured ratio - mean)
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log, pow
-from statistics import quantiles
+from statistics import fmean, quantiles, variance
 from typing import Any, NamedTuple, Self
 
 from pipeloom.ir.data_axis import DataStrategy
@@ -23,6 +30,7 @@ from pipeloom.plan.costs.configuration import Configuration, even_blocks
 
 MOST_SAMPLES = 16  # of a measured micro-batch; larger ones take in proportion
 _MOST_MICROBATCHES = 8  # per rank of a pipeline
+_LEAST_VARIANCE = 1e-12  # of logarithms of steps
 
 
 def lower_quartile(times: Sequence[float]) -> float:
@@ -91,12 +99,12 @@ class References:
     Attributes:
         processes: that run them.
         batch: samples per step of all replicas.
-        seconds: by shape and samples per micro-batch.
+        seconds: of each step, by shape and samples per micro-batch.
     """
 
     processes: int = 1
     batch: int = 1
-    seconds: Mapping[Shape, Mapping[int, float]] = field(default_factory=dict)
+    seconds: Mapping[Shape, Mapping[int, tuple[float, ...]]] = field(default_factory=dict)
 
     def to_mapping(self) -> dict[str, Any]:
         """As a JSON object; `from_mapping` reads it back."""
@@ -106,18 +114,19 @@ class References:
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_mapping`."""
-        rows = {Shape(*shape): {int(size): value for size, value in row.items()} for *shape, row in data["seconds"]}
+        rows = {
+            Shape(*shape): {int(size): tuple(each) for size, each in row.items()} for *shape, row in data["seconds"]
+        }
         return cls(**{**data, "seconds": rows})
 
     @classmethod
-    def quiet(cls, found: Sequence[Self]) -> Self:
-        """The lower quartile of repeated measurements, each of some shapes or all."""
-        times: dict[Shape, dict[int, list[float]]] = {}
+    def joined(cls, found: Sequence[Self]) -> Self:
+        """The steps of repeated measurements, each of some shapes or all."""
+        rows: dict[Shape, dict[int, tuple[float, ...]]] = {}
         for each in found:
             for shape, row in each.seconds.items():
-                for samples, seconds in row.items():
-                    times.setdefault(shape, {}).setdefault(samples, []).append(seconds)
-        rows = {shape: {size: lower_quartile(every) for size, every in row.items()} for shape, row in times.items()}
+                known = rows.setdefault(shape, {})
+                known |= {samples: known.get(samples, ()) + times for samples, times in row.items()}
         return cls(processes=found[0].processes, batch=found[0].batch, seconds=rows)
 
 
@@ -145,14 +154,15 @@ class Corrections:
             layers: of the model.
             precision: number formats of the steps.
         """
-        ratios = {
-            shape: {
-                of.microbatch_size: row[of.microbatch_size] / predict(of)
-                for of in shape.steps(found.batch, layers, precision)
-                if of.microbatch_size in row
-            }
+        measured = {
+            (shape, of.microbatch_size): [log(seconds / predict(of)) for seconds in row[of.microbatch_size]]
             for shape, row in found.seconds.items()
+            for of in shape.steps(found.batch, layers, precision)
+            if of.microbatch_size in row
         }
+        ratios: dict[Shape, dict[int, float]] = {}
+        for ((shape, samples), _), ratio in zip(measured.items(), _shrunk([*measured.values()]), strict=True):
+            ratios.setdefault(shape, {})[samples] = exp(ratio)
         return cls(processes=found.processes, ratios=ratios)
 
     def factor(self, of: Configuration) -> float:
@@ -176,3 +186,18 @@ def _between(row: Mapping[int, float], samples: int) -> float:
         return row[least]
     part = min(1.0, max(0.0, log(samples / least) / log(most / least)))
     return exp((1 - part) * log(row[least]) + part * log(row[most]))
+
+
+def _shrunk(rows: Sequence[Sequence[float]]) -> list[float]:
+    """What each row of repeated measurements says, as far as rows differ by more than measurements of one row do."""
+    values = [lower_quartile(row) for row in rows]
+    spreads = [variance(row) for row in rows if len(row) > 1]
+    if not spreads or len(rows) < 2:
+        return values
+    noise = [max(fmean(spreads), _LEAST_VARIANCE) / len(row) for row in rows]
+    weights = [1 / each for each in noise]
+    total, mean = sum(weights), fmean(values, weights)
+    beyond = sum(w * (value - mean) ** 2 for w, value in zip(weights, values, strict=True)) - (len(rows) - 1)
+    true = max(0.0, beyond / (total - sum(w * w for w in weights) / total))
+    mean = fmean(values, [1 / (true + each) for each in noise])
+    return [mean + true / (true + each) * (value - mean) for value, each in zip(values, noise, strict=True)]

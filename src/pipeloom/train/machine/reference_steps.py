@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from statistics import quantiles
 from time import perf_counter
 
 import torch
@@ -82,10 +81,10 @@ def measure_references(
         seconds: after this many, only shapes along one axis are measured, with the smallest micro-batches.
 
     Returns:
-        Of each step the lower quartile of the seconds of the slowest process, the same on every process.
+        Of each step the seconds of the slowest process, the same on every process.
     """
     processes, spent = dist.get_world_size(), 0.0
-    found: dict[Shape, dict[int, float]] = {}
+    found: dict[Shape, dict[int, tuple[float, ...]]] = {}
     for shape in reference_shapes(config, processes) if shapes is None else shapes:
         few = spent > seconds  # the same on every process
         if few and len(shape.along_axes) > 1:
@@ -96,7 +95,7 @@ def measure_references(
         mesh, found[shape] = Mesh(pp=shape.pipeline, dp=shape.data, tp=shape.tensor), {}
         for of in steps:
             times = _seconds(ConfiguredRun(config, of, mesh))
-            found[shape][of.microbatch_size] = quantiles(times[_WARM_UP:])[0]
+            found[shape][of.microbatch_size] = tuple(times[_WARM_UP:])
             spent += sum(times)
         mesh.close()
         gc.collect()
