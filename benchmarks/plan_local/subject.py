@@ -40,7 +40,8 @@ class Trainer:
     def references(self, config: GPTConfig, batch: int, shapes: list[Shape]) -> dict[str, Any]:
         """Steps of some shapes of the mesh ("found"), and the CPU time of `_Use`."""
         use = _Use()
-        return {"found": measure_references(config, batch, precision=pl.Precision("fp32"), shapes=shapes), **use.end()}
+        found = measure_references(config, batch, precision=pl.Precision("fp32"), shapes=shapes, passes=1)
+        return {"found": found, **use.end()}
 
     def build(self, name: str, config: GPTConfig, of: Configuration) -> None:
         """The pipeline and the optimizer of a configuration; those built at the same time have the same degrees."""

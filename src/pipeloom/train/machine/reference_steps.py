@@ -16,7 +16,7 @@ from pipeloom.plan.local.references import References, Shape, reference_shapes
 from pipeloom.split import split
 from pipeloom.training import BarrierStep, Pipeline
 
-_WARM_UP, _STEPS = 2, 4
+_WARM_UP, _STEPS = 2, 3
 
 
 class ConfiguredRun:
@@ -69,6 +69,7 @@ def measure_references(
     fits: Callable[[Configuration], bool] = lambda _: True,
     shapes: Sequence[Shape] | None = None,
     seconds: float = 60.0,
+    passes: int = 2,
 ) -> References:
     """Measure steps of every shape of the mesh; every process calls it.
 
@@ -78,28 +79,34 @@ def measure_references(
         precision: number formats.
         fits: whether a step fits into memory, the same on every process; others are left out.
         shapes: of the mesh; None: all that can run.
-        seconds: after this many, only shapes along one axis are measured, with the smallest micro-batches.
+        seconds: after this many, only shapes along one axis are measured, with the smallest micro-batches; after half
+            of them no other pass begins.
+        passes: over all shapes. A machine is faster and slower in phases, which last longer than the steps of a shape.
 
     Returns:
         Of each step the seconds of the slowest process, the same on every process.
     """
     processes, spent = dist.get_world_size(), 0.0
-    found: dict[Shape, dict[int, tuple[float, ...]]] = {}
-    for shape in reference_shapes(config, processes) if shapes is None else shapes:
-        few = spent > seconds  # the same on every process
-        if few and len(shape.along_axes) > 1:
-            break
-        steps = [of for of in shape.steps(batch, config.layers, precision)[: 1 if few else None] if fits(of)]
-        if not steps:
-            continue
-        mesh, found[shape] = Mesh(pp=shape.pipeline, dp=shape.data, tp=shape.tensor), {}
-        for of in steps:
-            times = _seconds(ConfiguredRun(config, of, mesh))
-            found[shape][of.microbatch_size] = tuple(times[_WARM_UP:])
-            spent += sum(times)
-        mesh.close()
-        gc.collect()
-    return References(processes=processes, batch=batch, seconds=found)
+    found: list[References] = []
+    shapes = reference_shapes(config, processes) if shapes is None else shapes
+    while len(found) < passes and (not found or 2 * spent < seconds):  # the same on every process
+        rows: dict[Shape, dict[int, tuple[float, ...]]] = {}
+        for shape in shapes:
+            few = spent > seconds
+            if few and len(shape.along_axes) > 1:
+                break
+            steps = [of for of in shape.steps(batch, config.layers, precision)[: 1 if few else None] if fits(of)]
+            if not steps:
+                continue
+            mesh, rows[shape] = Mesh(pp=shape.pipeline, dp=shape.data, tp=shape.tensor), {}
+            for of in steps:
+                times = _seconds(ConfiguredRun(config, of, mesh))
+                rows[shape][of.microbatch_size] = tuple(times[_WARM_UP:])
+                spent += sum(times)
+            mesh.close()
+            gc.collect()
+        found.append(References(processes=processes, batch=batch, seconds=rows))
+    return References.joined(found)
 
 
 def _seconds(run: ConfiguredRun) -> list[float]:
