@@ -246,8 +246,17 @@ def test_buffers_and_random_states_go_back_too(transport: str) -> None:
     assert min(run_ranks(_stateful, 3, transport)) > 0
 
 
-@pytest.mark.parametrize("transport", ["loopback", "threads"])
-@pytest.mark.parametrize("name", ["dualpipe", "chimera", "dualpipev"])
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        ("dualpipe", "loopback"),
+        ("chimera", "threads"),
+        ("dualpipev", "loopback"),
+        ("dualpipev", "threads"),
+        pytest.param("dualpipe", "threads", marks=pytest.mark.whole_grid),
+        pytest.param("chimera", "loopback", marks=pytest.mark.whole_grid),
+    ],
+)
 def test_replicas_count_once_and_stay_equal(name: str, transport: str) -> None:
     schedule = pl.schedules.build(name, num_ranks=4, num_microbatches=8)
     facts = []

@@ -87,7 +87,7 @@ def test_a_pipeline_on_a_grid_equals_one_process(shape: GridShape, family: str) 
         assert close(owned(blocks), parameter.grad), name
 
 
-UPDATED = {("2d", "ddp"), ("2d", "zero3"), ("2.5d", "zero3"), ("3d", "ddp")}  # all pairs once: the matrix
+UPDATED = {("2d", "zero3"), ("3d", "ddp")}  # other pairs once: the matrix
 
 
 def _cell(shape: GridShape, data: str, updates: int):
