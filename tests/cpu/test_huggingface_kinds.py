@@ -9,7 +9,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 
 import pipeloom as pl
 from pipeloom.errors import SplitError
-from tests.cpu.huggingface_kinds import KINDS, RUNS, batch_of, difference
+from tests.cpu.huggingface_kinds import KINDS, RUNS, batch_of, difference, model_of
 
 FEW = ("bert", "resnet", "deberta-v2", "t5", "whisper", "clip", "wav2vec2 (stable)", "mamba", "llava")
 
@@ -38,6 +38,36 @@ def test_a_model_whose_layers_share_parameters_is_traced():
         torch.testing.assert_close(pipe.step(batch), expected.detach())
         for name, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients.get(name))
+
+
+def test_a_head_alone_behind_a_pooler(monkeypatch):
+    kind = KINDS["bert"]._replace(model="BertForSequenceClassification", batch="text, classes")
+    sizes = {**kind.config[1], "num_hidden_layers": 2}
+    monkeypatch.setitem(KINDS, "bert with a head", kind._replace(config=("BertConfig", sizes)))
+    assert difference("bert with a head", [(5, "1f1b")]) <= 1e-12
+
+
+def test_a_model_with_memories_evaluates():
+    import transformers
+
+    sizes = {"vocab_size": 64, "d_model": 8, "n_layer": 3, "n_head": 2, "d_inner": 8}
+    config = transformers.XLNetConfig(**sizes, dropout=0.0, summary_last_dropout=0.0)
+    batch, model = batch_of("roberta"), transformers.XLNetForSequenceClassification(config).train()
+    schedule = pl.schedules.build("gpipe", num_ranks=2, num_microbatches=3)
+    with pl.Pipeline(model, schedule, check=batch) as pipe:
+        torch.testing.assert_close(pipe.evaluate(batch), model.eval()(**batch).loss.detach())
+
+
+def test_layerdrop_of_a_configuration_is_refused():
+    kind = KINDS["wav2vec2"]
+    model = model_of("wav2vec2")
+    model.config.layerdrop = 0.1
+    schedule = pl.schedules.build("gpipe", num_ranks=2, num_microbatches=3)
+    with (
+        pl.Pipeline(model, schedule) as pipe,
+        pytest.raises(SplitError, match=rf"^config.layerdrop=0.1: {kind.model} drops whole layers at random"),
+    ):
+        pipe.step(batch_of("wav2vec2"))
 
 
 @pytest.mark.whole_grid

@@ -43,6 +43,7 @@ class ModelState:
         sequence_length: the most tokens of a sequence, where the model's modules have such an attribute; else None.
         has_copies: whether several ranks of this process hold the same parameter.
         whole: the uncut model without values, where it is one of transformers.
+        around: the modules around the model's layers.
     """
 
     def __init__(self, cut_model: Stages, program: Program, ranks: Iterable[int], sharing: Sharing) -> None:
@@ -65,7 +66,7 @@ class ModelState:
         self.keeps_slices = all(isinstance(each, StageModule) and keeps_slices(each) for each in cut_model.modules)
         self.ties: dict[str, str] = dict(cut_model.canonical_names)
         self.has_copies = sum(map(len, main.values())) > len({name for held in main.values() for name in held})
-        self.whole = cut_model.whole
+        self.whole, self.around = cut_model.whole, cut_model.around
         self._all_names = {
             name
             for module in cut_model.modules
@@ -108,6 +109,10 @@ class ModelState:
     def ranges(self) -> dict[str, Range]:
         """By canonical name, the elements that each sharded main parameter holds; full parameters are left out."""
         return {name: span for store in self.stores.values() for name, span in store.ranges.items()}
+
+    def check_around(self) -> None:
+        """Raises SplitError where stages would not run what the model's forward does now (see `AroundLayers`)."""
+        self.around.check(training=any(module.training for module in self.modules()))
 
     def check_values(self) -> None:
         """Raises InputError where a parameter or buffer held here is on the meta device, where nothing has a value."""

@@ -4,9 +4,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, SupportsIndex
 
+import torch
 from torch import nn
 
 from pipeloom.common.quantities import counted
@@ -152,6 +153,33 @@ def check_complete(
     for name, module in model.named_modules():
         if id(module) not in inside and name not in (*outer, *replicated) and not list(module.children()):
             warnings.warn(f"{name!r} ({type(module).__name__}) is in no layer and will not run.", stacklevel=3)
+
+
+def check_memory(parameters: Iterable[tuple[str, nn.Parameter, Sequence[int]]]) -> None:
+    """Check that parameters of different stages do not share memory, since their updates would differ.
+
+    Args:
+        parameters: each parameter once: its name, itself, and the stages that hold it.
+
+    Raises:
+        SplitError: two parameters are over one memory, in different stages.
+    """
+    spans = []
+    for name, parameter, stages in parameters:
+        is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_meta
+        if is_plain and parameter.numel() and parameter.data_ptr():  # one of freed memory has none
+            last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+            start = parameter.data_ptr()
+            end = start + (last + 1) * parameter.element_size()
+            spans.append(((str(parameter.device), start), end, name, list(stages)))
+    for (here, end, name, stages), (there, _, other, others) in pairwise(sorted(spans)):
+        if here[0] == there[0] and there[1] < end and (stages != others or len(stages) > 1):
+            places = " and ".join(map(str, sorted({*stages, *others})))
+            raise SplitError(
+                f"{name!r} and {other!r} are two parameters over one memory, in stages {places}: "
+                "an update of one would not reach the other. Make them one nn.Parameter, so that they are tied, or "
+                "give each its own memory with clone()."
+            )
 
 
 def _saved_tensors(module: nn.Module) -> list[tuple[str, Any]]:

@@ -12,7 +12,8 @@ from pipeloom.errors import SplitError, folded
 from pipeloom.ir import SkippingValue
 from pipeloom.split.chain_partition import Tie, consecutive, find_ties
 from pipeloom.split.huggingface import Decoder, DecoderStage, find_decoder
-from pipeloom.split.layers import ChainLayer, check_complete, count_layers, find_layers
+from pipeloom.split.layers import ChainLayer, check_complete, check_memory, count_layers, find_layers
+from pipeloom.split.layouts.around import AroundLayers
 from pipeloom.split.layouts.layout import Layout, find_layout, runs_in_order
 from pipeloom.split.planned.collected import hooks_installed
 from pipeloom.split.planned.stage import PlannedStage
@@ -51,6 +52,7 @@ class Stages:
         skips: the values that skip stages.
         whole: the uncut model without values, where it is one of transformers.
         model: returns the uncut model while the caller keeps it, else None.
+        around: the modules around the layers.
     """
 
     modules: list[nn.Module]
@@ -61,6 +63,7 @@ class Stages:
     skips: tuple[SkippingValue, ...] = ()
     whole: nn.Module | None = None
     model: Callable[[], nn.Module | None] = lambda: None
+    around: AroundLayers = field(default_factory=AroundLayers.nothing)
 
 
 def split(
@@ -310,6 +313,8 @@ def _describe(
     for stage, module in enumerate(modules):
         for parameter in module.parameters():
             homes[id(parameter)].append(stage)
+    objects = {id(parameter): parameter for _, parameter in named}
+    check_memory((names[0], objects[key], homes[key]) for key, names in aliases.items())
     canonical = {alias: names[0] for names in aliases.values() for alias in names[1:]}
     for module in modules:
         if isinstance(module, StageModule):
@@ -323,7 +328,12 @@ def _describe(
         skips=find_skips(modules),
         whole=without_memory(model) if _is_of_transformers(model) else None,
         model=weakref.ref(model) if isinstance(model, nn.Module) else lambda: None,
+        around=_around(model, modules) if isinstance(model, nn.Module) else AroundLayers.nothing(),
     )
+
+
+def _around(model: nn.Module, modules: Sequence[nn.Module]) -> AroundLayers:
+    return AroundLayers(model, modules, keeps_hooks=any(isinstance(module, PlannedStage) for module in modules))
 
 
 def _is_of_transformers(model: Any) -> TypeGuard[nn.Module]:

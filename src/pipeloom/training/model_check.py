@@ -20,7 +20,7 @@ from pipeloom.split.stage_module import StageModule
 from pipeloom.split.traced.inputs import Arguments, Signature
 from pipeloom.training.evaluation_mode import evaluation_mode
 from pipeloom.training.losses.own_loss import plain_batch
-from pipeloom.transport.values import Value, copied, join_batch, samples_of, split_batch
+from pipeloom.transport.values import Value, copied, flatten, join_batch, samples_of, split_batch, unflatten
 
 
 class ModelCheck:
@@ -71,7 +71,9 @@ class ModelCheck:
             float(loss_in(loss_fn(output, part))) * share
             for output, part, share in zip(outputs, parts, shares, strict=True)
         )
-        joined = join_batch(outputs)
+        joined = _joined(outputs, shares)
+        if joined is None:
+            return
         if isinstance(outputs[0], dict):
             kind: Any = type(outputs[0])
             joined = kind(**joined)
@@ -180,7 +182,7 @@ def _taken(sample: Value, what: str) -> Iterator[None]:
 
 def _run(model: nn.Module, inputs: Value, bind: Callable[[Value], Arguments] | None) -> Value:
     # Stages keep no keys and values for a next token, and the output holds none.
-    settings = {"use_cache": False} if _keeps_a_cache(model) else {}
+    settings = {name: False for name in ("use_cache", "use_mems") if _takes(model, name)}
     if bind is not None:
         args, kwargs = bind(inputs)
         return model(*args, **kwargs)
@@ -188,12 +190,28 @@ def _run(model: nn.Module, inputs: Value, bind: Callable[[Value], Arguments] | N
     return model(**{**settings, **inputs}) if takes_names else model(inputs, **settings)
 
 
-def _keeps_a_cache(model: nn.Module) -> bool:
-    """Whether the forward takes ``use_cache``, or passes it on to the base model."""
+def _joined(outputs: Sequence[Value], shares: Sequence[float]) -> Value:
+    """The output of the whole sample; scalars, such as auxiliary losses, are means over micro-batches.
+
+    None: numbers of Python in it differ between micro-batches, so it is not known.
+    """
+    layouts, tensors = zip(*map(flatten, outputs), strict=True)
+    if any(layout.structure != layouts[0].structure for layout in layouts):
+        return None
+    columns = [list(column) for column in zip(*tensors, strict=True)]
+    joined = [
+        torch.cat(column) if column[0].dim() else sum(each * share for each, share in zip(column, shares, strict=True))
+        for column in columns
+    ]
+    return unflatten(layouts[0], joined)
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Whether the forward takes the argument, or passes it on to the base model."""
     parameters = inspect.signature(model.forward).parameters
     base = getattr(model, "base_model", model)
     passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    return "use_cache" in parameters or (passes_on and "use_cache" in inspect.signature(base.forward).parameters)
+    return name in parameters or (passes_on and name in inspect.signature(base.forward).parameters)
 
 
 @contextmanager

@@ -350,6 +350,7 @@ class Pipeline:
         tell(self.executor.batching.loss_fn)
 
     def _begin(self) -> None:
+        self.state.check_around()
         if self.mesh is not None:
             self.mesh.meter.begin()
 

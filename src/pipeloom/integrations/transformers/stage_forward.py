@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError
 from pipeloom.integrations.transformers.arguments import as_one_device
+from pipeloom.split.layouts.around import STANDS_FOR
 from pipeloom.split.layouts.layout import find_layout
 from pipeloom.split.planned.model_copy import modules_may_be_read
 from pipeloom.split.planned.stand_ins import HOOKS, shallow_copy
@@ -78,6 +79,7 @@ class StageForward:
         def forward(shell: nn.Module, **inputs: Any) -> Any:
             return self._run(shell, own, before, inputs)
 
+        setattr(forward, STANDS_FOR, own)
         given["forward"] = MethodType(forward, model)
         given.update({name: OrderedDict() for name in HOOKS})
         try:

@@ -1,1 +1,1 @@
-"""Which modules of a model run one after another: as declared, registered, or detected in its source."""
+"""Which modules of a model run one after another, as declared, registered or detected in its source; what is around."""

@@ -7,6 +7,6 @@ forward_run     one forward: what arrives, what it finds out, and the message fo
 place           which parts a stage has, and where they stand in the model
 stand_ins       modules in place of parts; other_parts: what parts of other stages return
 tracking        follows values, branches and random numbers through a forward that is not known yet
-attributes      what is set on the model's containers; containers: what parts leave in dicts and lists
+attributes      what is set on the model's containers; containers: values in dicts and lists, and zeros
 collected       outputs that transformers collects by hooks; caches: keys and values of earlier tokens
 """

@@ -1,4 +1,4 @@
-"""Values in dicts and lists: those that a module leaves in its arguments, and those of a message between stages."""
+"""Values in dicts and lists, which a module leaves in its arguments or stages send; zeros in the form of a value."""
 
 from collections.abc import Mapping, MutableMapping
 from types import NoneType
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CONTAINERS = (MutableMapping, list)
 UNCHANGED = frozenset((Tensor, nn.Parameter, NoneType, bool, int, float, str, tuple, torch.Size))
@@ -29,6 +29,13 @@ def entries_of(container: Any) -> dict[Any, Any]:
     }
 
 
+def has_tensors(value: Any) -> bool:
+    """Whether the value is a tensor, or a dict, list or tuple with tensors."""
+    return isinstance(value, Tensor) or (
+        isinstance(value, dict | list | tuple) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+    )
+
+
 def each_once(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The values that differ, each by its first key; and for each other key, the first key of its value."""
     first: dict[int, str] = {}
@@ -40,3 +47,45 @@ def each_once(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 def all_of(once: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:
     """The values that `each_once` took apart."""
     return {**once, **{key: once[first] for key, first in same.items()}}
+
+
+Format = torch.dtype | None
+
+
+def format_of(module: nn.Module) -> Format:
+    """The dtype of a module's floating-point parameters: of the first one. None: there are none."""
+    return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
+
+
+def shaped_like_result(
+    twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any], formats: tuple[Format, Format] = (None, None)
+) -> Any:
+    """Zeros in the shapes that a module would return, without computing anything.
+
+    Args:
+        twin: the module, without memory.
+        args, settings: of the call.
+        formats: results of the first dtype get the second.
+    """
+    result = _shaped_like_result(twin, args, settings)
+    before, now = formats
+    if now in (None, before):
+        return result
+    return tree_map_only(Tensor, lambda t: t.to(now) if t.dtype == before else t, result)
+
+
+def _shaped_like_result(twin: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    given = [leaf for leaf in tree_leaves((args, settings)) if isinstance(leaf, Tensor)]
+    device = given[0].device if given else torch.device("cpu")
+    table = getattr(twin, "weight", None)
+    if isinstance(table, Tensor) and (isinstance(twin, nn.Embedding) or hasattr(twin, "look_up")) and given:
+        return torch.zeros(*given[0].shape, table.shape[1], dtype=table.dtype, device=device)
+    with torch.no_grad():
+        to_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, settings))
+        result = twin(*to_meta[0], **to_meta[1])
+    return zeros_like(result, device)
+
+
+def zeros_like(value: Any, device: torch.device | None = None) -> Any:
+    """The value with zeros in place of its tensors."""
+    return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device or t.device), value)

@@ -4,14 +4,16 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeloom.errors import SplitError
 from pipeloom.split.planned.attributes import KeptBuffers
 from pipeloom.split.planned.collected import collected_outputs, collector
 from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
 from pipeloom.split.planned.known import RESULT, Known
 from pipeloom.split.planned.place import Leave, StagePlace
+from pipeloom.split.planned.stand_ins import StandIn
 from pipeloom.split.planned.tracking.decisions import DecisionWatch
 from pipeloom.split.planned.tracking.draws import SharedDraws
 from pipeloom.split.planned.tracking.origins import (
@@ -50,6 +52,9 @@ class ForwardRun:
         result: of the last own part.
         entries: values that parts up to here left in dicts and lists among their arguments, by argument.
         plain: own parts that only run; of the others, arguments or results may belong to other stages.
+        has_taken: whether the forward has got what arrived from the part before the stage.
+        inside: the own part that runs, in a forward that explores.
+        called_inside: own parts, and the first module inside of each that the forward has called itself.
         thread: attributes of `running` in this thread, looked up once.
     """
 
@@ -84,6 +89,10 @@ class ForwardRun:
         self.watch = DecisionWatch(decisions) if decisions else None
         self._lasting, self._early = lasting, 0  # decisions by inputs before that part
         self._early_decisions: tuple[Any, ...] = ()
+        self.has_taken = False
+        self.inside: str | None = None
+        self.called_inside: dict[str, str] = {}
+        self._calls: dict[str, int] = {}  # of modules that are no parts
         self.thread = vars(running)
         if arrived:
             self._take_arrived()
@@ -133,10 +142,20 @@ class ForwardRun:
         return message | {name: value for name, value in optional.items() if value}
 
     @property
-    def explores(self) -> bool:
-        """Whether all own parts have run, and the rest of the forward only shows what later stages need."""
+    def is_past_own(self) -> bool:
+        """Whether all own parts have run, and the rest of the forward only has, or shows, what later stages need."""
         place = self.place
-        return self.origins is not None and len(self.done) == len(place.names) and place.last != place.end
+        return len(self.done) == len(place.names) and place.last != place.end
+
+    @property
+    def explores(self) -> bool:
+        """Whether the rest of the forward only shows what later stages need."""
+        return self.origins is not None and self.is_past_own
+
+    def leave_if_complete(self) -> None:
+        """Raises Leave where a known forward has found all that later stages need."""
+        if self.origins is None and self.is_past_own and len(self.found) == len(self.sends):
+            raise Leave(self.stage)
 
     def add_results_in(self, value: Any) -> None:
         """Send the results known here that are combined in a value of a later stage."""
@@ -157,8 +176,8 @@ class ForwardRun:
         """
         place = self.place
         if len(self.done) != len(place.names) or place.last != place.end:
-            missing = next((n for i, n in enumerate(place.names) if i not in self.done), place.names[-1])
-            raise place.not_called(missing)
+            self.check_whole()
+            raise place.not_called(place.names[-1])
         if self._received:  # such as an encoder's result, which a decoder's parts read and the model returns too
             output = tree_map_only(Tensor, lambda t: self._received.get(id(t), (t, t))[1], output)
         if self.origins is not None:
@@ -166,6 +185,16 @@ class ForwardRun:
                 raise place.reads_earlier()
             self._check_decisions()
         return output
+
+    def check_whole(self) -> None:
+        """Raises SplitError where the forward did not call all parts of the stage, and the part before them."""
+        before = self.place.before
+        if len(self.done) == len(self.place.names) and (before is None or self.has_taken):
+            return
+        missing = self._missing()
+        if missing is not None and missing in self.called_inside:
+            raise self.place.calls_inside(missing, self.called_inside[missing])
+        raise self.place.not_called(missing or str(before))
 
     def end_exploration(self) -> None:
         """Undo changes of buffers by the rest of the forward, and send the results that it branches on."""
@@ -207,7 +236,7 @@ class ForwardRun:
         """
         place, name = self.place, self.place.names[index]
         if self.done and index <= self.done[-1]:
-            raise place.in_another_order(name)
+            raise self.in_another_order(name)
         self.thread["layer"] = layer
         if index == self._lasting:
             if self.watch is not None:
@@ -239,7 +268,7 @@ class ForwardRun:
             self._check_decisions()
             versions = versions_of(args, settings)
             shared = self.stage.shared_tensors(name)
-            origins.quiet = True
+            origins.quiet, self.inside = True, name
         if self.draws is None:
             result = run(*args, **settings)
         else:
@@ -247,7 +276,7 @@ class ForwardRun:
                 result = run(*args, **settings)
         self.done.append(index)
         if origins is not None:
-            origins.quiet = False
+            origins.quiet, self.inside = False, None
             self._check_changes(name, versions, result)
             known = {id(tensor) for tensor in shared}
             if any(id(tensor) not in known for tensor in self.stage.shared_tensors(name)):
@@ -281,9 +310,9 @@ class ForwardRun:
         found = collector()
         self._collected = {} if found is None else collected_outputs(found)
         for key in self.sends:
-            parameter = None if key in self.found else self.stage.own_parameter(key.removeprefix(RESULT))
-            if parameter is not None:  # which the forward reads behind the last part
-                self.found[key] = parameter.view_as(parameter)
+            value = None if key in self.found else self.stage.own_value(key.removeprefix(RESULT))
+            if value is not None:  # which the forward reads behind the last part
+                self.found[key] = _views(value)
         if self.origins is not None:
             self._kept = KeptBuffers(self.stage.outer_buffers())
         elif len(self.found) == len(self.sends):
@@ -300,26 +329,51 @@ class ForwardRun:
                 self.origins.add_result(name, result, given)
         return given
 
-    def run_other(self, name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        """Run a module that is no part. What follows from inputs alone need not be sent, if every stage computes it."""
+    def in_another_order(self, name: str) -> SplitError:
+        """The error for a part that runs twice, or in another order."""
+        missing = self._missing()
+        inside = None if missing is None else self.called_inside.get(missing)
+        return self.place.in_another_order(name) if inside is None else self.place.calls_inside(str(missing), inside)
+
+    def _missing(self) -> str | None:
+        """The first own part that has not run."""
+        return next((name for index, name in enumerate(self.place.names) if index not in self.done), None)
+
+    def numbered(self, name: str) -> str:
+        """The name of a module that is no part, with the number of its call behind the first one."""
+        number = self._calls[name] = self._calls.get(name, 0) + 1
+        return name if number == 1 else f"{name}#{number}"
+
+    def run_other(
+        self, module_name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any], *, is_inside: bool = False
+    ) -> Any:
+        """Run a module that is no part. What follows from inputs alone need not be sent, if every stage computes it.
+
+        Args:
+            is_inside: it is inside of a part of this stage.
+        """
+        name = self.numbered(module_name)
         key = RESULT + name
         if key in self.extras:
             return self.given(name, self.extras[key], OWN)
         if self.draws is None:
             result = module(*args, **settings)
         else:
-            result = self._run_within(name, module, args, settings)
+            result = self._run_within(module_name, module, args, settings, is_inside)
         if self.origins is None:
             if key not in self.sends or key in self.found:
                 return result
             self.found[key] = result
+            self.leave_if_complete()
             return self.given(name, result, 0)
         known = self.origins.of(result)
         if known & (OWN | LAST) and not known & (LATER | EARLIER) and not self.origins.has_result(name):
             return self.given(name, result, known & (OWN | LAST))  # and not what it was computed of
         return result
 
-    def _run_within(self, name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    def _run_within(
+        self, name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any], is_inside: bool
+    ) -> Any:
         """Run a module that is no part and may draw, and note the origins of its result where they are followed."""
         origins, place, draws = self.origins, self.place, self.draws
         assert draws is not None
@@ -328,23 +382,33 @@ class ForwardRun:
                 return module(*args, **settings)
         has_parameters = next(module.parameters(), None) is not None
         given = origins.of((args, settings)) if has_parameters else 0
-        origins.quiet = has_parameters
+        was_quiet, origins.quiet = origins.quiet, origins.quiet or has_parameters
         with draws.within(name):
             result = module(*args, **settings)
-        origins.quiet = False
+        origins.quiet = was_quiet
         if has_parameters:
-            own = OWN if place.blocks & set(place.names) and name not in place.everywhere else 0
+            has_blocks = bool(place.blocks & set(place.names))
+            own = OWN if is_inside or (has_blocks and name not in place.everywhere) else 0
             origins.mark(result, given if given & ~(DRAWN | IN_UNIT) else given | own)
         return result
 
-    def read_own(self, key: str, tensor: Tensor) -> Tensor:
-        """A parameter of a module that not every stage has, which the forward reads from outside of the module."""
+    def read_own(self, key: str, value: Any) -> Any:
+        """An attribute of a module that not every stage has, with tensors, which the forward reads from outside."""
         if RESULT + key in self.sends:
-            self.found[RESULT + key] = tensor.view_as(tensor)
+            self.found[RESULT + key] = _views(value)
         if self.origins is not None and not self.origins.has_result(key):
-            self.origins.mark(tensor, OWN)
-            self.origins.add_result(key, tensor.view_as(tensor), tensor)
-        return tensor
+            self.origins.mark(value, OWN)
+            self.origins.add_result(key, _views(value), value)
+        return value
+
+    def check_set(self, name: str, home: nn.Module, key: str, value: Any) -> None:
+        """Raises SplitError where the forward sets a parameter of a part, or sets an attribute to zeros."""
+        if key in home._parameters:
+            raise self.place.sets_parameter(name)
+        if isinstance(value, StandIn):
+            raise self.place.reads_given_module(name.rpartition(".")[0], name)
+        if self.origins is not None and self.origins.of(value) & EARLIER:
+            raise self.place.sets_earlier(name)
 
     def fill(self, containers: Mapping[str, Any]) -> None:
         """Add the entries that parts of earlier stages left in dicts and lists among their arguments."""
@@ -358,3 +422,8 @@ class ForwardRun:
             elif isinstance(container, list):
                 container[:] = [entries[index] for index in sorted(entries)]
         self._filled = True
+
+
+def _views(value: Any) -> Any:
+    """The value with other tensor objects, over the same memory."""
+    return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), value)

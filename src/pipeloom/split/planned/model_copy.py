@@ -4,7 +4,8 @@ import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -47,12 +48,13 @@ class ModelCopy:
     Attributes:
         model: the copy, of the model's class.
         attributes: of the copied modules.
+        lists_own: while the parameters or modules that the stage has are listed.
     """
 
     def __init__(self, stage: Any, place: StagePlace, model: nn.Module) -> None:
         self._stage, self._place = stage, place
         self._containers: list[nn.Module] = []
-        self._lists_own = False
+        self.lists_own = False
         self.attributes = ContainerAttributes()
         self.model = self._copy(model, "")
         on_demand = HooksOnDemand(model, [*stage.modules(), *self._containers])
@@ -83,6 +85,7 @@ class ModelCopy:
         container = shallow_copy(module)
         for method in _LISTINGS:
             vars(container)[method] = partial(self._list, container, prefix, method)
+        vars(container)["get_parameter"] = vars(container)["get_buffer"] = partial(_attribute_of, container)
         self._containers.append(container)
         self.attributes.follow(module, container)
         if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
@@ -102,25 +105,46 @@ class ModelCopy:
                 self.attributes.follow(*pair)
             return OwnPart(self._stage, name, *self._stage.place(name, twin))
         if self._place.keeps_others or name in self._place.everywhere:
+            self._stage.others_with_parameters.add(name)
             return OwnPart(self._stage, name, *self._stage.place(name, module))
         return PassedOver(self._stage, None, name, module)
 
     def _list(self, container: nn.Module, prefix: str, method: str, /, *args: Any, **settings: Any) -> Any:
         """What a container's parameters or modules are, read in a forward, where the stage has all of them."""
         own = getattr(type(container), method)
+        if self._stage.current_run is None or self.lists_own:
+            return own(container, *args, **settings)
         has_all = not any(part.startswith(prefix) for part in self._place.elsewhere)
         looks = _reading.modules and method != "named_parameters"
-        if self._stage.current_run is None or has_all or self._lists_own or looks:
-            return own(container, *args, **settings)
-        if method != "named_parameters":
+        if not (has_all or looks) and method != "named_parameters":
             raise self._place.reads_all(method)
-        self._lists_own = True  # named_parameters calls named_modules
+        self.lists_own = True
         try:
-            return self._first_parameters(list(own(container, *args, **settings)))
+            found = own(container, *args, **settings)
+            found = found if method == "state_dict" else list(found)
         finally:
-            self._lists_own = False
+            self.lists_own = False
+        return found if has_all or looks else self._first_parameters(container, found)
 
-    def _first_parameters(self, found: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this stage, then an error: a forward may ask the first one for its dtype."""
-        yield from found
+    def _first_parameters(self, container: nn.Module, found: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The parameters of this stage, or one of another, then an error: a forward may ask the first for its dtype."""
+        if found:
+            yield from found
+        else:
+            elsewhere = (named for part in _passed_over(container) for named in part.named_parameters())
+            yield from islice(elsewhere, 1)
         raise self._place.reads_all("named_parameters")
+
+
+def _attribute_of(container: nn.Module, target: str) -> Any:
+    """A parameter or buffer by its name, as the forward gets it."""
+    return reduce(getattr, target.split("."), container)
+
+
+def _passed_over(module: nn.Module) -> Iterator[PassedOver]:
+    """The stand-ins of modules of other stages inside of a container."""
+    if type(module) is PassedOver:
+        yield module
+    elif type(module) is not OwnPart:
+        for child in module._modules.values():
+            yield from () if child is None else _passed_over(child)

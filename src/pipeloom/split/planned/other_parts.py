@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from pipeloom.split.planned.collected import collector
-from pipeloom.split.planned.containers import containers_of
+from pipeloom.split.planned.containers import containers_of, has_tensors, shaped_like_result, zeros_like
 from pipeloom.split.planned.forward_run import ForwardRun
 from pipeloom.split.planned.known import RESULT
 from pipeloom.split.planned.place import Leave
-from pipeloom.split.planned.stand_ins import shaped_like_result, zeros_like
+from pipeloom.split.planned.stand_ins import with_zeros
 from pipeloom.split.planned.tracking.origins import EARLIER, LAST, LATER, OWN, tensors_of
 
 
@@ -26,35 +26,61 @@ class OtherParts:
     def __init__(self, run: ForwardRun) -> None:
         self._run = run
         self._passed: set[str] = set()
+        self._read: dict[str, Any] = {}  # attributes that arrived, as an exploring forward gets them
         self._forms: dict[str, Any] = {}  # of what blocks of other stages return, by list
 
-    def read_absent(self, key: str, tensor: Tensor) -> Tensor:
-        """What stands for a tensor of a module of another stage: the received one, or zeros without memory."""
+    def read_absent(self, key: str, value: Any) -> Any:
+        """What stands for an attribute of a module of another stage: what arrived, or zeros without memory for tensors.
+
+        Args:
+            key: fully qualified name of the attribute.
+            value: as it was when the model was cut, without memory; an attribute that was absent may arrive too.
+        """
         run = self._run
         received = run.extras.get(RESULT + key)
-        if isinstance(received, Tensor):
-            return received if run.origins is None else run.given(key, received, OWN)
+        if received is not None:
+            if run.origins is not None and key not in self._read:
+                self._read[key] = run.given(key, received, OWN)
+            return self._read.get(key, received)
         before, now = run.stage.parameter_formats()
         device = next((leaf.device for leaf in tree_leaves(run.inputs) if isinstance(leaf, Tensor)), None)
-        dtype = now if now is not None and tensor.dtype == before else tensor.dtype
-        zeros = torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
+        if isinstance(value, torch.device):
+            return device if value.type == "meta" else value
+        if isinstance(value, torch.dtype):
+            return value if now is None or value != before else now
+        if not has_tensors(value):
+            return value
+        if run.inside is not None:
+            raise run.place.reads_given_module(run.inside, key)
+
+        def zeros(tensor: Tensor) -> Tensor:
+            dtype = now if now is not None and tensor.dtype == before else tensor.dtype
+            return torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
+
+        found = tree_map_only(Tensor, zeros, value)
         if run.origins is not None:
-            run.origins.mark(zeros, EARLIER)
-        return zeros
+            run.origins.mark(found, EARLIER)
+        return found
 
     def pass_other(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """What a module returns that is no part, and is on other stages: what arrived, or zeros."""
         run = self._run
+        name = run.numbered(name)
         received = run.extras.get(RESULT + name)
-        return self._zeros(twin, args, settings, EARLIER) if received is None else run.given(name, received, OWN)
+        if received is not None:
+            return run.given(name, received, OWN)
+        if run.inside is not None:
+            raise run.place.reads_given_module(run.inside, name)
+        return self._zeros(twin, args, settings, EARLIER)
 
     def pass_earlier(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """What a part of an earlier stage returns: what arrived, or zeros."""
         run = self._run
         if run.done or name in self._passed:
-            raise run.place.in_another_order(name)
+            raise run.in_another_order(name)
         self._passed.add(name)
         if name == run.place.before:
+            run.has_taken = True
             if "entries" in run.arrived:
                 run.fill(containers_of(args, settings))
             found = collector()
@@ -75,7 +101,7 @@ class OtherParts:
         run = self._run
         here, origins = run.place, run.origins
         if len(run.done) < len(here.names):
-            raise here.in_another_order(name)
+            raise run.in_another_order(name)
         for where, tensor in tensors_of(args, settings):
             key = f"{name}|{where}"
             wanted = key in (run.sends if origins is None else run.extras)
@@ -90,8 +116,7 @@ class OtherParts:
         if origins is not None:
             self._add_later_entries(containers_of(args, settings))
         if origins is None:
-            if place == here.end or len(run.found) == len(run.sends):
-                raise Leave(run.stage)
+            run.leave_if_complete()
         elif not here.combines and (place == here.end or place > here.last_block):
             raise Leave(run.stage)  # heads: their arguments follow from the result of the last block
         return self._absent(name, twin, (args, settings), LATER)
@@ -113,34 +138,63 @@ class OtherParts:
             return self._zeros(twin, args, settings, origin)
         siblings = here.list_of(name)
         if siblings not in self._forms:
-            like, form = (here.names[-1], run.left) if origin == LATER else (here.before, run.arrived["value"])
-            one_list = not here.combines or (like is not None and here.list_of(like) == siblings)
-            if one_list or settings.get("past_key_values") is not None:
-                self._forms[siblings] = form if origin == LATER else zeros_like(form)
-            else:
-                self._forms[siblings] = self._zeros(twin, args, settings, origin)
+            self._forms[siblings] = self._form_of_blocks(siblings, twin, call, origin)
         form = self._forms[siblings]
         return form if run.origins is None else self._marked(form, origin)
+
+    def _form_of_blocks(
+        self, siblings: str, twin: Any, call: tuple[tuple[Any, ...], dict[str, Any]], origin: int
+    ) -> Any:
+        """A value in the form of what the blocks of a list return.
+
+        That is the form of the last result, where it is a block's; else, in a forward that explores, it is compared
+        with what a block returns, such as behind a pooler.
+        """
+        run, (args, settings) = self._run, call
+        here, unlike = run.place, run.stage.unlike_results
+        like, form = (here.names[-1], run.left) if origin == LATER else (here.before, run.arrived["value"])
+        is_block = settings.get("past_key_values") is not None or (like is not None and here.list_of(like) == siblings)
+        if not is_block and (here.combines or run.origins is not None or siblings in unlike):
+            try:
+                found = self._zeros(twin, args, settings, origin)
+            except Exception:
+                if here.combines:
+                    raise
+                found = zeros_like(form)
+            if _form(found) != _form(form):
+                unlike.add(siblings)
+            return found
+        return form if origin == LATER else zeros_like(form)
 
     def _zeros(self, twin: Any, args: tuple[Any, ...], settings: dict[str, Any], origin: int) -> Any:
         """Zeros in the shapes of what a module of another stage returns."""
         run = self._run
-        origins, formats = run.origins, run.stage.parameter_formats()
+        origins = run.origins
         if origins is None:
-            # What the module would draw is drawn inside of a part of another stage.
-            with nullcontext() if run.draws is None else run.draws.paused():
-                return shaped_like_result(twin, args, settings, formats)
+            return self._shaped(twin, args, settings)
         origins.quiet = True
         try:
-            with nullcontext() if run.draws is None else run.draws.paused():
-                result = shaped_like_result(twin, args, settings, formats)
+            result = self._shaped(twin, args, settings)
         except Exception as error:
             if run.explores:
                 raise
             raise run.place.without_shape(type(twin).__name__, error) from error
-        origins.quiet = False
+        finally:
+            origins.quiet = False
         origins.mark(result, origin)
         return result
+
+    def _shaped(self, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        run = self._run
+        # What the module would draw is drawn inside of a part of another stage.
+        with nullcontext() if run.draws is None else run.draws.paused():
+            try:
+                return shaped_like_result(twin, args, settings, run.stage.parameter_formats())
+            except Exception:
+                found = _by_values(twin, args, settings)
+                if found is None:
+                    raise
+                return found
 
     def _marked(self, value: Any, origin: int) -> Any:
         """Zeros in the form of a value, in a forward that is followed."""
@@ -151,3 +205,28 @@ class OtherParts:
         origins.quiet = False
         origins.mark(result, origin)
         return result
+
+
+def _form(value: Any) -> Any:
+    """The structure of a value, and the shapes and dtypes of its tensors."""
+    leaves, structure = tree_flatten(value)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _by_values(twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    """Zeros in the shapes of what a module returns, where these depend on values: it computes, with weights of 0.
+
+    None: they are not known by that either.
+    """
+    values = [leaf for leaf in tree_leaves((args, settings)) if isinstance(leaf, Tensor)]
+    given = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, settings))
+    devices = [each.device for each in values if each.device.type == "cuda"]
+    if not values:
+        return None
+    try:
+        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+            result = with_zeros(twin, values[0].device)(*given[0], **given[1])
+    except Exception:
+        return None
+    only_tensors = all(isinstance(leaf, Tensor | None) for leaf in tree_leaves(result))
+    return zeros_like(result) if only_tensors else None

@@ -26,6 +26,7 @@ class StagePlace:
         chain: names of all parts of the model, in order, and whether each is a repeated block.
         layout: where these come from.
         model_name: for messages.
+        forward_is_set: whether the model's forward is one that was set on the instance.
 
     Attributes:
         names: of the stage's parts.
@@ -42,7 +43,13 @@ class StagePlace:
     """
 
     def __init__(
-        self, names: Sequence[str], chain: Sequence[tuple[str, bool]], layout: Layout, model_name: str
+        self,
+        names: Sequence[str],
+        chain: Sequence[tuple[str, bool]],
+        layout: Layout,
+        model_name: str,
+        *,
+        forward_is_set: bool,
     ) -> None:
         self.names = list(names)
         self.places = {name: place for place, (name, _) in enumerate(chain)}
@@ -57,6 +64,7 @@ class StagePlace:
         self.keeps_others = blocks[0] in self.names or self.last == self.end
         self.everywhere = layout.everywhere
         self._declared, self._model = layout.declared, model_name
+        self._forward_is_set = forward_is_set
 
     @staticmethod
     def list_of(name: str) -> str:
@@ -76,8 +84,21 @@ class StagePlace:
             "parts before it, as layerdrop does: stages run each part once"
         )
 
+    def calls_inside(self, part: str, name: str) -> SplitError:
+        """The error for a forward that calls a module inside of a part, in place of the part."""
+        return SplitError(
+            f"the forward of {self._model} calls {name!r}, inside of the layer {part!r}, itself: stages run whole "
+            "layers. Name in layers= the modules that it calls, or use one stage."
+        )
+
     def not_called(self, name: str) -> SplitError:
         """The error for a part that the forward did not call."""
+        if self._forward_is_set:
+            return SplitError(
+                f"the forward that was set on {self._model} does not call {name!r}: where it calls the model's earlier "
+                "forward, that runs on the whole model. Set one that takes the module, with types.MethodType(forward, "
+                "model), and calls type(model).forward(module, ...)."
+            )
         return self._cannot(
             f"the forward of {self._model} ended without calling {name!r}, which {self._declared} names as a part of "
             "the model",
@@ -117,9 +138,10 @@ class StagePlace:
     def without_shape(self, module: str, error: Exception) -> SplitError:
         """The error for a module of another stage that does not say the shape of its result without values."""
         return SplitError(
-            f"the shape of what a {module} of another stage returns is not known without values, as with packed "
-            f"sequences ({one_line(error).rstrip('.')}): stages that run the forward of {self._model} need it. Pass an "
-            "nn.Sequential of such layers, whose stages exchange PackedSequences, or use one stage."
+            f"the shape of what a {module} of another stage returns is not known without values: "
+            f"{one_line(error).split('. ')[0][:160]}. Stages that run the forward of {self._model} need it. Use a cut "
+            "that keeps these layers and those that read them in one stage, one stage, or an nn.Sequential of such "
+            "layers, which may also exchange PackedSequences."
         )
 
     def reads_all(self, method: str) -> SplitError:
@@ -137,6 +159,28 @@ class StagePlace:
             f"{name!r} changes its argument {where!r} in place and does not return it: stages do not exchange such "
             "changes",
             "Return the changed tensor",
+        )
+
+    def reads_given_module(self, part: str, name: str) -> SplitError:
+        """The error for a part that reads or calls a module of another stage, which is among its arguments."""
+        return self._cannot(
+            f"{part!r} reads {name!r} of another stage, through a module among its arguments: stages exchange tensors",
+            "Give it the tensors themselves",
+        )
+
+    def sets_parameter(self, name: str) -> SplitError:
+        """The error for a parameter of a part that the forward replaces."""
+        return SplitError(
+            f"the forward of {self._model} replaces the parameter {name!r}, as torch.func.functional_call does: stages "
+            "run layers with their own parameters. Change it in the layer itself, or use one stage."
+        )
+
+    def sets_earlier(self, name: str) -> SplitError:
+        """The error for an attribute of a part that the forward sets to what earlier stages compute."""
+        return self._cannot(
+            f"the forward of {self._model} sets {name!r} to what earlier stages compute: stages do not exchange "
+            "attributes",
+            "Pass it as an argument of the layer",
         )
 
     def shares_attribute(self, name: str) -> SplitError:

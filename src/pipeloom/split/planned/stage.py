@@ -21,21 +21,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeloom.errors import PipeloomError, SplitError
+from pipeloom.split.layouts.around import set_forward
 from pipeloom.split.layouts.layout import Layout
 from pipeloom.split.planned.arguments import FIRST, ModelArguments, form_of
 from pipeloom.split.planned.attributes import SharedAttributes
 from pipeloom.split.planned.caches import fill_others, lengths_of
+from pipeloom.split.planned.containers import Format, format_of, has_tensors, shaped_like_result
 from pipeloom.split.planned.forward_run import ForwardRun
 from pipeloom.split.planned.known import Known, KnownForwards
 from pipeloom.split.planned.model_copy import ModelCopy
 from pipeloom.split.planned.other_parts import OtherParts
 from pipeloom.split.planned.place import Leave, StagePlace
-from pipeloom.split.planned.stand_ins import (
-    Format,
-    OwnPart,
-    format_of,
-    shaped_like_result,
-)
+from pipeloom.split.planned.stand_ins import OwnPart
 from pipeloom.split.planned.tracking.decisions import OtherDecision
 from pipeloom.split.stage_module import BlockRunner, StageModule
 
@@ -61,17 +58,22 @@ class PlannedStage(StageModule):
     ) -> None:
         layers = list(layers)
         super().__init__(layers, [name for name, is_block in chain if is_block])
-        self._where = StagePlace([name for name, _ in layers], chain, layout, type(model).__name__)
+        is_set = set_forward(model) is not None
+        names = [name for name, _ in layers]
+        self._where = StagePlace(names, chain, layout, type(model).__name__, forward_is_set=is_set)
         self._training = model.training
         self._known = KnownForwards()
         lasting = (i for i, (name, part) in enumerate(layers) if name in self._where.blocks or _has_float_buffers(part))
         self._lasting = next(lasting, -1)
+        self.unlike_results: set[str] = set()  # lists whose blocks return another form than the part before the stage
+        self.others_with_parameters: set[str] = set()  # modules that are no parts
         self.current_run: ForwardRun | None = None
         self._others: OtherParts | None = None  # in the current forward
         self._cache: Any = None
         self._copy = ModelCopy(self, self._where, model)
         base: Any = model.get_submodule(layout.base)
-        self._without_cache = "use_cache" in inspect.signature(base.forward).parameters
+        taken = inspect.signature(base.forward).parameters
+        self._without_caches = {name: False for name in ("use_cache", "use_mems") if name in taken}
         self._arguments = ModelArguments(self.whole_model.forward)
         self._format_of_model = format_of(self)
         self._shared = SharedAttributes(model, self._where)
@@ -123,17 +125,42 @@ class PlannedStage(StageModule):
         """Whether what was collected up to the part `name` arrived from the stage before."""
         return name == self._where.before
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the stage's parts."""
+        return self._where.names
+
+    @property
+    def lists_own(self) -> bool:
+        """Whether a container of the copied model lists the parameters or modules that the stage has."""
+        return self._copy.lists_own
+
+    def is_everywhere(self, part: int | str) -> bool:
+        """Whether every stage has the module."""
+        return isinstance(part, str) and (part in self._where.everywhere or part not in self.others_with_parameters)
+
     def read(self, part: int | str, name: str, value: Any) -> Any:
         """Called by an `OwnPart` whose attribute the model reads."""
         call = self.current_run
-        if call is None or not isinstance(value, nn.Parameter) or part in self._where.everywhere:
+        if call is None or self.is_everywhere(part) or not has_tensors(value):
             return value
-        return call.read_own(f"{part if isinstance(part, str) else self._where.names[part]}.{name}", value)
+        return call.read_own(f"{part if isinstance(part, str) else self.names[part]}.{name}", value)
+
+    def run_inside(
+        self, part: int | str, name: str, module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
+    ) -> Any:
+        """Called by a stand-in for a module inside of a part, which the model calls itself."""
+        call = self.current_run
+        if call is None:
+            return module(*args, **settings)
+        outer = part if isinstance(part, str) else self.names[part]
+        call.called_inside.setdefault(outer, f"{outer}.{name}")
+        return call.run_other(f"{outer}.{name}", module, args, settings, is_inside=not isinstance(part, str))
 
     def read_absent(self, key: str, value: Any) -> Any:
         """Called by a `PassedOver` whose attribute the model reads."""
         others = self._other_parts()
-        return value if others is None or not isinstance(value, Tensor) else others.read_absent(key, value)
+        return value if others is None else others.read_absent(key, value)
 
     @property
     def num_blocks(self) -> int:
@@ -203,8 +230,8 @@ class PlannedStage(StageModule):
         first = (settings.pop(FIRST),) if FIRST in settings else ()
         if cache is not None:
             settings.update(past_key_values=cache, use_cache=True)
-        elif self._without_cache:
-            settings.setdefault("use_cache", False)
+        else:
+            settings = self._without_caches | settings
         lengths = [] if cache is None else lengths_of(cache)
         own = vars(self)  # nn.Module looks at what is set, which takes long
         own["current_run"] = call
@@ -219,6 +246,7 @@ class PlannedStage(StageModule):
                 self._check_keys(lengths)
             if call.explores:
                 call.add_results_in(output)
+            if call.is_past_own:
                 raise Leave(self)
         except Leave as left:
             if left.stage is not self:
@@ -232,7 +260,7 @@ class PlannedStage(StageModule):
         except PipeloomError:
             raise
         except Exception:  # some code does not work on zeros
-            if not call.explores:
+            if not call.is_past_own:
                 raise
             return self._message(form, call)
         finally:
@@ -240,6 +268,8 @@ class PlannedStage(StageModule):
             if cache is not None and not begins_again:
                 fill_others(cache, lengths, inputs.get("input_ids", first[0] if first else None))
         output = call.finished(output)
+        if cache is None:
+            call.check_whole()
         self._learn(form, call)
         return output
 
@@ -248,6 +278,8 @@ class PlannedStage(StageModule):
         return self._shared.tensors(name)
 
     def _message(self, form: Any, call: ForwardRun) -> dict[str, Any]:
+        if self._cache is None:
+            call.check_whole()
         if call.origins is not None:
             call.end_exploration()
         self._learn(form, call)
@@ -260,15 +292,15 @@ class PlannedStage(StageModule):
         if call.seed is not None:
             self._known.add_drawing(form)
 
-    def own_parameter(self, name: str) -> nn.Parameter | None:
-        """A parameter of one of the stage's parts, by its name in the model; None: there is no such parameter."""
-        part, _, key = name.rpartition(".")
-        if part not in self._where.names:
-            return None
-        modules, own = self._chain[self._where.names.index(part)]
-        layer: Any = modules[own]
-        parameter: nn.Parameter | None = layer._parameters.get(key)
-        return parameter
+    def own_value(self, name: str) -> Any:
+        """What a forward reads of one of the stage's parts, by the name of the attribute in the model; or None."""
+        for part, (modules, key) in zip(self._where.names, self._chain, strict=True):
+            if name.startswith(f"{part}."):
+                value: Any = modules[key]
+                for attribute in name.removeprefix(f"{part}.").split("."):
+                    value = getattr(value, attribute, None)
+                return value if has_tensors(value) else None
+        return None
 
     def outer_buffers(self) -> list[dict[str, Any]]:
         """The buffers of modules outside of the stage's parts, by module."""

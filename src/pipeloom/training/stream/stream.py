@@ -151,6 +151,7 @@ class Stream:
         executor = self._pipeline.executor
         executor.check_free()
         self._pipeline.state.check_values()
+        self._pipeline.state.check_around()
         rates = self._check_ready()
         program, used = self._prepared(count)
         taken = StreamBatches(batches, count, program.schedule, executor.local_ranks, executor.batching.loss_fn)

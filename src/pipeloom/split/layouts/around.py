@@ -1,0 +1,97 @@
+"""`AroundLayers`: the modules of a model around its layers, as they were when it was cut."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Self
+
+from torch import nn
+
+from pipeloom.errors import SplitError
+
+STANDS_FOR = "stands_for"  # attribute of a forward that replaces another one while a model is cut
+
+
+def set_forward(module: nn.Module) -> Any:
+    """The forward that was set on a module, or None."""
+    own = vars(module).get("forward")
+    return getattr(own, STANDS_FOR, own)
+
+
+class AroundLayers:
+    """The modules around a model's layers: stages run their forwards as they were when the model was cut.
+
+    Args:
+        model: the uncut model; it may be freed.
+        stages: the modules of all its stages.
+        keeps_hooks: whether the stages run the forward hooks that these modules have at the time of a forward.
+    """
+
+    def __init__(self, model: nn.Module, stages: Iterable[nn.Module], *, keeps_hooks: bool) -> None:
+        inside = {id(part) for stage in stages for part in stage.modules()}
+        around = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+        self._keeps_hooks, self._model = keeps_hooks, type(model).__name__
+        self._seen = [(name, weakref.ref(module), self._found(module)) for name, module in around]
+        self._chances = list(_layer_drops(around))
+
+    @classmethod
+    def nothing(cls) -> Self:
+        """Those of a model that is given in parts."""
+        return cls(nn.Module(), (), keeps_hooks=True)
+
+    def check(self, *, training: bool) -> None:
+        """Raise SplitError where stages would not run what the model's forward does now.
+
+        Args:
+            training: whether the stages are in training mode, where a model may drop layers.
+        """
+        for name, module_of, before in self._seen:
+            module = module_of()
+            if module is not None and self._found(module) != before:
+                what = "has another forward" if self._found(module)[0] != before[0] else "has other forward hooks"
+                where = f"module {name!r} of {self._model}" if name else self._model
+                raise SplitError(
+                    f"{where} {what} than when the model was cut, and stages run the earlier ones. Change them before "
+                    "the Pipeline is made, or make another Pipeline."
+                )
+        for holder_of, name, where in self._chances if training else ():
+            chance = getattr(holder_of(), name, None)
+            if isinstance(chance, int | float) and chance > 0:
+                raise SplitError(
+                    f"{where}={chance}: {self._model} drops whole layers at random, and every stage runs each of its "
+                    "layers once. Set it to 0 before training."
+                )
+
+    def _found(self, module: nn.Module) -> tuple[int, int]:
+        """What identifies a forward that is set on a module, and the number of its forward hooks."""
+        own = set_forward(module)
+        hooks = 0 if self._keeps_hooks else len(module._forward_hooks) + len(module._forward_pre_hooks)
+        return (0 if own is None else id(own), hooks)
+
+
+def _layer_drops(around: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[Callable[[], Any], str, str]]:
+    """Attributes of modules and their configurations with the probability that a layer is dropped, as in transformers.
+
+    Where both have it, the module's goes before.
+
+    Returns:
+        What returns the module or configuration, or None once it is freed; the attribute; its name for messages.
+    """
+    configs: dict[int, Any] = {}
+    own: set[str] = set()
+    for home, module in around:
+        for name in vars(module):
+            if name.endswith("layerdrop"):
+                own.add(name)
+                yield weakref.ref(module), name, f"{home}.{name}" if home else name
+        config = vars(module).get("config")
+        if hasattr(config, "__dict__"):
+            configs[id(config)] = config
+    for config in configs.values():
+        for name in vars(config):
+            if name.endswith("layerdrop") and name.removeprefix("encoder_").removeprefix("decoder_") not in own:
+                yield partial(_same, config), name, f"config.{name}"
+
+
+def _same(value: Any) -> Any:
+    return value
