@@ -41,6 +41,7 @@ def test_a_model_whose_layers_share_parameters_is_traced():
 
 
 def test_a_head_alone_behind_a_pooler(monkeypatch):
+    monkeypatch.setattr("pipeloom.split.layouts.layout._REGISTERED", {})  # other tests register BertModel's
     kind = KINDS["bert"]._replace(model="BertForSequenceClassification", batch="text, classes")
     sizes = {**kind.config[1], "num_hidden_layers": 2}
     monkeypatch.setitem(KINDS, "bert with a head", kind._replace(config=("BertConfig", sizes)))

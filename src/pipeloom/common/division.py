@@ -1,4 +1,4 @@
-"""Division of whole numbers: degrees that divide a size, and parts of a size."""
+"""Division of integers: degrees that divide a size, and parts of a size."""
 
 
 def divisors(number: int) -> list[int]:

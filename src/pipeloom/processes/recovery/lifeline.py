@@ -21,7 +21,7 @@ class Loss(NamedTuple):
 
 
 class Rerouted(NamedTuple):
-    """What a rank is told that goes on without others: its new number, and the configuration of the ranks, as JSON."""
+    """What a rank receives that goes on without others: its new number, and the configuration of the ranks, as JSON."""
 
     rank: int
     configuration: str

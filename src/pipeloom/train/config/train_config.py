@@ -78,7 +78,7 @@ class TrainConfig:
     max_recoveries: int = option(3, "most recoveries of a run", group="faults")
     spare: int = option(0, "waiting processes for --recover", group="faults")
     elastic: bool = option(False, "go on with fewer ranks when one is lost", group="faults")
-    reroute: bool = option(False, "with --elastic: peers compute a lost rank's micro-batches", group="faults")
+    reroute: bool = option(False, "peers compute a lost rank's micro-batches", group="faults")
     min_ranks: int = option(1, "fewest ranks with which --elastic goes on", group="faults")
     max_ranks: int | None = option(None, "most ranks of --elastic", unset="those configured", group="faults")
     regrow_seconds: float = option(0.0, "wait before lost ranks rejoin; 0: for SIGUSR2", group="faults")
