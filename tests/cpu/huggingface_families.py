@@ -148,6 +148,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "longcat_flash": {"num_layers": LAYERS // 2},  # of two attentions each
+    "glm5_next_text": {"linear_num_heads": 4, "linear_head_dim": 8},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 16},
     "muse_spark_text": {"moe_hidden_size": 16},
     "t5_gemma_module": {"dropout_rate": 0.0},
