@@ -120,7 +120,14 @@ _HALVES = {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0], "partial_rot
 # What the rules of `small_config` leave open.
 EXTRA: dict[str, dict[str, Any]] = {
     "esmc": _HEADS,
-    "glm5_next_text": {**_HEADS, "index_kpool": 2, "qk_rope_head_dim": 0, "head_dim": 4},
+    "glm5_next_text": {
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        **_HEADS,
+        "index_kpool": 2,
+        "qk_rope_head_dim": 0,
+        "head_dim": 4,
+    },
     "dots3_note_text": _HEADS,
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [16, 16],
@@ -148,7 +155,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "longcat_flash": {"num_layers": LAYERS // 2},  # of two attentions each
-    "glm5_next_text": {"linear_num_heads": 4, "linear_head_dim": 8},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 16},
     "muse_spark_text": {"moe_hidden_size": 16},
     "t5_gemma_module": {"dropout_rate": 0.0},
