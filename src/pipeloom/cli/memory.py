@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+@cache
 def _parser() -> Parser:
     parser = make_parser("pipeloom memory", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("--run", type=str, metavar="DIR", help="show predicted and measured memory of the run in DIR")

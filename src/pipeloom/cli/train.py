@@ -3,7 +3,9 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeloom.chaos.fault import VARIABLE
 from pipeloom.processes import launcher
@@ -11,6 +13,9 @@ from pipeloom.processes.preemption import PREEMPTED
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.options import CONFIGURED
 from pipeloom.train.machine.compile_cache import without_empty_cache
+
+if TYPE_CHECKING:
+    from pipeloom.cli.common.parser import Parser
 
 _DESCRIPTION = """\
 Train a GPT on text through a pipeline, or fine-tune a model of Hugging Face. The defaults train a small model on two
@@ -31,12 +36,18 @@ torchrun --nproc-per-node 2 -m pipeloom train
 _VALIDATED = "_PIPELOOM_VALIDATED"  # variable: the configuration that the launcher read and validated, as JSON
 
 
+@cache
+def _parser() -> "Parser":
+    from pipeloom.cli.common.train_options import make_parser
+
+    return make_parser("pipeloom train", _DESCRIPTION, _EXAMPLES)
+
+
 def parse(argv: Sequence[str]) -> TrainConfig:
     """The configuration that config files < environment < flags give; raises as `read_options`."""
-    from pipeloom.cli.common.train_options import make_parser, print_config, read_options, to_config
+    from pipeloom.cli.common.train_options import print_config, read_options, to_config
 
-    parser = make_parser("pipeloom train", _DESCRIPTION, _EXAMPLES)
-    values = read_options(parser, argv)
+    values = read_options(_parser(), argv)
     config = to_config(values.as_dict())
     if values.print_config is not None:
         from pipeloom.train.config.rules.settings import validate_settings

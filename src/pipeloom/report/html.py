@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -18,6 +19,9 @@ from pipeloom.report.svg import timeline_svg
 from pipeloom.sim.spans import Collective
 from pipeloom.sim.timeline import Timeline
 from pipeloom.version import __version__
+
+if TYPE_CHECKING:
+    import jinja2
 
 _CHARTS = (
     ("gradient norm", "grad_norm"),
@@ -77,6 +81,12 @@ def write_report(output_dir: Path) -> Path:
 
 def render(template: str, **values: Any) -> str:
     """Render a template of this directory. Text is escaped unless it is `Markup`."""
+    return str(_environment().get_template(template).render(**values))
+
+
+@cache
+def _environment() -> "jinja2.Environment":
+    """Keeps the templates that it has compiled."""
     import jinja2
 
     loader, strict = jinja2.FileSystemLoader(Path(__file__).parent), jinja2.StrictUndefined
@@ -85,7 +95,7 @@ def render(template: str, **values: Any) -> str:
     )
     texts = {"seconds": seconds_text, "number": number_text, "bytes": bytes_text, "percent": percent_text}
     environment.globals.update(texts, version=__version__)
-    return environment.get_template(template).render(**values)
+    return environment
 
 
 def run_page(

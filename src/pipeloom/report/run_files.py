@@ -16,6 +16,8 @@ from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import InputError
 from pipeloom.sim.timeline import Timeline
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
@@ -120,7 +122,7 @@ def read_configuration(path: Path) -> str:
         return ""
     try:
         text = path.read_bytes().decode(errors="replace")
-        if isinstance(yaml.safe_load(text), dict):
+        if isinstance(yaml.load(text, _LOADER), dict):
             return text.strip()
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         pass

@@ -43,7 +43,8 @@ class _World:
         with self._changed:
             values = self._rounds.setdefault(number, {})
             values[rank] = value
-            self._changed.notify_all()
+            if len(values) == self.size:
+                self._changed.notify_all()
             while len(values) < self.size:
                 if self.lost is not None or not self._changed.wait(deadline - time.monotonic()):
                     raise PeerLost(lost if self.lost is None else f"{lost} (rank {self.lost} stopped)")

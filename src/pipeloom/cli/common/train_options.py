@@ -82,14 +82,16 @@ def read_options(parser: Parser, argv: Sequence[str]) -> Namespace:
     layers = [(f"--config={file}: ", _read_file(file)) for file in files]
     given = None  # the options that were given, without defaults
     for parser.place, layer in [*layers, ("environment: ", _read_environment(os.environ))]:
-        given = parser.parse_object(layer, namespace=given, env=False, defaults=False)
+        if layer:
+            given = parser.parse_object(layer, namespace=given, env=False, defaults=False)
     parser.place = ""
     given = parser.parse_args(flags, namespace=given, env=False, defaults=False)
     if given.get("parallel.auto") and (pipeline := given.get("parallel.pipeline")) is not None:
         raise InputError(f"parallel.pipeline={pipeline}: --parallel auto chooses it. Remove one of them.")
     if (path := given.get("plan")) is not None:
         given = parser.parse_object(given, namespace=_read_plan(parser, path, given), env=False, defaults=False)
-    values: Namespace = parser.parse_object(given, env=False)
+    values: Namespace = parser.get_defaults(skip_validation=True)
+    values.update(given)
     return values
 
 

@@ -24,7 +24,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -120,7 +120,8 @@ class Manifest:
         version = VERSION if any(part.has_blocks for part in self.parts) else _WITHOUT_BLOCKS
         parts = [part.to_dict() for part in self.parts]
         files = {name: record.to_dict() for name, record in self.files.items()}
-        return json_bytes({"format": FORMAT, "version": version, **asdict(self), "files": files, "parts": parts})
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return json_bytes({"format": FORMAT, "version": version, **own, "files": files, "parts": parts})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
