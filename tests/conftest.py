@@ -60,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
 
 
+def pytest_collection_finish() -> None:
+    """Collections look through what tests make, not through all modules; forks share the pages of these for longer."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Which tests ran before in this process changes no test's numbers."""
@@ -71,12 +77,10 @@ def same_random_numbers() -> None:
 
 
 @pytest.fixture
-def new_objects_alone() -> Iterator[None]:
+def new_objects_alone() -> None:
     """`gc.get_objects` and `gc.collect` look through what the test makes, not through all that is loaded."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _process_ids() -> set[int]:

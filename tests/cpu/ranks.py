@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -57,6 +58,7 @@ def _answer(reader: Connection, timeout_seconds: float, rank: int) -> tuple[bool
 def _run(
     function: Callable[..., Any], rank: int, num_ranks: int, directory: str, writer: Connection, arguments: tuple[Any]
 ) -> None:
+    gc.freeze()  # a collection looks through what this process makes, not through all that its parent has loaded
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:

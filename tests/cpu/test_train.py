@@ -8,9 +8,9 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -31,6 +31,7 @@ from .train_runs import (
     started,
     story,
     text,
+    under_torchrun,
     wait_for_steps,
     words,
 )  # fmt: skip
@@ -132,28 +133,22 @@ def test_torch_messages_and_an_uneven_cut_train_alike_to_the_last_bit(
     assert story(tmp_path / "out") == story(reference)
 
 
-# Kills rank 0 of the first attempt when checkpoint-6 is in place.
-KILLED_ONCE = """\
-import os, signal
-rename = os.rename
-def last(source, target, **more):
-    rename(source, target, **more)
-    if str(target).endswith("checkpoint-6") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-os.rename = last
-"""
+def _kill_once() -> None:
+    """Rank 0 of the first attempt is killed when checkpoint-6 is in place."""
+    rename = os.rename
+
+    def last(source: Any, target: Any, **more: Any) -> None:
+        rename(source, target, **more)
+        if str(target).endswith("checkpoint-6") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.rename = last
 
 
-def test_torchrun_starts_a_run_again_that_goes_on_to_the_last_bit(
-    text: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(KILLED_ONCE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    torchrun = (
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=2",
-    )  # fmt: skip
+def test_torchrun_starts_a_run_again_that_goes_on_to_the_last_bit(text: Path, reference: Path, tmp_path: Path) -> None:
     more = ("--resume_from_checkpoint=auto", "--parallel.data=-1")  # of two processes, two ranks are one replica
-    done = run(text, tmp_path / "out", *more, launcher=torchrun)
+    options = ("--standalone", "--max-restarts=1", "--nproc-per-node=2")
+    done = under_torchrun(words(text, tmp_path / "out", *more), *options, first=_kill_once)
     assert done.returncode == 0, done.stderr
     assert "checkpoint-6\n" in done.stdout  # where the second attempt began
     assert done.stdout.count("step 9/9") == 1
@@ -178,7 +173,7 @@ def test_the_config_repeats_the_run_and_keeps_the_earlier_one(text: Path, tmp_pa
     assert len(list(out.glob("checkpoint-*"))) == 3
 
 
-DROPOUT = ["--model.dropout=0.1", "--steps=24", "--save_steps=5", "--eval_steps=11", "--sample_tokens=0"]
+DROPOUT = ["--model.dropout=0.1", "--steps=16", "--save_steps=5", "--eval_steps=11", "--sample_tokens=0"]
 
 
 @pytest.fixture(scope="session")
@@ -194,12 +189,12 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_run_goes_on_to_the_last_bit(text: Path, whole: Path, tmp_path: Path, victim: str) -> None:
     """The kill comes somewhere behind the first checkpoint, and before the run is over, however late it comes."""
     killed = tmp_path / "killed"
-    with started(words(text, killed, *DROPOUT), never_beyond=20) as process:
+    with started(words(text, killed, *DROPOUT), never_beyond=10) as process:
         wait_for_steps(process, killed, 7)
         os.kill(process.pid if victim == "launcher" else ranks_of(process)[1], signal.SIGKILL)
         process.wait()
     last = len([row for row in metrics_so_far(killed) if "loss" in row])
-    assert 7 <= last < 24, "the run was over before it was killed"
+    assert 7 <= last < 16, "the run was over before it was killed"
     resumed = run(text, killed, *DROPOUT, "--resume_from_checkpoint", "latest")
     assert resumed.returncode == 0, resumed.stderr
     assert story(killed) == story(whole)

@@ -1,4 +1,4 @@
-"""Runs of `pipeloom train` on a tiny text: in this process, as processes forked from it, and by other launchers."""
+"""Runs of `pipeloom train` on a tiny text: in this process, as processes forked from it, and under torchrun."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from pipeloom.cli import main
 from pipeloom.processes.launching import ranks as ranks_launcher
@@ -173,21 +175,35 @@ def started(
                 process.wait()
 
 
-def run(text: Path, output_dir: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """A run of processes, and what they print; as new interpreters where a command that starts them is given."""
-    if not launcher:
-        return launched(words(text, output_dir, *more))
-    # Under the launcher gloo takes the loopback device; torchrun may be about several machines, and asks for names.
-    return subprocess.run(
-        [*launcher, "-m", "pipeloom", *words(text, output_dir, *more)],
-        capture_output=True, text=True, check=False, timeout=400, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
+def run(text: Path, output_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """A run of processes, and what they print."""
+    return launched(words(text, output_dir, *more))
 
 
-def launched(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    with started(words) as process:
+def launched(words: Sequence[str], first: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    with started(words, first=first) as process:
         code = process.wait()
         return subprocess.CompletedProcess(words, code, printed(process.stdout), printed(process.stderr))
+
+
+def under_torchrun(words: Sequence[str], *options: str, first: Callable[[], None]) -> subprocess.CompletedProcess[str]:
+    """``torchrun OPTIONS -m pipeloom WORDS``, and what it prints; torchrun and its ranks are forks of this process.
+
+    `first` is called in torchrun's process before anything else.
+    """
+
+    def rank(*, args: Sequence[str], start_new_session: bool, **more: Any) -> Fork:
+        command = [word for word in args if word != "-u"]
+        return Fork(command, **more, first=os.setsid if start_new_session else None)
+
+    def torchrun() -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # torchrun may be about several machines, and asks for names
+        subprocess_handler.Popen = rank  # type: ignore[misc, assignment]
+        first()
+        torch.distributed.run.main([*options, "-m", "pipeloom", *words])
+        raise SystemExit(0)
+
+    return launched(words, torchrun)
 
 
 def printed(file: BinaryIO | None) -> str:

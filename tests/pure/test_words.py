@@ -94,10 +94,12 @@ def _findings(text: str) -> list[str]:
 
 
 def _found() -> dict[str, list[str]]:
+    """Findings by folder. No pattern fits over the end of a sentence, so files are searched as a whole first."""
     found: dict[str, list[str]] = {}
     for path in _files():
-        if path.exists():
-            for place, text in _sentences(path):
+        sentences = dict.fromkeys(_sentences(path)) if path.exists() else {}
+        if _findings("\n".join(text for _, text in sentences)):
+            for place, text in sentences:
                 found.setdefault(_folder(path), []).extend(f"{place}: {finding}" for finding in _findings(text))
     return {folder: places for folder, places in found.items() if places}
 
