@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -37,16 +37,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen2": {},
     "qwen3": {},
-    "gpt2": {"n_layer": 6},
+    "gpt2": {"num_hidden_layers": 6},
     "mistral": SLIDING,
     "gemma2": SLIDING,
-    "gemma3_text": SLIDING,
-    "phi3": {},
+    "gemma3_text": SLIDING | {"sliding_window_pattern": 2},
+    "phi3": {"num_hidden_layers": 6},
     "mixtral": MIXTURE,
     "gemma3n_text": {
         "vocab_size_per_layer_input": 97,
-        "num_kv_shared_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "qwen3_moe": MIXTURE,
     # Linear attention keeps other states than keys and values, so whole sequences run for every token.
@@ -185,8 +185,17 @@ class _Doubled(nn.Module):
         return x + x.cumsum(1) / 7
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-@pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 2), ("zb-v", 2), ("chimera", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "positions"),
+    [
+        ("1f1b", 2, "rotary"),
+        ("zb-v", 2, "learned"),
+        ("chimera", 4, "rotary"),
+        pytest.param("1f1b", 2, "learned", marks=pytest.mark.whole_grid),
+        pytest.param("zb-v", 2, "rotary", marks=pytest.mark.whole_grid),
+        pytest.param("chimera", 4, "learned", marks=pytest.mark.whole_grid),
+    ],
+)
 def test_models_that_map_tokens_to_logits(name: str, num_ranks: int, positions: str) -> None:
     config = GPTConfig(vocabulary_size=32, layers=8, width=16, heads=2, sequence_length=12, positions=positions)
     model = GPT(config).double()

@@ -19,7 +19,7 @@ from .train_runs import local, metrics, metrics_so_far, story, text
 __all__ = ["text"]  # a fixture
 
 RUN = (
-    *("--batch.size=8", "--batch.microbatches=2", "--steps=8", "--save_steps=4", "--eval_steps=4", "--sample_tokens=4"),
+    *("--batch.size=8", "--batch.microbatches=2", "--steps=4", "--save_steps=2", "--eval_steps=2", "--sample_tokens=4"),
     *("--model.heads=4", "--model.width=32"),
 )
 
@@ -64,7 +64,7 @@ def test_shared_stages_train_as_one_process(text: Path, alone: Path, tmp_path: P
             if size is not None and kind != "peak":
                 tolerance = 0.05 if kind == "activations" else 1e-3  # rows of rotary tables; empty parameters of zero3
                 assert size == pytest.approx(row.predicted[kind], rel=tolerance, abs=64), (row.process, kind)
-    assert printed.count("step 8/8") == 1, "one process prints"
+    assert printed.count("step 4/4") == 1, "one process prints"
 
 
 STILL = ("--optimizer.learning_rate=0", "--optimizer.weight_decay=0", "--eval_steps=0", "--sample_tokens=0")
@@ -80,7 +80,7 @@ def test_threads_of_one_process_train_as_processes_do(text: Path, alone: Path, t
     assert_alike(alone, tmp_path / "out", 1e-5)
     for name, value in final(alone).items():
         assert torch.allclose(final(tmp_path / "out")[name], value, atol=1e-5), name
-    local(text, tmp_path / "again", *RUN, *options, f"--resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-4'}")
+    local(text, tmp_path / "again", *RUN, *options, f"--resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-2'}")
     assert all(torch.equal(value, final(tmp_path / "out")[name]) for name, value in final(tmp_path / "again").items())
 
 
@@ -102,7 +102,7 @@ def test_checkpoints_go_from_layout_to_layout(text: Path, tmp_path: Path) -> Non
             assert torch.equal(value, tensors[name]), (name, way)
 
 
-DROPOUT = ("--model.dropout=0.1", "--steps=20", "--save_steps=4", "--eval_steps=4", "--sample_tokens=0")
+DROPOUT = ("--model.dropout=0.1", "--steps=12", "--save_steps=4", "--eval_steps=4", "--sample_tokens=0")
 
 
 def test_a_killed_run_goes_on_to_the_last_bit(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,13 +110,13 @@ def test_a_killed_run_goes_on_to_the_last_bit(text: Path, tmp_path: Path, capsys
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     forked(text, whole, *layout)
     forked(text, killed, *layout, kill_after=6)
-    assert len([row for row in metrics_so_far(killed) if "loss" in row]) < 20, "the run was over before it was killed"
+    assert len([row for row in metrics_so_far(killed) if "loss" in row]) < 12, "the run was over before it was killed"
     found = ck.latest(killed)
     assert found is not None
     ck.verify(found)
     forked(text, killed, *layout, "--resume_from_checkpoint=latest")
     assert story(killed) == story(whole)
-    ends = [ck.load(directory / "checkpoint-20") for directory in (killed, whole)]
+    ends = [ck.load(directory / "checkpoint-12") for directory in (killed, whole)]
     assert ends[0].manifest.files == ends[1].manifest.files, "every byte of model, optimizer and random states"
     capsys.readouterr()
     assert cli.main(["verify", str(whole)]) == 0
