@@ -17,10 +17,19 @@ from tests.cpu.expert_cases import (
 from tests.cpu.pairwise import fewer, pairs, pairwise
 from tests.cpu.ranks import run_ranks
 
-CASES = pairwise(grid())
+EVERY = pairwise(grid())
+SHARING, SCHEDULE, ROUTER = 0, 1, 3
+CASES = pairwise(grid(), apart={(SHARING, SCHEDULE), (SHARING, ROUTER), (SCHEDULE, ROUTER)})  # one of each with many
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+def test_pairs_of_factors_train_as_one_process(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    draw_equally(monkeypatch)
+    in_threads(case, updates=1)
+
+
+@pytest.mark.whole_grid
+@pytest.mark.parametrize("case", [case for case in EVERY if case not in CASES], ids=str)
 def test_pairs_of_all_factors_train_as_one_process(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     draw_equally(monkeypatch)
     in_threads(case, updates=1)
@@ -33,7 +42,9 @@ def test_updates_train_as_one_process(sharing: str, updates: int) -> None:
 
 
 def test_any_two_values_meet() -> None:
-    assert set().union(*map(pairs, CASES)) == set().union(*map(pairs, grid()))
+    assert set().union(*map(pairs, EVERY)) == set().union(*map(pairs, grid()))
+    for factor in Case._fields:
+        assert {getattr(case, factor) for case in CASES} == {getattr(case, factor) for case in grid()}
 
 
 def test_tokens_are_dropped() -> None:

@@ -31,8 +31,21 @@ def _here(case: Case) -> bool:
     return size_of(LAYOUTS[case.layout].degrees) < 8 or (case.schedule == "1f1b" and case.data != "ddp")
 
 
+def _kind(case: Case) -> str:
+    """Of the layouts of a kind the schedules know the same: sums within an action, a grid of ranks, or a ring."""
+    layout = LAYOUTS[case.layout]
+    return "context" if layout.context else "grid" if "layout" in (layout.options or {}) else "1d"
+
+
 EVERY = pairwise(grid())
-CASES = pairwise([case for case in grid() if _here(case)])
+KIND, LAYOUT, SCHEDULE = 0, 1, 2
+# Every schedule with every kind of layout, and any two values of two other factors: of all factors, in whole grids.
+CASES = [
+    Case(*case)
+    for _, *case in pairwise(
+        [(_kind(case), *case) for case in grid() if _here(case)], apart={(KIND, LAYOUT), (LAYOUT, SCHEDULE)}
+    )
+]
 FEW = 2  # updates where the whole grid makes more
 UPDATED, ONCE = (
     [few, pytest.param(UPDATES, marks=[pytest.mark.whole_grid, pytest.mark.timeout(600)])] for few in (FEW, 0)
@@ -46,7 +59,7 @@ def test_pairs_of_all_factors_train_as_one_process(case: Case) -> None:
 
 
 @pytest.mark.whole_grid
-@pytest.mark.parametrize("case", [case for case in EVERY if not _here(case)], ids=str)
+@pytest.mark.parametrize("case", [case for case in EVERY if case not in CASES], ids=str)
 def test_other_pairs_train_as_one_process(case: Case) -> None:
     in_threads(case, updates=0, few=True)
 
@@ -60,9 +73,11 @@ def test_twenty_updates_on_eight_ranks_per_stage(layout: str) -> None:
 def test_any_two_values_meet() -> None:
     met = set().union(*map(pairs, EVERY))
     assert met == set().union(*map(pairs, grid()))
-    lost = met - set().union(*map(pairs, [*CASES, *IN_SIXTEEN]))
-    schedules = {"2.5d": {"interleaved", "dualpipev", "seq1f1b"}, "3d": {"zb-v", "dualpipev", "seq1f1b"}}
-    assert {tuple(value for _, value in pair) for pair in lost} == {(n, s) for n in schedules for s in schedules[n]}
+    of_kinds = {(_kind(case), case.schedule) for case in grid()}
+    assert {(_kind(case), case.schedule) for case in CASES} == of_kinds
+    apart = {(LAYOUT - 1, SCHEDULE - 1)}  # places in a case, which names no kind
+    lost = set().union(*(pairs(case, apart) for case in grid())) - set().union(*map(pairs, CASES))
+    assert lost <= set().union(*map(pairs, IN_SIXTEEN)), lost
     pairs_of_layouts = {(case.layout, case.schedule) for case in EVERY}
     assert len(pairs_of_layouts) == len(LAYOUTS) * len(SCHEDULES) - 3, "sequences of context-parallel ranks are parts"
     found = {(case.layout, case.data) for case in [*CASES, *IN_SIXTEEN]}
