@@ -9,7 +9,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import pipeloom as pl
-from pipeloom.split.planned.stand_ins import OwnPart
 from tests.cpu.test_planned_values import Net, compared, float64, pipeline
 
 __all__ = ["float64"]
@@ -192,7 +191,7 @@ class Skipping(Net):
     skipped: tuple[int, int] | None = None
 
     def forward(self, x):
-        x, stage = self.first(x), int(type(self.last) is OwnPart)
+        x, stage = self.first(x), int(len(vars(self.last)["_link"]) == 4)
         for index, block in enumerate(self.blocks):
             if (stage, index) != Skipping.skipped:
                 x = block(x)

@@ -82,11 +82,13 @@ class Several(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.lstm, self.head = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4)
+        self.mix = nn.Linear(4, 4)
 
     def forward(self, x, lengths):
         packed = pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
         states, _ = self.lstm(packed)
-        return self.head(pad_packed_sequence(states, batch_first=True, total_length=x.shape[1])[0].sum(1))
+        states, _ = pad_packed_sequence(states, batch_first=True, total_length=x.shape[1])
+        return self.head(self.mix(states).sum(1))
 
 
 class Options(Residual):
@@ -141,7 +143,7 @@ def test_a_stage_returns_a_parameter():
 def test_a_tuple_is_the_arguments_of_a_model_that_needs_several():
     model = Several()
     inputs = torch.randn(4, 5, 3), torch.tensor([5, 3, 2, 1])
-    equal_steps(model, inputs, layers=["embed", "lstm", "head"], ranks=3)
+    equal_steps(model, inputs, layers=["embed", "lstm", "mix", "head"], ranks=4)
 
 
 def test_hooks_and_replaced_forwards_run():

@@ -127,6 +127,8 @@ def split(
     modules = [make_stage(piece) for piece in pieces]
     for module in modules:
         module.training = model.training  # only of the stage itself: each layer keeps its own mode
+        if isinstance(module, PlannedStage):
+            module.know_cut([len(piece) for piece in pieces])
     names = [tuple(layer.name for layer in piece) for piece in pieces]
     return _describe(modules, names, model)
 

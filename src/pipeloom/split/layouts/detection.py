@@ -104,7 +104,7 @@ def _in_order(module: nn.Module, lists: set[str]) -> list[tuple[str, nn.Module, 
     between = set().union(*(names for names in uses.loops if names & lists)) - lists
     found, place = [], 0
     for key, child in children:
-        place = uses.names.index(key) if key in uses.names else place
+        place = uses.runs.get(key, uses.names.index(key)) if key in uses.names else place
         found.append((place, key, child, key in uses.names and key not in between))
     return [(key, child, is_called) for _, key, child, is_called in sorted(found, key=lambda item: item[0])]
 
@@ -114,13 +114,16 @@ class _Uses(ast.NodeVisitor):
 
     Attributes:
         names: of the modules, in the order of the source; those of methods where these are called.
+        runs: of each module, where in `names` it may run first: not in a loop that only reads attributes of modules.
         loops: the names in each loop.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.names: list[str] = []
+        self.runs: dict[str, int] = {}
         self.loops: list[set[str]] = []
         self._module, self._open, self._methods = module, set[int](), list[str]()
+        self._only_read = False
 
     def read(self, function: Callable[..., Any]) -> None:
         """Add the names in a function's source."""
@@ -131,7 +134,11 @@ class _Uses(ast.NodeVisitor):
         self.loops.append(set())
         here = len(self.loops) - 1
         self._open.add(here)
-        self.generic_visit(node)
+        before, self._only_read = self._only_read, self._only_read or not _runs_members(node)
+        self.visit(node.iter)
+        self._only_read = before
+        for statement in (*node.body, *node.orelse):
+            self.visit(statement)
         self._open.remove(here)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -142,6 +149,8 @@ class _Uses(ast.NodeVisitor):
             return
         method = getattr(type(self._module), name, None)
         if name in self._module._modules:
+            if not self._only_read:
+                self.runs.setdefault(name, len(self.names))
             self.names.append(name)
             for loop in self._open:
                 self.loops[loop].add(name)
@@ -153,3 +162,27 @@ class _Uses(ast.NodeVisitor):
             self._methods.append(name)
             self.read(method)
             self._methods.pop()
+
+
+def _runs_members(loop: ast.For) -> bool:
+    """Whether a loop may run the modules that it iterates over: it calls them or modules inside, or hands them on."""
+    counts = (
+        isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "enumerate"
+    )
+    target = loop.target.elts[-1] if counts and isinstance(loop.target, ast.Tuple) else loop.target
+    names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+    inside = [node for statement in loop.body for node in ast.walk(statement)]
+    read = {id(node.value) for node in inside if isinstance(node, ast.Attribute)}
+    if any(isinstance(node, ast.Name) and node.id in names and id(node) not in read for node in inside):
+        return True
+    calls = (_path(node.func) for node in inside if isinstance(node, ast.Call))
+    return any(path[0] in names and not {"weight", "bias"} & set(path) for path in calls if path)
+
+
+def _path(node: ast.expr) -> list[str]:
+    """The names in an expression ``a.b.c``, empty for another one."""
+    found: list[str] = []
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        found += [node.attr] if isinstance(node, ast.Attribute) else []
+        node = node.value
+    return [node.id, *reversed(found)] if isinstance(node, ast.Name) else []

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CONTAINERS = (MutableMapping, list)
@@ -87,5 +88,11 @@ def _shaped_like_result(twin: nn.Module, args: tuple[Any, ...], settings: dict[s
 
 
 def zeros_like(value: Any, device: torch.device | None = None) -> Any:
-    """The value with zeros in place of its tensors."""
-    return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device or t.device), value)
+    """The value with zeros in place of its tensors; a PackedSequence keeps the lengths of its sequences."""
+
+    def zeros(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return PackedSequence(zeros(leaf.data), *(None if each is None else each.clone() for each in leaf[1:]))
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device or leaf.device)
+
+    return tree_map_only((Tensor, PackedSequence), zeros, value, is_leaf=lambda each: isinstance(each, PackedSequence))

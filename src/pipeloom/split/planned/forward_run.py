@@ -28,6 +28,7 @@ from pipeloom.split.planned.tracking.origins import (
     versions_of,
     with_tensors,
 )
+from pipeloom.split.planned.tracking.types import TypeWatch
 from pipeloom.split.stage_module import running
 
 
@@ -71,6 +72,7 @@ class ForwardRun:
     ) -> None:
         self.inputs, self.arrived = inputs, arrived
         self.origins = Origins() if known is None else None
+        self._types = TypeWatch(StandIn) if known is None else None
         self.found: dict[str, Any] = {}
         self.done: list[int] = []
         self.result: Any = None
@@ -101,6 +103,10 @@ class ForwardRun:
         if self.origins is not None:
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
             self.origins.mark_given(inputs)
+            if not arrived:
+                self.origins.whole_graphs = None
+            elif arrived.keys() <= {"value", "inputs", "seed"}:
+                self.origins.whole_graphs = frozenset((str(place.before), *place.names))
 
     def _take_arrived(self) -> None:
         """Take what the previous stage sends, and pass on what later stages need of it."""
@@ -116,8 +122,13 @@ class ForwardRun:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """In the block, origins of values are followed where they are unknown, and draws are those of all stages."""
-        with self.origins or nullcontext(), self.draws or nullcontext(), self.watch or nullcontext():
-            yield
+        types = nullcontext() if self._types is None else self._types.watching()
+        with self.origins or nullcontext(), self.draws or nullcontext(), self.watch or nullcontext(), types:
+            try:
+                yield
+            finally:
+                if self._types is not None and self._types.found is not None:
+                    raise self.place.asks_type(self._types.found)
 
     @property
     def seed(self) -> int | None:
@@ -182,7 +193,7 @@ class ForwardRun:
             output = tree_map_only(Tensor, lambda t: self._received.get(id(t), (t, t))[1], output)
         if self.origins is not None:
             if self.origins.of(output) & EARLIER:
-                raise place.reads_earlier()
+                raise place.reads_earlier(self.origins.absent_in(self.origins.of(output)))
             self._check_decisions()
         return output
 
@@ -206,13 +217,13 @@ class ForwardRun:
     @property
     def decides(self) -> bool:
         """Whether the next forward may need other values: it branches on what parts computed, on what it draws, or,
-        where it cannot begin again, on its inputs.
+        where it cannot begin again, on its inputs; or it computes gradients, which are followed in every forward.
         """
         if self.origins is None:
             return False
         drawn = self.draws is not None and self.draws.others
         late = self._lasting in self.done and self.origins.given_decisions > self._early
-        return self.origins.decided != 0 or drawn or late
+        return self.origins.decided != 0 or self.origins.differentiates or drawn or late
 
     @property
     def decisions(self) -> tuple[Any, ...]:
@@ -224,7 +235,7 @@ class ForwardRun:
 
     def _check_decisions(self) -> None:
         if self.origins is not None and self.origins.decided & EARLIER:
-            raise self.place.decides_by_earlier()
+            raise self.place.decides_by_earlier(self.origins.absent_in(self.origins.decided))
 
     # Parts of the stage
 
@@ -264,15 +275,16 @@ class ForwardRun:
         if origins is not None:
             combined = origins.argument_of_earlier(args, settings)
             if combined is not None:
-                raise place.argument_of_earlier(name, combined)
+                raise place.argument_of_earlier(name, combined[0], origins.absent_in(combined[1]))
             self._check_decisions()
-            versions = versions_of(args, settings)
+            entries = self.tensors_in_entries()
+            versions = [each for each in versions_of(args, settings) if id(each[1]) not in entries]
             shared = self.stage.shared_tensors(name)
             origins.quiet, self.inside = True, name
         if self.draws is None:
             result = run(*args, **settings)
         else:
-            with self.draws.paused():
+            with self.draws.paused(), nullcontext() if self._types is None else self._types.watching(False):
                 result = run(*args, **settings)
         self.done.append(index)
         if origins is not None:
@@ -292,6 +304,10 @@ class ForwardRun:
             self._end(result)
         self.left = self.given(name, result, LAST if ends else OWN)
         return self.left
+
+    def tensors_in_entries(self) -> set[int]:
+        """The identities of the tensors that parts up to here left in dicts and lists, which travel by themselves."""
+        return {id(leaf) for leaf in tree_leaves(list(self.entries.values())) if isinstance(leaf, Tensor)}
 
     def _check_changes(self, name: str, versions: Sequence[tuple[str, Tensor, int]], result: Any) -> None:
         """Raises SplitError where a part has changed an argument in place that it does not return."""

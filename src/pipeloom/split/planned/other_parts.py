@@ -60,6 +60,8 @@ class OtherParts:
         found = tree_map_only(Tensor, zeros, value)
         if run.origins is not None:
             run.origins.mark(found, EARLIER)
+            if run.place.is_ahead(key, run.place.names[-1]):
+                run.origins.mark_absent(key, found)
         return found
 
     def pass_other(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
@@ -102,13 +104,19 @@ class OtherParts:
         here, origins = run.place, run.origins
         if len(run.done) < len(here.names):
             raise run.in_another_order(name)
+        entries = run.tensors_in_entries()
         for where, tensor in tensors_of(args, settings):
+            if id(tensor) in entries:
+                continue
             key = f"{name}|{where}"
             wanted = key in (run.sends if origins is None else run.extras)
             if origins is not None and not wanted:
                 origin = origins.of_tensor(tensor)
+                ahead = [key for key in origins.absent_in(origin) if here.is_ahead(key, name)]
+                if ahead:
+                    raise here.argument_of_earlier(name, where, ahead)
                 wanted = bool(origin & OWN) or (bool(origin & LAST) and place > here.last + 1)
-                if origin & LATER:
+                if origin & LATER or origins.absent_in(origin):
                     run.add_results_in(tensor)
                 wanted = wanted and not origin & (LATER | EARLIER)
             if wanted:

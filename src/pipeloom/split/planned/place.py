@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from pipeloom.errors import SplitError, one_line
 from pipeloom.split.layouts.layout import Layout
+from pipeloom.split.planned.tracking.origins import GRADIENT
 
 _OTHER_WAYS = (
     "trace the model with example= (Pipeline, split), declare its order with register_layout, or use one stage"
@@ -40,7 +41,10 @@ class StagePlace:
         combines: whether the model may combine results of several stages behind its blocks, as two towers do.
         keeps_others: whether modules with parameters that are no parts run here: in front of the blocks or behind them.
         everywhere: names of modules that every stage has.
+        stages: the stages of the model's parts, in order, or empty for a stage that is cut alone.
     """
+
+    stages: Sequence[int] = ()
 
     def __init__(
         self,
@@ -71,6 +75,12 @@ class StagePlace:
         """The list of modules that a part is in; of other parts, their own name."""
         home, _, key = name.rpartition(".")
         return home if key.isdigit() else name
+
+    def is_ahead(self, key: str, name: str) -> bool:
+        """Whether an attribute is of a part on a later stage than the part `name`, as far as the cut is known."""
+        stages = self.stages or [place > self.last for place in self.places.values()]
+        home = next((place for part, place in self.places.items() if key.startswith(f"{part}.")), None)
+        return home is not None and stages[home] > stages[self.places[name]]
 
     def _cannot(self, problem: str, fix: str = "") -> SplitError:
         """The error for a model that stages cannot run: what is wrong, and a fix before those that always help."""
@@ -105,27 +115,54 @@ class StagePlace:
             "Pass layers=",
         )
 
-    def reads_earlier(self) -> SplitError:
-        """The error for a result that follows from zeros."""
+    def reads_earlier(self, absent: Sequence[str]) -> SplitError:
+        """The error for a result that follows from zeros, some of them for `absent`."""
+        if absent:
+            return self._not_sent("computes its result with", absent[0])
         return self._cannot(
             f"the result of {self._model} reads what earlier stages computed, beside the result of {self.names[0]!r} "
             "and later parts: it would be wrong"
         )
 
-    def decides_by_earlier(self) -> SplitError:
-        """The error for a forward that branches on a value which follows from zeros."""
+    def decides_by_earlier(self, absent: Sequence[str]) -> SplitError:
+        """The error for a forward that branches on a value which follows from zeros, some of them for `absent`."""
+        if absent:
+            return self._not_sent("branches between its layers on", absent[0])
         return self._cannot(
             f"the forward of {self._model} branches on a value that combines what several earlier stages compute: "
             "stages cannot exchange it",
             "Use a cut that keeps these parts together",
         )
 
-    def argument_of_earlier(self, name: str, where: str) -> SplitError:
-        """The error for a part with an argument that follows from zeros."""
+    def argument_of_earlier(self, name: str, where: str, absent: Sequence[str]) -> SplitError:
+        """The error for a part with an argument that follows from zeros, some of them for `absent`."""
+        if absent:
+            return self._not_sent(f"computes argument {where!r} of {name!r} with", absent[0])
         return self._cannot(
             f"{name!r} reads argument {where!r}, which combines what several earlier stages compute: stages cannot "
             "exchange it",
             "Use a cut that keeps these parts together",
+        )
+
+    def _not_sent(self, use: str, key: str) -> SplitError:
+        """The error for a forward that uses an attribute of a later layer, or a gradient through earlier stages."""
+        if key == GRADIENT:
+            return SplitError(
+                f"the forward of {self._model} {use} {key} through layers of other stages: a stage has the graph of "
+                "its own layers alone. Move the call and the layers that it differentiates into one layer, use a cut "
+                "that keeps them in one stage, or use one stage."
+            )
+        return SplitError(
+            f"the forward of {self._model} {use} {key!r} of a later layer: stages send weights to later stages alone. "
+            f"Make it a parameter of the model as well, which every stage has (self.shared = self.{_path(key)}, and "
+            "self.shared in the forward), use a cut that keeps these layers together, or use one stage."
+        )
+
+    def asks_type(self, call: str) -> SplitError:
+        """The error for a forward that asks for the type of a stand-in."""
+        return SplitError(
+            f"the forward of {self._model} asks for {call}: stages have stand-ins of another class for layers. Use "
+            "isinstance, or the layer's __class__."
         )
 
     def not_found(self, name: str) -> SplitError:
@@ -198,3 +235,9 @@ class StagePlace:
             f"{self._model} does not pass it to {name!r} or to the layer before",
             "Use another cut",
         )
+
+
+def _path(key: str) -> str:
+    """The attribute of a module as Python writes it: of "blocks.0.weight", "blocks[0].weight"."""
+    first, *others = key.split(".")
+    return first + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in others)

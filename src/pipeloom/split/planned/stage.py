@@ -83,6 +83,10 @@ class PlannedStage(StageModule):
         """The model that the stage was cut from, with parts of other stages passed over: of the model's class."""
         return self._copy.model
 
+    def know_cut(self, sizes: Sequence[int]) -> None:
+        """Know the number of parts per stage, and so refuse on the first stage what a later one cannot compute."""
+        self._where.stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+
     # The module tree that the forward walks
 
     def own_part(self, index: int) -> OwnPart:

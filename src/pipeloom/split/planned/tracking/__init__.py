@@ -3,4 +3,5 @@
 origins      the values that later stages need
 decisions    what the forward reads of its inputs into Python, such as for a branch
 draws        random numbers drawn between parts, alike on every stage
+types        notices a forward that asks for the type of a layer
 """

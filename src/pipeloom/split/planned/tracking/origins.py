@@ -10,10 +10,12 @@ that reads it. The results get there: each has an origin of its own, so a stage 
 together with those of later stages.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from types import NoneType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +30,8 @@ IN_UNIT = 32  # just drawn, from 0 up to 1
 _GIVEN = 64  # it follows from values of the inputs, which differ between micro-batches
 _FIRST_RESULT = 128  # the result of one module, and so on
 
+GRADIENT = "torch.autograd.grad"
+
 _OF_SHAPES = frozenset(
     (
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
@@ -35,6 +39,8 @@ _OF_SHAPES = frozenset(
     )
 )
 _OF_FIRST = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
+_NESTED = (tuple, list, MutableMapping)
+_CONSTANTS = frozenset((NoneType, bool, int, float, str))
 _COMPARISONS = frozenset(("lt", "__lt__", "ge", "__ge__"))
 
 
@@ -44,6 +50,8 @@ class Origins(TorchFunctionMode):
     Attributes:
         quiet: whether functions are not followed: inside of parts.
         decided: origins of the values that the forward has read into Python, such as for a branch.
+        differentiates: whether it has called torch.autograd.grad.
+        whole_graphs: the modules from whose results on all is computed on this stage; None: all is.
         decisions: what it has read; `ANY` of values that parts compute, or that all inputs of this form have alike.
         given_decisions: how many of these follow from values of its inputs alone.
     """
@@ -54,8 +62,11 @@ class Origins(TorchFunctionMode):
         self.decided = 0
         self.decisions: list[Any] = []
         self.given_decisions = 0
+        self.differentiates = False
+        self.whole_graphs: frozenset[str] | None = frozenset()
         self._of: dict[int, tuple[Tensor, int]] = {}  # tensors are kept, so that no other gets their id
         self._results: dict[str, tuple[Any, int]] = {}
+        self._absent: dict[str, int] = {}
 
     def mark(self, value: Any, origin: int) -> None:
         """Add an origin to all tensors of a value."""
@@ -81,9 +92,21 @@ class Origins(TorchFunctionMode):
 
     def add_result(self, name: str, result: Any, given: Any) -> None:
         """Give the result of a module an origin of its own; the forward goes on with `given`, the same value."""
-        bit = _FIRST_RESULT << len(self._results)
-        self._results[name] = (result, bit)
+        self._results[name] = (result, bit := self._next_bit())
         self.mark(given, bit)
+
+    def mark_absent(self, name: str, zeros: Any) -> None:
+        """Note what zeros are for, where no stage sends it: a weight of a later layer, or `GRADIENT`."""
+        if name not in self._absent:
+            self._absent[name] = self._next_bit()
+        self.mark(zeros, EARLIER | self._absent[name])
+
+    def absent_in(self, origin: int) -> list[str]:
+        """What no stage sends, of what a value with this origin combines."""
+        return [name for name, bit in self._absent.items() if origin & bit]
+
+    def _next_bit(self) -> int:
+        return _FIRST_RESULT << (len(self._results) + len(self._absent))
 
     def has_result(self, name: str) -> bool:
         """Whether the module has run: of several calls, the first one has an origin of its own."""
@@ -98,8 +121,9 @@ class Origins(TorchFunctionMode):
         return self._all_of_tensor(tensor) & ~_GIVEN
 
     def of(self, value: Any) -> int:
-        """The origins of all tensors of a value."""
-        return self._all_of(value) & ~_GIVEN
+        """The origins of all tensors of a value, also of those that objects in it have as attributes."""
+        attributes = [vars(leaf) for leaf in tree_leaves(value) if _is_object(leaf)]
+        return self._all_of((value, attributes)) & ~_GIVEN
 
     def _all_of_tensor(self, tensor: Tensor) -> int:
         found = self._of.get(id(tensor))
@@ -112,15 +136,19 @@ class Origins(TorchFunctionMode):
                 origins |= self._all_of_tensor(leaf)
         return origins
 
-    def argument_of_earlier(self, args: tuple[Any, ...], settings: Mapping[str, Any]) -> str | None:
-        """The name of an argument that follows from zeros; None: there is none."""
-        found = (where for where, tensor in tensors_of(args, settings) if self.of_tensor(tensor) & EARLIER)
-        return next(found, None)
+    def argument_of_earlier(self, args: tuple[Any, ...], settings: Mapping[str, Any]) -> tuple[str, int] | None:
+        """The name and the origins of an argument that follows from zeros; None: there is none."""
+        found = [(where, self.of_tensor(tensor)) for where, tensor in tensors_of(args, settings)]
+        others = [*((str(index), value) for index, value in enumerate(args)), *settings.items()]
+        found += [(where, self.of(value)) for where, value in others if not isinstance(value, Tensor)]
+        return next((each for each in found if each[1] & EARLIER), None)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         settings = kwargs or {}
+        if func is torch.autograd.grad and not self.quiet and (zeros := self._gradients(*args[:2])) is not None:
+            return zeros
         result = func(*args, **settings)
         if self.quiet:
             return result
@@ -141,6 +169,28 @@ class Origins(TorchFunctionMode):
                 self._mark_computed(args[:1], origins)
         return result
 
+    def _gradients(self, outputs: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        """Zeros for the gradients of `outputs` for `inputs`; None: all of the graph between them is on this stage."""
+        self.differentiates = True
+        of_outputs, origins = self.of(outputs), self._all_of((outputs, inputs))
+        if not origins & (LATER | EARLIER) and (of_outputs == 0 or all(self._is_whole(each) for each in inputs)):
+            return None
+        zeros = tuple(torch.zeros_like(each) for each in inputs)
+        if origins & LATER and not origins & EARLIER:
+            self.mark(zeros, origins)
+        else:
+            self.mark_absent(GRADIENT, zeros)
+        return zeros
+
+    def _is_whole(self, value: Any) -> bool:
+        whole = self.whole_graphs
+        return whole is None or not whole.isdisjoint(self.results_in(self._all_of(value)))
+
+
+def _is_object(leaf: Any) -> bool:
+    """Whether a value may have tensors as attributes, such as a dataclass."""
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type) and not callable(leaf)
+
 
 def _is_certain(bound: Any) -> bool:
     """Whether all numbers from 0 up to 1 are below it, or none: layers are often dropped with a probability of 0."""
@@ -148,7 +198,10 @@ def _is_certain(bound: Any) -> bool:
 
 
 def tensors_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among the arguments of a call, also inside of tuples, with their places: "0", "name", "name/1"."""
+    """The tensors among the arguments of a call, with their places: "0", "name", "name/1", "name/key".
+
+    Also those inside of tuples, lists and dicts.
+    """
     yield from _walk("", ((str(index), value) for index, value in enumerate(args)))
     yield from _walk("", settings.items())
 
@@ -157,8 +210,12 @@ def _walk(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, 
     for name, value in items:
         if isinstance(value, Tensor):
             yield prefix + name, value
-        elif isinstance(value, tuple):
-            yield from _walk(f"{prefix}{name}/", ((str(index), each) for index, each in enumerate(value)))
+        elif type(value) not in _CONSTANTS and isinstance(value, _NESTED):
+            yield from _walk(f"{prefix}{name}/", ((str(key), each) for key, each in _items(value)))
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items() if isinstance(value, MutableMapping) else enumerate(value))
 
 
 def versions_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
@@ -177,12 +234,17 @@ def versions_of(args: tuple[Any, ...], settings: Mapping[str, Any]) -> list[tupl
 def with_tensors(
     args: tuple[Any, ...], settings: Mapping[str, Any], found: Mapping[str, Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with other tensors at some places of `tensors_of`."""
+    """The arguments of a call with other tensors at some places of `tensors_of`: lists and dicts get them in place."""
 
     def fill(place: str, value: Any) -> Any:
         if isinstance(value, tuple):
             items = [fill(f"{place}/{index}", each) for index, each in enumerate(value)]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if type(value) not in _CONSTANTS and isinstance(value, _NESTED):
+            container: Any = value
+            for key, each in _items(container):
+                if (filled := fill(f"{place}/{key}", each)) is not each:
+                    container[key] = filled
         return found.get(place, value)
 
     filled = tuple(fill(str(index), value) for index, value in enumerate(args))
