@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ class Runs(Net):
         super().__init__()
         torch.manual_seed(0)
         self.run, self.last = run, getattr(run, "last", nn.Linear)(4, 4)
+        self.blocks = nn.ModuleList(getattr(run, "block", nn.Linear)(4, 4) for _ in range(3))
         for parameter in self.parameters():
             nn.init.normal_(parameter)
 
@@ -115,6 +117,25 @@ def named(*values):
     return dict(zip(("y", "first"), values, strict=True))
 
 
+class State(NamedTuple):
+    value: torch.Tensor
+    more: torch.Tensor
+
+
+class Step(nn.Linear):
+    def forward(self, given):
+        value = super().forward(given.value if isinstance(given, State) else given).tanh()
+        return State(value, value.sin())
+
+
+def named_tuples(model, x):
+    x = model.through(model.first(x))
+    return model.last(x.value + x.more)
+
+
+named_tuples.block = Step
+
+
 def typed_values(model, x):
     x = model.through(model.first(x))
     if type(x) is not torch.Tensor or not isinstance(model.last, nn.Linear) or model.last.__class__ is not nn.Linear:
@@ -128,6 +149,7 @@ RIGHT = [
     own_weight,
     gradient_of_the_last_layers,
     gradient_of_the_first_layers,
+    named_tuples,
     typed_values,
 ]
 

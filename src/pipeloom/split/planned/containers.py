@@ -1,5 +1,6 @@
 """Values in dicts and lists, which a module leaves in its arguments or stages send; zeros in the form of a value."""
 
+import sys
 from collections.abc import Mapping, MutableMapping
 from types import NoneType
 from typing import Any
@@ -10,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CONTAINERS = (MutableMapping, list)
+_SENT = (tuple, list, dict)
 UNCHANGED = frozenset((Tensor, nn.Parameter, NoneType, bool, int, float, str, tuple, torch.Size))
 
 
@@ -48,6 +50,44 @@ def each_once(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 def all_of(once: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:
     """The values that `each_once` took apart."""
     return {**once, **{key: once[first] for key, first in same.items()}}
+
+
+def classes_of(value: Any, place: str = "") -> dict[str, str]:
+    """The classes of the named tuples in a value, by place: stages send them as plain tuples.
+
+    Classes that are not found by name, such as those that a function defines, are left out.
+    """
+    if isinstance(value, Tensor) or not isinstance(value, _SENT):
+        return {}
+    found: dict[str, str] = {}
+    kind = type(value)
+    if hasattr(value, "_fields") and not isinstance(value, PackedSequence):
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        found |= {place: name} if _class_named(name) is kind else {}
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        found |= classes_of(each, f"{place}/{key}")
+    return found
+
+
+def with_classes(value: Any, classes: Mapping[str, str], place: str = "") -> Any:
+    """A value that arrived, with the classes of `classes_of`."""
+    if isinstance(value, Tensor | PackedSequence) or not isinstance(value, _SENT):
+        return value
+    if isinstance(value, dict):
+        return {key: with_classes(each, classes, f"{place}/{key}") for key, each in value.items()}
+    items = [with_classes(each, classes, f"{place}/{index}") for index, each in enumerate(value)]
+    if place in classes:
+        return _class_named(classes[place])._make(items)
+    return items if isinstance(value, list) else tuple(items)
+
+
+def _class_named(name: str) -> Any:
+    """A class of a module that this process has loaded."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 Format = torch.dtype | None

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeloom.errors import SplitError
 from pipeloom.split.planned.attributes import KeptBuffers
 from pipeloom.split.planned.collected import collected_outputs, collector
-from pipeloom.split.planned.containers import all_of, containers_of, each_once, entries_of
+from pipeloom.split.planned.containers import all_of, classes_of, containers_of, each_once, entries_of, with_classes
 from pipeloom.split.planned.known import RESULT, Known
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import StandIn
@@ -70,6 +70,8 @@ class ForwardRun:
         draws: bool,
         around: Callable[[int, Any], Callable[..., Any]] | None,
     ) -> None:
+        if "classes" in arrived:
+            arrived = with_classes(arrived, arrived["classes"])
         self.inputs, self.arrived = inputs, arrived
         self.origins = Origins() if known is None else None
         self._types = TypeWatch(StandIn) if known is None else None
@@ -105,7 +107,7 @@ class ForwardRun:
             self.origins.mark_given(inputs)
             if not arrived:
                 self.origins.whole_graphs = None
-            elif arrived.keys() <= {"value", "inputs", "seed"}:
+            elif arrived.keys() <= {"value", "inputs", "seed", "classes"}:
                 self.origins.whole_graphs = frozenset((str(place.before), *place.names))
 
     def _take_arrived(self) -> None:
@@ -149,6 +151,7 @@ class ForwardRun:
             "entries": self.entries,
             "collected": self._collected,
             "seed": self.seed,
+            "classes": classes_of({"value": self.result, "extras": extras}),
         }
         return message | {name: value for name, value in optional.items() if value}
 
