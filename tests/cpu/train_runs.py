@@ -25,8 +25,12 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from pipeloom.cli import main
+from pipeloom.cli.train import parse
 from pipeloom.processes.launching import ranks as ranks_launcher
-from pipeloom.train import trainer  # noqa: F401  # forks have it loaded
+from pipeloom.train import loop  # noqa: F401  # forks have it loaded
+from pipeloom.train.config import automatic, validate  # noqa: F401
+
+parse([])  # makes the parser, which forks have then
 
 WORDS = [
     "the",

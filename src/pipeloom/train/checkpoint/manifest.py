@@ -24,7 +24,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,7 +87,7 @@ class Part:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON; without the entries of version 3 where they are empty."""
-        row = asdict(self)
+        row = {each.name: getattr(self, each.name) for each in fields(self)}
         if not self.has_blocks:
             for key in ("blocks", "optimizer_blocks", "block_states"):
                 del row[key]
@@ -120,7 +120,7 @@ class Manifest:
         version = VERSION if any(part.has_blocks for part in self.parts) else _WITHOUT_BLOCKS
         parts = [part.to_dict() for part in self.parts]
         files = {name: record.to_dict() for name, record in self.files.items()}
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
         return json_bytes({"format": FORMAT, "version": version, **own, "files": files, "parts": parts})
 
     @classmethod
