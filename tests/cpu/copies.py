@@ -18,8 +18,14 @@ from tests.cpu.reference import checkpoint_blocks, language_loss, make_gpt, toke
 FAMILIES = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "dualpipev")
 CHUNKED = ("interleaved", "bfs", "zb-v", "dualpipev")
 STRATEGIES = tuple(DataStrategy)
-# Families that run as another one but for the order: with few strategies where the grid is not whole.
-ALIKE = {"gpipe": ("ddp", "zero3"), "bfs": ("ddp", "parameter-server")}  # bfs: granularities have zero2 and zero3
+# Families that run as 1f1b or zb-v but for the order: with few strategies where the grid is not whole.
+ALIKE = {
+    "gpipe": ("ddp", "zero3"),
+    "interleaved": ("zero1", "zero2", "zero3"),
+    "bfs": ("ddp", "parameter-server"),  # granularities have zero2 and zero3
+    "zb-h1": ("zero1", "zero2"),
+    "dualpipev": ("ddp", "zero3"),
+}
 MICROBATCHES = 4
 SIZES = (9, 7)  # samples of each copy: a mean of means would be another number
 OPTIMIZERS = {

@@ -81,14 +81,14 @@ def thinned_sizes(num_ranks: int) -> list[tuple[str, int, list[int]]]:
 
 
 def thinned(num_ranks: int) -> list[Case]:
-    """Two cases for every family and number of chunks, with the least micro-batches and with more.
+    """Two cases for every family and number of chunks, with the least micro-batches and with more; on three ranks one.
 
     On more than two ranks, no more than two chunks: other numbers of chunks run there alike.
     """
     turns: Counter[str] = Counter()
     cases = []
     for family, num_chunks, (least, *more) in thinned_sizes(num_ranks):
-        for index in range(2):
+        for index in range(1 if num_ranks == 3 else 2):
             turn = turns[family] + num_ranks
             turns[family] += 1
             m = more[turn % len(more)] if index and more else least

@@ -476,10 +476,10 @@ def test_one_flipped_bit_in_any_file_is_noticed_and_named(saved: Path, capsys: p
             assert named in one_line(error)
             file.write_bytes(whole)
     ck.verify(saved)
-    # every bit of the seal, letter case of its digits too
+    # every byte of the seal, letter case of its digits too
     whole = (saved / SEAL_NAME).read_bytes()
     for position in range(len(whole)):
-        for bit in range(8):
+        for bit in (5, position % 8):
             flip(saved / SEAL_NAME, position, bit)
             with pytest.raises(CheckpointError, match="damaged"):
                 ck.load(saved)
@@ -584,7 +584,7 @@ def test_nothing_is_ever_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch)
 # Saves steps 1, then 2 (over an older 2, and in pieces by two ranks, or not) and is killed at the k-th call that
 # changes the disk, for every k.
 KILLER = """
-import itertools, json, os, signal, sys, threading
+import itertools, json, os, shutil, signal, sys, threading
 from pathlib import Path
 import torch
 from pipeloom.engine.stores.parameter_range import Range
@@ -619,12 +619,14 @@ def arm(k):
         setattr(os, name, counted(getattr(os, name)))
     HashingFile.write = counted(HashingFile.write)
 
+before = base / "before"
+save(before, 1, 1)
+save(before, 2, 2)
 k = 0
 while True:
     k += 1
     directory = base / str(k)
-    save(directory, 1, 1)
-    save(directory, 2, 2)
+    shutil.copytree(before, directory)
     child = os.fork()
     if child == 0:
         arm(k)

@@ -55,8 +55,16 @@ def test_more_ranks(kind, degree):
     trains(make_small, "1f1b", {"cp": degree}, kind)
 
 
-@pytest.mark.parametrize("family", ["gpipe", "interleaved", "zb-h1", "zb-v", "dualpipev"])
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+ORDERS = ["gpipe", "interleaved", "zb-h1", "zb-v", "dualpipev"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        pytest.param(kind, family, marks=() if turn % 2 == (kind == "ulysses") else pytest.mark.whole_grid)
+        for (turn, family), kind in product(enumerate(ORDERS), ["ring", "ulysses"])
+    ],
+)
 def test_every_kind_of_schedule(kind, family):
     trains(make_gpt, family, {"pp": 2, "cp": 2}, kind)
 
@@ -67,8 +75,13 @@ def test_replicas_of_context_parallel_pipelines(strategy, degrees):
     trains(make_small, "1f1b", degrees, "ring", data=strategy)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [
+        pytest.param(kind, recompute, marks=() if turn % 2 == (recompute == "full") else pytest.mark.whole_grid)
+        for (turn, kind), recompute in product(enumerate(KINDS), ["selective", "full"])
+    ],
+)
 def test_recomputation(kind, recompute):
     trains(make_small, "zb-h1", {"pp": 2, "cp": 2}, kind, recompute=recompute)
 

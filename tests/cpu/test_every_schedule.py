@@ -44,7 +44,7 @@ def _of_processes(num_ranks: int) -> list[Case]:
     for i, case in enumerate(thinned(num_ranks)):
         turn = of_four[case.family, case.num_chunks]
         here = num_ranks == 2 or case.family in REPLICATED or turn % 2 == num_ranks % 2
-        if here and i % 2 == (turn // 2 + num_ranks // 2) % 2:
+        if here and (num_ranks == 3 or i % 2 == (turn // 2 + num_ranks // 2) % 2):
             found.append(case)
     return found
 

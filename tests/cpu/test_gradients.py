@@ -35,7 +35,7 @@ def _assert_equal_gradients(pipe: pl.Pipeline, reference: nn.Module) -> None:
 @pytest.mark.parametrize("transport", ["loopback", "threads"])
 def test_loss_gradients_and_norm_are_bitwise_those_of_accumulation(transport: str) -> None:
     inputs, targets = _batch()
-    for name, num_ranks, num_microbatches in SIZES:
+    for name, num_ranks, num_microbatches in SIZES if transport == "loopback" else SIZES[::4]:
         reference, model = make_mlp(), make_mlp()
         expected = accumulate(reference, mse, inputs, targets, num_microbatches)
         schedule = pl.schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)

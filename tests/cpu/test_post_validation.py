@@ -152,7 +152,7 @@ def _compare(transport: str, name: str, optimizer: str, num_ranks: int = 3) -> t
 
 @pytest.mark.parametrize(
     ("name", "transport", "optimizer"),
-    of_grid(("zb-h1", "zb-h2", "zb-v", "interleaved"), ("loopback", "threads"), OPTIMIZERS),
+    of_grid(("zb-h1", "zb-h2", "zb-v", "interleaved"), ("loopback", "threads"), OPTIMIZERS, apart={(0, 2)}),
 )
 def test_one_process_trains_as_with_a_barrier(name: str, transport: str, optimizer: str) -> None:
     rollbacks, repeats = _compare(transport, name, optimizer)

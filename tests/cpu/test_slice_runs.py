@@ -138,7 +138,7 @@ def run_cases(rank: int, ranks: int, transport: str, part: slice) -> None:
     [pytest.param(2, "torch", marks=pytest.mark.whole_grid), (4, "torch"), (2, "shared-memory")],
 )
 def test_processes(ranks: int, transport: str) -> None:
-    run_ranks(run_cases, ranks, ranks, transport, slice(ranks, None, 7))
+    run_ranks(run_cases, ranks, ranks, transport, slice(ranks, None, 13))
 
 
 @pytest.mark.whole_grid

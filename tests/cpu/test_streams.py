@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
 }
-FEW, MANY = 14, 50  # updates
+FEW, MANY = 10, 50  # updates
 ALONE = [(1,) * stages for stages in (2, 3, 4)]
 REPLICATED = [(2, 1), (1, 2), (2, 1, 1)]
 
