@@ -171,11 +171,11 @@ V_KINDS = ("zb-v", "v-half", "v-min")
 
 
 def _thinned(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """For every number of chunks the first six numbers of micro-batches, every fifth then, and the last."""
+    """For every number of chunks the first six numbers of micro-batches, every tenth then, and the last."""
     found = []
     for chunks in sorted({v for _, v in sizes}):
         of_chunks = [size for size in sizes if size[1] == chunks]
-        found += dict.fromkeys([*of_chunks[:6], *of_chunks[10::5], of_chunks[-1]])
+        found += dict.fromkeys([*of_chunks[:6], *of_chunks[10::10], of_chunks[-1]])
     return found
 
 

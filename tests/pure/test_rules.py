@@ -162,7 +162,7 @@ def test_every_pass_keeps_every_rule(name):
         ):
             check(changed)
             if changed.microbatches_per_update is None:
-                flushed_passes(changed, AXES[turn % 3 :: 3])
+                flushed_passes(changed, AXES[turn % 6 :: 6])
                 turn += 1
             else:
                 stream_passes(changed)

@@ -105,9 +105,9 @@ def linear(rng: random.Random) -> SliceCosts:
     )
 
 
-@pytest.mark.parametrize("group", [*range(2), *(pytest.param(g, marks=pytest.mark.whole_grid) for g in range(2, 10))])
+@pytest.mark.parametrize("group", [0, *(pytest.param(g, marks=pytest.mark.whole_grid) for g in range(1, 10))])
 def test_equal_to_brute_force(group):
-    """500 instances (100 in every run): any grid, batch, memory limit; costs of the paper's form and of none."""
+    """500 instances (50 in every run): any grid, batch, memory limit; costs of the paper's form and of none."""
     for seed in range(50 * group, 50 * group + 50):
         rng = random.Random(seed)
         batch = rng.choice((1, 1, 1, 2, 3))
@@ -303,7 +303,7 @@ def test_a_fit_recovers_the_form_and_says_how_far_off_it_is():
         fit([Sample(8, 0, 0.0)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_noise_makes_a_cost_negative_or_falling(data):
     """Measurements without any sense; slices of any batch, also of more tokens than were measured."""
