@@ -48,3 +48,15 @@ def of_grid(*factors: Iterable[Any], apart: Places = ()) -> list[Any]:
     grid = list(product(*factors))
     chosen = pairwise(grid, apart)
     return [pytest.param(*case, marks=() if case in chosen else pytest.mark.whole_grid) for case in grid]
+
+
+def in_turn(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: the product of two factors, of which every other cell, row by row, is marked `whole_grid`.
+
+    Every value of either factor is in every run of the tests where both have two values or more.
+    """
+    cells = product(enumerate(first), enumerate(second))
+    return [
+        pytest.param(one, other, marks=pytest.mark.whole_grid if (row + column) % 2 else ())
+        for (row, one), (column, other) in cells
+    ]

@@ -130,9 +130,15 @@ def test_losses_are_those_of_one_process(home: Path, padded: Path, tmp_path: Pat
     "more",
     [
         "--parallel.data 2 --parallel.data_strategy zero3 --schedule interleaved --batch.microbatches 2",
-        "--parallel.pipeline 1 --parallel.data 3 --parallel.data_strategy zero1 --memory.recompute full",
+        pytest.param(
+            "--parallel.pipeline 1 --parallel.data 3 --parallel.data_strategy zero1 --memory.recompute full",
+            marks=pytest.mark.whole_grid,
+        ),
         "--parallel.tensor 2",
-        "--parallel.pipeline 4 --parallel.cut 1,1,1,1 --schedule gpipe --memory.recompute selective",
+        pytest.param(
+            "--parallel.pipeline 4 --parallel.cut 1,1,1,1 --schedule gpipe --memory.recompute selective",
+            marks=pytest.mark.whole_grid,
+        ),
         "--schedule zb-v --parallel.chunks 2 --optimizer.barrier false",
     ],
 )

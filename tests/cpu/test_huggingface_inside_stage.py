@@ -219,7 +219,11 @@ def test_gemma_scales_embeddings_in_parts_of_the_vocabulary(tmp_path):
     assert_loads(case, found, tmp_path)
 
 
-@pytest.mark.parametrize("case", [Case("qwen2 tied", PP_TP, sequence=True), Case("llama", PP_CP)], ids=_name)
+@pytest.mark.parametrize(
+    "case",
+    [Case("qwen2 tied", PP_TP, sequence=True), pytest.param(Case("llama", PP_CP), marks=pytest.mark.whole_grid)],
+    ids=_name,
+)
 def test_updates_in_float32(case, tmp_path):
     case = case._replace(dtype=torch.float32)
     (_, losses), found = alone(case), run_ranks(train, 4, case)
@@ -238,7 +242,7 @@ def test_converted_checkpoints_load_in_transformers(tmp_path):
     assert all(torch.equal(value, full[name]) for name, value in loaded.named_parameters())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.whole_grid), "gpt2"])
 def test_dropout_masks_are_those_of_unshared_stages(kind, monkeypatch):
     """Of attention weights too; each process has the part of its heads."""
     monkeypatch.setattr(sequence_slices, "SliceContext", lambda seed: SliceContext((7, *(seed or (0,))[1:])))

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import pipeloom as pl
+from tests.cpu.pairwise import in_turn
 from tests.cpu.tensor_cases import assert_equal, batch, on_mesh, one_process, run
 
 transformers = pytest.importorskip("transformers")
@@ -80,16 +81,16 @@ def reference(name):
     return found._replace(gradients={name.removeprefix("inner."): g for name, g in found.gradients.items()})
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("name", ["llama", "llama tied", "qwen2", "qwen3", "olmo2", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "sequence"), in_turn(["llama", "llama tied", "qwen2", "qwen3", "olmo2", "gpt2"], [False, True])
+)
 def test_decoders_in_pipelines_equal_one_process(name, sequence):
     models = [made(name) for _ in range(4)]  # transformers cannot be built in several threads at once
     found = run(models.pop, "zb-h1", pp=2, tp=2, sequence=sequence, loss=loss_fn)
     assert_equal(found, reference(name), 1e-12 if name == "gpt2" else 2e-6)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("name", "sequence"), in_turn(["llama", "gpt2"], [False, True]))
 def test_four_ranks_share_key_heads(name, sequence):
     models = [made(name) for _ in range(4)]
     found = run(models.pop, tp=4, sequence=sequence, loss=loss_fn)

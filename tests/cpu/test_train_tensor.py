@@ -49,7 +49,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(  # of 2d, checkpoints go from layout to layout, below
+    "layout", [pytest.param(each, marks=pytest.mark.whole_grid if each == "2d" else ()) for each in LAYOUTS]
+)
 def test_shared_stages_train_as_one_process(text: Path, alone: Path, tmp_path: Path, layout: str) -> None:
     printed = forked(text, tmp_path / "out", *RUN, *LAYOUTS[layout].split())
     assert_alike(alone, tmp_path / "out", 1e-5)

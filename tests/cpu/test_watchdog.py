@@ -72,7 +72,9 @@ def _hang_in_data(victim: str) -> None:
     Trainer._batch = slow  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("kind", [*HANGS, "data"])
+@pytest.mark.parametrize(
+    "kind", ["stop", pytest.param("spin", marks=pytest.mark.whole_grid), "interpreter lock", "data"]
+)
 def test_a_rank_that_hangs_is_named_by_all(text: Path, tmp_path: Path, kind: str) -> None:
     """No process is left, also none that is stopped: the fixture of all tests looks for them."""
 
