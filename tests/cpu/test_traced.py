@@ -84,7 +84,8 @@ def _train(name: str, schedule: Schedule, **options: Any) -> None:
                 assert torch.allclose(a, b, rtol=0, atol=1e-12) if isinstance(a, Tensor) else a == b
 
 
-CASES = [(family, MODELS[turn % len(MODELS)]) for turn, family in enumerate(FAMILIES)]
+# Every other family: traced stages are modules as others are, and the whole grid has all families with all models.
+CASES = [(family, MODELS[turn % len(MODELS)]) for turn, family in enumerate(FAMILIES[::2])]
 
 
 @pytest.mark.parametrize("name", MODELS)
