@@ -22,23 +22,21 @@ class ComputeBlock(NamedTuple):
 
 def blocks_of(order: Sequence[Action], program: Program) -> list[ComputeBlock]:
     """The blocks of one rank's `order`. Other actions are in no block."""
-    partners = program.schedule.partners
+    partners, length = program.schedule.partners, len(order)
     blocks: list[ComputeBlock] = []
-    position = free = 0
-    while position < len(order):
-        action = order[position]
-        if action.op not in COMPUTE_OPS:
+    position = first = 0  # of the action that is looked at, and of the receives before it
+    while position < length:
+        op = order[position].op
+        if op in COMPUTE_OPS:
+            last = position + (bool(partners) and order[position] in partners)
+            computations = tuple(order[position : last + 1])
+            while last + 1 < length and order[last + 1].op in SENDS:
+                last += 1
+            blocks.append(ComputeBlock(first, last, computations))
+            position = first = last + 1
+        else:
             position += 1
-            continue
-        first = position
-        while first > free and order[first - 1].op in RECEIVES:
-            first -= 1
-        last = position + (action in partners)
-        computations = tuple(order[position : last + 1])
-        while last + 1 < len(order) and order[last + 1].op in SENDS:
-            last += 1
-        blocks.append(ComputeBlock(first, last, computations))
-        position = free = last + 1
+            first = first if op in RECEIVES else position
     return blocks
 
 
@@ -47,8 +45,11 @@ def woven(
 ) -> tuple[Action, ...]:
     """`order` with actions inserted before and after some positions."""
     result: list[Action] = []
-    for position, action in enumerate(order):
+    done = 0
+    for position in sorted({*front, *behind}):
+        result += order[done:position]
         result += front.get(position, ())
-        result.append(action)
+        result.append(order[position])
         result += behind.get(position, ())
-    return tuple(result)
+        done = position + 1
+    return (*result, *order[done:])

@@ -13,6 +13,7 @@ blocks again (`pipeloom.passes.blocks`) and insert their actions around them.
 
 from collections import deque
 from collections.abc import Sequence
+from math import lcm
 
 from pipeloom.ir.action import SKIP_OPS, Action, Op
 from pipeloom.ir.check.input_types import check_skips
@@ -37,53 +38,103 @@ def insert_communication(schedule: Schedule, skips: Sequence[Skip] = ()) -> Prog
     """
     skips = tuple(skips)
     check_skips(skips, schedule.num_stages, f"program {schedule.name!r}")
-    sends: list[list[list[Action]]] = []  # for each rank and position, the sends that follow
-    channels: dict[tuple[int, int, bool], deque[Action]] = {}  # pending receives of each channel, in sending order
-    for rank, order in enumerate(schedule.orders):
-        sends.append([])
-        for action in order:
-            following = [] if (send := message_after(action, schedule)) is None else [send]
-            following += skip_sends(action, skips, schedule.placement) if skips else []
-            for send in following:
-                channel = channels.setdefault(_channel(rank, peer_of(send, schedule.placement), send), deque())
-                channel.append(send.other_end())
-            sends[rank].append(following)
-
-    orders = []
+    partners, routes, orders = schedule.partners, _Routes(schedule, skips), []
+    sends = [_sent(rank, order, routes) for rank, order in enumerate(schedule.orders)]
     for rank, order in enumerate(schedule.orders):
         lowered: list[Action] = []
-        received: set[Action] = set()
+        early: set[Action] = set()  # receives that came before their computations
         held: list[Action] = []  # the sends of an overlapped pair's first member, until the second has run
         for action, following in zip(order, sends[rank], strict=True):
-            partner = schedule.partners.get(action)
+            partner = partners.get(action) if partners else None
             for computation in (action,) if partner is None else (action, partner):
-                for receive in _receives(computation, schedule, skips):
-                    pending = channels.get(_channel(peer_of(receive, schedule.placement), rank, receive))
-                    while pending and receive not in received:
+                for receive, pending in routes.into(computation, rank):
+                    while pending and receive not in early:
                         earlier = pending.popleft()
-                        received.add(earlier)
                         lowered.append(earlier)
+                        if earlier == receive and computation is action:
+                            break
+                        early.add(earlier)
             lowered.append(action)
-            held += following
             if partner is None:
-                lowered += held
+                lowered += held + following if held else following
                 held = []
+            else:
+                held += following
         orders.append(tuple(lowered))
     return Program(schedule=schedule, orders=tuple(orders), skips=skips)
 
 
-def _channel(source: int, target: int, message: Action) -> tuple[int, int, bool]:
-    return source, target, message.op in SKIP_OPS
+_Channel = deque[Action]  # receives in sending order
 
 
-def _receives(computation: Action, schedule: Schedule, skips: Sequence[Skip]) -> list[Action]:
-    """The receives that a computation may need; those of the ordinary messages also where no other rank sends them."""
-    receives = []
-    if computation.op is Op.F and computation.stage > 0:
-        receives = [computation.with_op(Op.RECV_F)]
-    elif computation.op in (Op.B, Op.I) and computation.stage < schedule.num_stages - 1:
-        receives = [computation.with_op(Op.RECV_B)]
-    return receives + skip_receives(computation, skips, schedule.placement) if skips else receives
+class _Routes:
+    """Where messages of a schedule go. Those of one stage and op differ in nothing but micro-batch and slice.
+
+    Args:
+        schedule: with the placement.
+        skips: the pairs of stages between which values skip stages. Their messages have channels of their own.
+    """
+
+    def __init__(self, schedule: Schedule, skips: tuple[Skip, ...]) -> None:
+        self._schedule, self._skips, self._placement = schedule, skips, schedule.placement
+        self._period = lcm(*map(len, schedule.placement.replicas))  # of micro-batches that take the same ranks
+        self._channels: dict[tuple[int, int, bool], _Channel] = {}
+        self._sends: dict[object, tuple[Op, int, Op, _Channel] | None] = {}
+        self._receives: dict[object, tuple[Op, _Channel] | None] = {}
+
+    def out_of(self, action: Action, rank: int) -> list[tuple[Action, Action, _Channel]]:
+        """The sends that follow a computation of a rank, each with its receive and its channel."""
+        stage, op, microbatch, piece = action
+        key = rank, stage, op, None if microbatch is None else microbatch % self._period
+        if key not in self._sends:
+            send = message_after(action, self._schedule)
+            self._sends[key] = None
+            if send is not None:
+                other, channel = send.other_end(), self._channel(rank, peer_of(send, self._placement), send)
+                self._sends[key] = send.op, other.stage, other.op, channel
+        found, route = list[tuple[Action, Action, _Channel]](), self._sends[key]
+        if route is not None:
+            sent, other_stage, received, channel = route
+            there = Action(other_stage, received, microbatch, piece)
+            found.append((Action(stage, sent, microbatch, piece), there, channel))
+        for send in skip_sends(action, self._skips, self._placement) if self._skips else ():
+            channel = self._channel(rank, peer_of(send, self._placement), send)
+            found.append((send, send.other_end(), channel))
+        return found
+
+    def into(self, action: Action, rank: int) -> list[tuple[Action, _Channel]]:
+        """The receives that a computation may need, each with its channel.
+
+        Those of the ordinary messages are there also where no other rank sends them.
+        """
+        stage, op, microbatch, piece = action
+        key = rank, stage, op, None if microbatch is None else microbatch % self._period
+        if key not in self._receives:
+            self._receives[key] = None
+            if (op is Op.F and stage > 0) or (op in (Op.B, Op.I) and stage < self._schedule.num_stages - 1):
+                receive = action.with_op(Op.RECV_F if op is Op.F else Op.RECV_B)
+                channel = self._channel(peer_of(receive, self._placement), rank, receive)
+                self._receives[key] = receive.op, channel
+        route = self._receives[key]
+        found = [] if route is None else [(Action(stage, route[0], microbatch, piece), route[1])]
+        for receive in skip_receives(action, self._skips, self._placement) if self._skips else ():
+            found.append((receive, self._channel(peer_of(receive, self._placement), rank, receive)))
+        return found
+
+    def _channel(self, source: int, target: int, message: Action) -> _Channel:
+        return self._channels.setdefault((source, target, message.op in SKIP_OPS), deque())
+
+
+def _sent(rank: int, order: Sequence[Action], routes: _Routes) -> list[list[Action]]:
+    """The sends that follow each computation of a rank, whose receives enter their channels."""
+    found: list[list[Action]] = []
+    for action in order:
+        following = []
+        for send, receive, channel in routes.out_of(action, rank):
+            following.append(send)
+            channel.append(receive)
+        found.append(following)
+    return found
 
 
 def warm_up_lengths(program: Program) -> tuple[int, ...]:

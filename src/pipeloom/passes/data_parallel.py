@@ -18,6 +18,7 @@ micro-batch is the sum over ranks of the pipeline that hold the same parameters.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from pipeloom.ir import Action, DataAxis, Granularity, Op, Program
 from pipeloom.passes.blocks import ComputeBlock, blocks_of, woven
@@ -56,7 +57,7 @@ def _places(blocks: Sequence[ComputeBlock]) -> dict[int, list[int]]:
     """The blocks with each stage, by index."""
     found: dict[int, list[int]] = defaultdict(list)
     for index, block in enumerate(blocks):
-        for stage in {action.stage for action in block.computations}:
+        for stage in dict.fromkeys(action.stage for action in block.computations):
             found[stage].append(index)
     return found
 
@@ -92,28 +93,28 @@ def _reading_runs(
     """The runs of a stage, from the first to the last computation that reads its parameters."""
     found = []
     for run in _runs(places, granularity):
-        reading = [
-            index
-            for index in run
-            if any(action.stage == stage and action.op is not Op.W for action in blocks[index].computations)
-        ]
-        if reading:
-            found.append((reading[0], reading[-1]))
+        first = next((index for index in run if _reads(stage, blocks[index])), None)
+        if first is not None:
+            found.append((first, next(index for index in reversed(run) if _reads(stage, blocks[index]))))
     return found
+
+
+def _reads(stage: int, block: ComputeBlock) -> bool:
+    """Whether a computation of the block reads the parameters of the stage."""
+    return any(action.stage == stage and action.op is not Op.W for action in block.computations)
 
 
 def _reduce(stage: int, blocks: Sequence[ComputeBlock], places: Sequence[int], data: DataAxis, behind: _Around) -> None:
     """REDUCE_GRAD of one stage, behind the last backward of every run that has one."""
     granularity = data.granularity if data.strategy.shards_gradients else Granularity.STEP
     for run in _runs(places, granularity):
-        backwards = [
+        backwards = (
             (blocks[index], action)
-            for index in run
-            for action in blocks[index].computations
+            for index in reversed(run)
+            for action in reversed(blocks[index].computations)
             if action.stage == stage and action.op in _BACKWARDS
-        ]
-        if backwards:
-            block, action = backwards[-1]
+        )
+        for block, action in islice(backwards, 1):
             behind[block.last].append(action.with_op(Op.REDUCE_GRAD))
 
 

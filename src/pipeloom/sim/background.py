@@ -15,6 +15,7 @@ and the next unit's computation waits for that.
 """
 
 from collections import deque
+from itertools import repeat
 
 from pipeloom.ir import Action, Op, Program, Schedule
 from pipeloom.ir.unit_actions import gathers_inside
@@ -27,22 +28,26 @@ from pipeloom.sim.spans import Span
 LINKS = {Op.UNSHARD: "data", Op.REDUCE_GRAD: "data", Op.OFFLOAD: "memory", Op.RELOAD: "memory"}
 _READS_PARAMETERS = frozenset({Op.F, Op.B, Op.I})
 _WAITS_FOR_ACTIVATION = frozenset({Op.B, Op.I})
-F, REDUCE_GRAD = Op.F, Op.REDUCE_GRAD  # looking up a member of an enumeration takes as long as two tuples
+# Looking up a member of an enumeration takes as long as two tuples.
+F, REDUCE_GRAD, OFFLOAD, RELOAD = Op.F, Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD
 
 
 class Background:
     """The data and memory links of all ranks while a program is simulated.
 
     Attributes:
-        spans: for each rank, the transfers on its links, one per unit if stages have units.
         inside: whether links make computations longer.
+        quiet: for each rank, when the transfers on its data link have ended. A computation that starts later waits for
+            nothing but its activation.
     """
 
     def __init__(self, pipeline: Schedule | Program, costs: Costs, network: Network) -> None:
         schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
         data = pipeline.data if isinstance(pipeline, Program) else None
         counts = costs.unit_counts(schedule) if data is not None else None
-        self.spans: list[list[Span]] = [[] for _ in pipeline.orders]
+        self._rows: list[list[tuple[Action, float, float]]] = [[] for _ in pipeline.orders]
+        self.quiet = [0.0] * len(pipeline.orders)
+        self._memory_free = [0.0] * len(pipeline.orders)
         self._in_units = counts is not None
         self._counts = counts or (1,) * schedule.num_stages
         self._seconds = link_seconds(pipeline, schedule, costs, network, self._counts)  # of one unit
@@ -52,56 +57,66 @@ class Background:
         self._one_reduction = data is not None and data.strategy.shards_optimizer
         reductions = pipeline.data_reductions if isinstance(pipeline, Program) and self._in_units else frozenset()
         self._last_backwards = frozenset(a.with_op(op) for a in reductions for op in (Op.B, Op.W))
-        self._free: dict[tuple[int, str], float] = {}
         self._reduced: dict[int, float] = {}  # of a rank, the end of its last reduction
         self._gathered: dict[tuple[int, int], list[float]] = {}  # of rank and stage, when each unit was gathered
         self._back: dict[tuple[int, int | None, int | None], float] = {}  # ends of RELOADs
-        self._busy: list[deque[Span]] = [deque() for _ in pipeline.orders]  # pending transfers of data links
+        self._busy: list[deque[tuple[float, float]]] = [deque() for _ in pipeline.orders]  # of data links, pending
+
+    @property
+    def spans(self) -> list[list[Span]]:
+        """For each rank, the transfers on its links, one per unit if stages have units."""
+        return [[Span(*each) for each in row] for row in self._rows]
+
+    @property
+    def ends(self) -> list[float]:
+        """When the last transfers of the ranks end."""
+        return [end for row in self._rows for _, _, end in row]
 
     def begin(self, rank: int, action: Action, now: float) -> None:
         """Issue a background action at `now`; the rank continues at once."""
-        if action.op is Op.UNSHARD:
-            count = 1 if self._one_by_one else self._counts[action.stage]
-            self._gathered[rank, action.stage] = [self._transfer(rank, action, now) for _ in range(count)]
-        elif action.op is Op.RELOAD:
-            self._back[action.stage, action.microbatch, action.slice] = self._transfer(rank, action, now)
-        elif action.op is Op.OFFLOAD or not self._in_units:  # else backwards have started it
+        stage, op, microbatch, piece = action
+        if op is OFFLOAD or op is RELOAD:
+            start = max(now, self._memory_free[rank])
+            self._memory_free[rank] = end = start + self._seconds[op][stage]
+            self._rows[rank].append((action, start, end))
+            if op is RELOAD:
+                self._back[stage, microbatch, piece] = end
+        elif op is Op.UNSHARD:
+            count = 1 if self._one_by_one else self._counts[stage]
+            self._gathered[rank, stage] = [self._transfer(rank, action, now) for _ in range(count)]
+        elif not self._in_units:  # else backwards have started it
             self._transfer(rank, action, now)
 
     def _transfer(self, rank: int, action: Action, now: float) -> float:
-        """Put one transfer on its link and return its end."""
-        link = LINKS[action.op]
-        start = max(now, self._free.get((rank, link), 0.0))
-        span = Span(action, start, start + self._seconds[action.op][action.stage])
-        self._free[rank, link] = span.end
-        self.spans[rank].append(span)
-        if self._slowdown and link == "data":
-            self._busy[rank].append(span)
-        return span.end
+        """Put one transfer on the data link and return its end."""
+        start = max(now, self.quiet[rank])
+        self.quiet[rank] = end = start + self._seconds[action.op][action.stage]
+        self._rows[rank].append((action, start, end))
+        if self._slowdown:
+            self._busy[rank].append((start, end))
+        return end
 
-    def there(self, rank: int, action: Action) -> float:
-        """The time at which the links have delivered what an action needs to start; 0 if it needs nothing."""
+    def there(self, rank: int, action: Action, ready: float) -> float:
+        """The time from `ready` on at which the links have delivered what an action needs to start."""
         stage, op, microbatch, piece = action
-        if op is REDUCE_GRAD:
-            return self._free.get((rank, "data"), 0.0) if meets(action) else 0.0
-        there = 0.0
-        if op in _READS_PARAMETERS and (gathered := self._gathered.get((rank, stage))):
-            there = gathered[0 if op is F else -1]
         if self._back and op in _WAITS_FOR_ACTIVATION:
-            there = max(there, self._back.get((stage, microbatch, piece), 0.0))
-        return there
+            ready = max(ready, self._back.get((stage, microbatch, piece), 0.0))
+        if ready >= self.quiet[rank]:
+            return ready
+        if op is REDUCE_GRAD:
+            return self.quiet[rank] if meets(action) else ready
+        if op in _READS_PARAMETERS and (gathered := self._gathered.get((rank, stage))):
+            ready = max(ready, gathered[0 if op is F else -1])
+        return ready
 
     def compute(self, rank: int, action: Action, start: float, seconds: float) -> tuple[float, float]:
         """Run a computation of `seconds` that links make longer; returns its end, and the seconds it waited inside."""
         stage, count = action.stage, self._counts[action.stage]
-        gathered = self._gathered.get((rank, stage)) if action.op in _READS_PARAMETERS else None
-        reduction = action.with_op(REDUCE_GRAD) if action in self._last_backwards else None
         now, waited, each = start, 0.0, seconds / count
-        all_there = gathered is None or (not self._one_by_one and gathered[-1] <= start)
-        if all_there and reduction is None and not self._slowdown:
-            for _ in range(count):
-                now += each
-            return now, 0.0
+        reduction = action.with_op(REDUCE_GRAD) if action in self._last_backwards else None
+        if reduction is None and start >= self.quiet[rank] and not self._one_by_one:
+            return sum(repeat(each, count), now), 0.0
+        gathered = self._gathered.get((rank, stage)) if action.op in _READS_PARAMETERS else None
         for unit in range(count):
             there = max(now, gathered[unit]) if gathered is not None else now
             if reduction is not None and unit:
@@ -124,17 +139,18 @@ class Background:
         """The end of a computation that is slowed down while the data link is busy."""
         busy, left = self._busy[rank], 1 - self._slowdown
         while busy and seconds > 0:
-            if busy[0].end <= now:
+            begin, end = busy[0]
+            if end <= now:
                 busy.popleft()
                 continue
-            before = max(0.0, busy[0].start - now)
+            before = max(0.0, begin - now)
             if before >= seconds:
                 break
             now, seconds = now + before, seconds - before
-            beside = (busy[0].end - now) * left
+            beside = (end - now) * left
             if beside >= seconds:
                 return now + seconds / left
-            now, seconds = busy[0].end, seconds - beside
+            now, seconds = end, seconds - beside
         return now + seconds
 
 

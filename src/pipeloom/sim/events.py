@@ -1,12 +1,23 @@
 """Event-driven simulation of a schedule or program, with links that transfer one message at a time."""
 
-from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from pipeloom.ir.action import COMPUTE_OPS, RECEIVES, SENDS, SKIP_OPS, Action, Op
-from pipeloom.ir.schedule import Program, Schedule, awaited, dependencies, message_after, peer_of
-from pipeloom.ir.walk import in_background, meets, walk
+from pipeloom.ir.action import COMPUTE_OPS, SENDS, SKIP_OPS, Action, Op
+from pipeloom.ir.numbered import (
+    ENDS,
+    MEETS,
+    PAIRED,
+    PUBLISHES,
+    RECEIVES_RESULT,
+    RUNS,
+    Message,
+    RankActions,
+    messages_of,
+    numbered,
+)
+from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.walk import walk
 from pipeloom.sim.background import Background
 from pipeloom.sim.costs import Costs
 from pipeloom.sim.network import Network, Pair
@@ -15,7 +26,6 @@ from pipeloom.sim.spans import Span
 OWN_LINK = -1
 # Looking up a member of an enumeration takes as long as two tuples.
 SEND_F, REDUCE_GRAD = Op.SEND_F, Op.REDUCE_GRAD
-_IN_BACKGROUND = frozenset({Op.UNSHARD, Op.REDUCE_GRAD, Op.OFFLOAD, Op.RELOAD})  # those that may be
 _FROM_LINKS = frozenset({Op.F, Op.B, Op.I, Op.REDUCE_GRAD})  # what may wait for something on a link in the background
 
 
@@ -46,206 +56,256 @@ class Transfer(NamedTuple):
         return (self.source, self.target) if self.link == OWN_LINK else self.link
 
 
-class _Result(NamedTuple):
-    """A result: computed on `rank`, available at `at`; the receiver is busy for `taking` seconds."""
+_Result = tuple[int, float, float]  # the rank that has it, when, and seconds for which it keeps a receiver busy
 
-    rank: int
-    at: float
-    taking: float = 0.0
+
+class _Rank:
+    """The state of one rank.
+
+    Attributes:
+        runs: its actions.
+        seconds: of each.
+        position: of the action that runs, or that comes next.
+        clock: when it became free.
+        begun: positions below it have begun what comes before them in the background.
+        running: start and end of the action that runs; of an overlapped pair, with the time in between.
+        starts, ends: seconds of the actions that have ended.
+        waited: seconds that computations waited inside.
+    """
+
+    __slots__ = ("begun", "clock", "ends", "position", "running", "runs", "seconds", "starts", "waited")
+
+    def __init__(self, runs: RankActions, seconds: list[float]) -> None:
+        self.runs, self.seconds = runs, seconds
+        self.position = self.begun = 0
+        self.clock = self.waited = 0.0
+        self.running: tuple[float, ...] = ()
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+
+    @property
+    def computed(self) -> list[float]:
+        """Seconds of its computations."""
+        rows = zip(self.runs.actions, self.starts, self.ends, strict=False)
+        return [end - start for (_, op, _, _), start, end in rows if op in COMPUTE_OPS]
 
 
 class EventRun:
     """The state of all ranks.
 
     Attributes:
-        spans: of each rank.
+        ranks: by number.
         background: the links of data-parallel replicas and of offloading, with their spans.
-        waits: for each rank, the seconds that computations waited inside.
-        transfers: messages over links with a bandwidth.
     """
 
     def __init__(self, pipeline: Schedule | Program, costs: Costs, network: Network) -> None:
         self.pipeline, self.network = pipeline, network
-        self.schedule = schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
-        self.orders: Sequence[Sequence[Action]] = [tuple(order) for order in pipeline.orders]
-        self.seconds, self.overlap = costs.seconds(schedule), costs.overlap
-        self.factors, self.single = costs.factors(schedule), costs.action_seconds
-        self.slowness = costs.slowness(schedule) or (1.0,) * schedule.num_ranks
-        self.partners = schedule.partners
-        self.latency = network.latency(schedule.num_ranks)
-        self.bytes_sent = costs.bytes_sent(schedule) if network.limited else None
+        schedule = pipeline.schedule if isinstance(pipeline, Program) else pipeline
+        self._schedule, self._table, self._overlap = schedule, costs.seconds(schedule), costs.overlap
+        found = numbered(pipeline)
+        slowness = costs.slowness(schedule) or (1.0,) * schedule.num_ranks
+        self.ranks = [_Rank(runs, self._seconds(runs, costs, slowness[rank])) for rank, runs in enumerate(found.ranks)]
+        self._latency = network.latency(schedule.num_ranks)
+        self._bytes_sent = costs.bytes_sent(schedule) if network.limited else None
+        self._messages = messages_of(pipeline) if network.limited else []
         skips = pipeline.skips if isinstance(pipeline, Program) and network.limited else ()
-        self.skip_bytes = costs.bytes_of_skips(skips)
-        self.shared = network.shared_links(schedule.num_ranks)
-        self.lines: dict[Pair, tuple[int, float | None]] = {}  # by source and target, number and bandwidth of the link
+        self._skip_bytes = costs.bytes_of_skips(skips)
+        self._shared = network.shared_links(schedule.num_ranks)
+        self._lines: dict[Pair, tuple[int, float | None]] = {}  # by source and target, number and bandwidth of the link
         # Of each stage whose gradients are summed over several ranks, its group and those ranks.
-        self.meetings: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._meetings: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         if isinstance(pipeline, Program):
             groups = {group: pipeline.ranks_of_group(group) for group in pipeline.gradient_groups}
-            self.meetings = {stage: found for found in groups.items() for stage in found[0]}
+            self._meetings = {stage: of for of in groups.items() for stage in of[0]}
         self.background = Background(pipeline, costs, network)
-        self.arrived: dict[tuple[int, ...], int] = {}
-        self.position = [0] * len(self.orders)
-        self.clock = [0.0] * len(self.orders)
-        self.running: list[tuple[Span, ...]] = [()] * len(self.orders)
-        self.spans: list[list[Span]] = [[] for _ in self.orders]
-        self.waits = [0.0] * len(self.orders)  # inside computations
-        self.results: dict[Action, _Result] = {}
-        self.waiting: dict[Action, list[int]] = {}
-        self.moments: list[tuple[float, int]] = []  # ends of what runs: seconds and rank
-        self.line_free: dict[object, float] = {}
-        self.transfers: list[Transfer] = []
+        self._delivers = any(runs.background for runs in found.ranks)
+        self._arrived: dict[tuple[int, ...], int] = {}
+        self._results: list[_Result | None] = [None] * (found.num_results + 1)
+        self._waiting: dict[int, list[int]] = {}  # ranks by the number of the result
+        self._moments: list[tuple[float, int]] = []  # ends of what runs: seconds and rank
+        self._line_free: dict[object, float] = {}
+        self._transfers: list[tuple[Action, int, int, int, float, float, float, bool]] = []
 
-    def begin(self, rank: int) -> None:
-        """Start the next action of a rank if its needs are available or in flight; else wait for the missing one.
+    @property
+    def spans(self) -> list[list[Span]]:
+        """Of each rank."""
+        return [list(map(Span, rank.runs.actions, rank.starts, rank.ends)) for rank in self.ranks]
 
-        No other rank waits for a receive: it ends at once, and the next action starts.
+    @property
+    def waits(self) -> list[float]:
+        """For each rank, the seconds that computations waited inside."""
+        return [rank.waited for rank in self.ranks]
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Messages over links with a bandwidth."""
+        return [Transfer(*each) for each in self._transfers]
+
+    def run(self) -> None:
+        """Run each action as early as possible. Raises ScheduleError for a deadlock."""
+        for rank in range(len(self.ranks)):
+            self._begin(rank)
+        moments = self._moments
+        while moments:
+            now, rank = heappop(moments)
+            self._finish(now, rank)
+        if any(rank.position < len(rank.runs.actions) for rank in self.ranks):
+            for _ in walk(self.pipeline):  # says who waits for whom
+                pass
+            raise AssertionError("a walk found an order of actions that the simulation did not")
+
+    def _seconds(self, runs: RankActions, costs: Costs, slowness: float) -> list[float]:
+        """Seconds of each action of a rank, in the background or not overlapped with others."""
+        factors, single, of_works = costs.factors(self._schedule), costs.action_seconds, list[float]()
+        for stage, op, piece in runs.works:
+            seconds = self.network.send_seconds if op in SENDS else self._table[op][stage]
+            if factors and op in factors:
+                seconds *= factors[op][piece or 0]
+            of_works.append(seconds * slowness if op in COMPUTE_OPS else seconds)
+        found = [of_works[number] for number in runs.work]
+        return [single.get(*pair) for pair in zip(runs.actions, found, strict=True)] if single else found
+
+    def _begin(self, number: int) -> None:
+        """Run the next actions of a rank, up to one that awaits a missing result or whose end concerns other ranks.
+
+        No other rank waits for a receive, nor for most computations of a program.
         """
-        order, results, latency = self.orders[rank], self.results, self.latency
-        needs_of = awaited if self.partners else dependencies
+        rank, results, latency = self.ranks[number], self._results, self._latency
+        actions, kinds, numbers, needs, _, _, background = rank.runs
+        at, delivers, inside, there = rank.position, self._delivers, self.background.inside, self.background.there
         while True:
-            at, free = self.position[rank], self.clock[rank]
-            while at < len(order) and order[at].op in _IN_BACKGROUND and in_background(order[at], self.schedule):
-                self.background.begin(rank, order[at], free)
-                at += 1
-            self.position[rank] = at
-            if at == len(order):
-                return
-            action, ready = order[at], free
-            if action.op in _FROM_LINKS:
-                ready = max(ready, self.background.there(rank, action))
-                if self.partners and action in self.partners:
-                    ready = max(ready, self.background.there(rank, self.partners[action]))
-            for need in needs_of(action, self.pipeline):
-                result = results.get(need)
+            if at in background and rank.begun <= at:
+                for action in background[at]:
+                    self.background.begin(number, action, rank.clock)
+                rank.begun = at + 1
+            kind, ready = kinds[at], rank.clock
+            if kind == ENDS:
+                break
+            if delivers and kind != RECEIVES_RESULT:
+                for action in actions[at : at + 2] if kind == PAIRED else actions[at : at + 1]:
+                    if action.op in _FROM_LINKS:
+                        ready = there(number, action, ready)
+            for need in needs[at]:
+                result = results[need]
                 if result is None:
-                    self.waiting.setdefault(need, []).append(rank)
+                    self._waiting.setdefault(need, []).append(number)
+                    rank.position = at
                     return
-                if result.rank != rank:
-                    ready = max(ready, result.at + latency[result.rank][rank]) + result.taking
-            if action.op not in RECEIVES:
-                self.running[rank] = spans = self._spans(rank, action, ready)
-                heappush(self.moments, (spans[-1].end, rank))
-                return
-            end = ready + self.network.receive_seconds
-            self.spans[rank].append(Span(action, free, end))
-            results[action] = _Result(rank, end)
-            self.clock[rank] = end
-            self.position[rank] += 1
+                source, when, taking = result
+                if source != number:
+                    ready = max(ready, when + latency[source][number]) + taking
+            if kind == RUNS:
+                start, seconds = ready, rank.seconds[at]
+                end = self._end(number, at, ready, seconds) if inside else ready + seconds
+            elif kind == RECEIVES_RESULT:
+                start, end = rank.clock, ready + self.network.receive_seconds
+                results[numbers[at]] = number, end, 0.0
+            else:
+                rank.running = running = (
+                    (ready, ready + rank.seconds[at]) if kind == PUBLISHES else self._running(number, kind, at, ready)
+                )
+                heappush(self._moments, (running[-1], number))
+                break
+            rank.starts.append(start)
+            rank.ends.append(end)
+            rank.clock = end
+            at += 1
+        rank.position = at
 
-    def _spans(self, rank: int, action: Action, ready: float) -> tuple[Span, ...]:
-        """The spans of a rank's next action, which is no receive, if it starts at `ready`."""
-        op = action.op
-        if op in SENDS:
-            return (Span(action, ready, ready + self.network.send_seconds),)
-        if op is REDUCE_GRAD and meets(action) and action.stage in self.meetings:
-            return (Span(action, ready, ready),)
-        seconds = self._computing(action, rank)
-        partner = self.partners.get(action) if self.partners else None
-        if partner is None:
-            return (self._span(rank, action, ready, seconds),)
-        first = self._span(rank, action, ready, self.overlap * seconds)
-        return first, self._span(rank, partner, first.end, self.overlap * self._computing(partner, rank))
+    def _running(self, number: int, kind: int, at: int, ready: float) -> tuple[float, ...]:
+        """The times of a meeting or an overlapped pair that starts at `ready`."""
+        seconds = self.ranks[number].seconds
+        if kind == MEETS:
+            return ready, ready
+        middle = self._end(number, at, ready, self._overlap * seconds[at])
+        return ready, middle, self._end(number, at + 1, middle, self._overlap * seconds[at + 1])
 
-    def _span(self, rank: int, action: Action, start: float, seconds: float) -> Span:
+    def _end(self, number: int, at: int, start: float, seconds: float) -> float:
+        """The end of an action that starts at `start`; links in the background may make computations longer."""
+        rank = self.ranks[number]
+        action = rank.runs.actions[at]
         if not self.background.inside or action.op not in COMPUTE_OPS:
-            return Span(action, start, start + seconds)
-        end, waited = self.background.compute(rank, action, start, seconds)
-        self.waits[rank] += waited
-        return Span(action, start, end)
+            return start + seconds
+        end, waited = self.background.compute(number, action, start, seconds)
+        rank.waited += waited
+        return end
 
-    def _computing(self, action: Action, rank: int) -> float:
-        op = action.op
-        if action in self.single:
-            return self.single[action]
-        seconds = self.seconds[op][action.stage]
-        if self.factors and op in self.factors:
-            seconds *= self.factors[op][action.slice or 0]
-        return seconds * self.slowness[rank] if op in COMPUTE_OPS else seconds
-
-    def finish(self, now: float, rank: int) -> None:
+    def _finish(self, now: float, number: int) -> None:
         """End a rank's running actions: publish results and start the actions that waited for them or for the rank."""
-        spans, self.running[rank] = self.running[rank], ()
-        first = spans[0].action
-        if first.op is REDUCE_GRAD and meets(first) and first.stage in self.meetings:
-            self._meet(rank, spans)
+        rank, waiting = self.ranks[number], self._waiting
+        at, times = rank.position, rank.running
+        kind = rank.runs.kinds[at]
+        if kind == MEETS:
+            self._meet(number)
             return
-        self.clock[rank] = now
+        rank.clock = now
         woken: list[int] = []
-        result = _Result(rank, now)
-        for span in spans:
-            action = span.action
-            sends = self.bytes_sent is not None and (action.op in SENDS or not self.pipeline.lowered)
-            self.results[action] = self._publish(action, rank, now) if sends else result
-            if action in self.waiting:
-                woken += self.waiting.pop(action)
-        if first.op in SENDS and spans[-1].end < self.clock[rank]:
-            spans = (Span(first, spans[0].start, self.clock[rank]),)
-        self.spans[rank] += spans
-        self.position[rank] += len(spans)
+        messages = self._messages[number] if self._messages else None
+        for index in (at, at + 1) if kind == PAIRED else (at,):
+            message, own = None if messages is None else messages[index], rank.runs.results[index]
+            self._results[own] = (number, now, 0.0) if message is None else self._publish(message, number, now)
+            if own in waiting:
+                woken += waiting.pop(own)
+        rank.starts += times[:-1]
+        rank.ends += times[1:]
+        if now < rank.clock and rank.runs.actions[at].op in SENDS:
+            rank.ends[-1] = rank.clock
+        rank.position = at + len(times) - 1
         for other in woken:
-            self.begin(other)
-        self.begin(rank)
+            self._begin(other)
+        self._begin(number)
 
-    def _meet(self, rank: int, spans: tuple[Span, ...]) -> None:
+    def _meet(self, number: int) -> None:
         """A rank has its gradients; once all of its group have, they are summed, and each starts its next action."""
-        action = spans[0].action
-        group, members = self.meetings[action.stage]
-        self.arrived[group] = self.arrived.get(group, 0) + 1
-        self.running[rank] = spans
-        if self.arrived[group] < len(members):
+        rank = self.ranks[number]
+        action = rank.runs.actions[rank.position]
+        group, members = self._meetings[action.stage]
+        self._arrived[group] = self._arrived.get(group, 0) + 1
+        if self._arrived[group] < len(members):
             return
-        self.arrived[group] = 0
-        came = {member: self.running[member][0] for member in members}
-        for member, span in came.items():  # each waits for what the others sent when they came
-            there = (each.start + self.latency[other][member] * (other != member) for other, each in came.items())
-            self.clock[member] = max(there) + self.seconds[action.op][action.stage]
-            self.spans[member].append(span._replace(end=self.clock[member]))
-            self.position[member] += 1
-            self.begin(member)
+        self._arrived[group] = 0
+        came = {member: self.ranks[member].running[0] for member in members}
+        for member, start in came.items():  # each waits for what the others sent when they came
+            there = (at + self._latency[other][member] * (other != member) for other, at in came.items())
+            one = self.ranks[member]
+            one.clock = max(there) + self._table[action.op][action.stage]
+            one.starts.append(start)
+            one.ends.append(one.clock)
+            one.position += 1
+            self._begin(member)
 
-    def _publish(self, action: Action, rank: int, now: float) -> _Result:
+    def _publish(self, message: Message, number: int, now: float) -> _Result:
         """Send the action's result; without overlap the sender is busy until the end of the transfer."""
-        assert self.bytes_sent is not None
-        send = action if action.op in SENDS else None if self.pipeline.lowered else message_after(action, self.schedule)
-        if send is None:
-            return _Result(rank, now)
-        target = peer_of(send, self.schedule.placement)
-        if (rank, target) not in self.lines:
-            link = self.shared.get((rank, target), OWN_LINK)
+        assert self._bytes_sent is not None
+        send, target = message
+        line = self._lines.get((number, target))
+        if line is None:
+            link = self._shared.get((number, target), OWN_LINK)
             of = self.network if link == OWN_LINK else self.network.links[link]
-            self.lines[rank, target] = link, of.bytes_per_second
-        link, bandwidth = self.lines[rank, target]
+            line = self._lines[number, target] = link, of.bytes_per_second
+        link, bandwidth = line
         if bandwidth is None:
-            return _Result(rank, now)
-        there, back = self.bytes_sent
+            return number, now, 0.0
+        there, back = self._bytes_sent
         if send.op in SKIP_OPS:
-            size = self.skip_bytes[min(send.stage, send.other_stage), max(send.stage, send.other_stage)]
+            size = self._skip_bytes[min(send.stage, send.other_stage), max(send.stage, send.other_stage)]
         else:
             size = there[send.stage] if send.op is SEND_F else back[send.stage - 1]
-        blocking = not self.network.overlap_communication
-        ready = self.clock[rank]  # after its earlier messages, where they keep it busy
-        line = (rank, target) if link == OWN_LINK else link
-        start = max(ready, self.line_free.get(line, 0.0))
+        blocking, rank = not self.network.overlap_communication, self.ranks[number]
+        ready = rank.clock  # after its earlier messages, where they keep it busy
+        key: object = (number, target) if link == OWN_LINK else link
+        start = max(ready, self._line_free.get(key, 0.0))
         end = start + size / bandwidth
-        self.transfers.append(Transfer(send, rank, target, link, ready, start, end, blocking))
-        self.line_free[line] = end
+        self._transfers.append((send, number, target, link, ready, start, end, blocking))
+        self._line_free[key] = end
         if not blocking:
-            return _Result(rank, end)
-        self.clock[rank] = end
-        return _Result(rank, start, end - start)
+            return number, end, 0.0
+        rank.clock = end
+        return number, start, end - start
 
 
 def spans_by_events(pipeline: Schedule | Program, costs: Costs, network: Network) -> EventRun:
     """Run each action as early as possible. Raises ScheduleError for a deadlock."""
     run = EventRun(pipeline, costs, network)
-    for rank in range(len(run.orders)):
-        run.begin(rank)
-    while run.moments:
-        now, rank = heappop(run.moments)
-        run.finish(now, rank)
-    if any(position < len(order) for position, order in zip(run.position, run.orders, strict=True)):
-        for _ in walk(pipeline):  # says who waits for whom
-            pass
-        raise AssertionError("a walk found an order of actions that the simulation did not")
+    run.run()
     return run

@@ -82,8 +82,9 @@ def simulate_seconds(pipeline: Schedule | Program, costs: Costs, network: Networ
         return timeline.makespan, timeline.ideal_seconds
     with explained(pipeline):
         found = spans_by_events(pipeline, costs, network)
-    ends = (span.end for row in (*found.spans, *found.background.spans) for span in row)
-    return max(ends, default=0.0), _ideal_seconds(found.spans, found.waits)
+    ends = [*(end for rank in found.ranks for end in rank.ends[-1:]), *found.background.ends]
+    busy = math.fsum(seconds for rank in found.ranks for seconds in rank.computed)
+    return max(ends, default=0.0), (busy - math.fsum(found.waits)) / len(found.ranks)
 
 
 def _ideal_seconds(spans: Sequence[Sequence[Span]], waits: Sequence[float]) -> float:
