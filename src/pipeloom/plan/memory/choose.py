@@ -15,7 +15,7 @@ from pipeloom.ir import Op, Program, Schedule
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.memory.memory_model import MemoryModel, num_expert_parameters, num_parameters
 from pipeloom.plan.memory.rank_memory import RankMemory, memory_of_rank, memory_of_ranks
-from pipeloom.plan.memory.rank_units import units_of_rank
+from pipeloom.plan.memory.stage_units import units_of_rank
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.costs import MOST_UNITS

@@ -1,8 +1,9 @@
 """`MemoryModel`: the layers of a model, and how they are trained, as memory forecasts need them. No torch."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from pipeloom.ir.recompute import Recompute
@@ -12,7 +13,7 @@ from pipeloom.plan.memory.backward_bytes import BackwardMoment
 from pipeloom.plan.memory.slice_bytes import SliceBytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerMemory:
     """One layer of a model.
 
@@ -48,10 +49,16 @@ class LayerMemory:
             return self.kept_bytes[recompute] / count
         return self.slices.of_slice(recompute, index, count)
 
-    @property
-    def parameter_sizes(self) -> dict[str, int]:
+    @cached_property
+    def parameter_sizes(self) -> Mapping[str, int]:
         """Elements of each parameter, by canonical name."""
         return {name: math.prod(shape) for name, shape in self.parameters.items()}
+
+    @cached_property
+    def form(self) -> Hashable:
+        """Its parameters without their names: layers of one form are laid out alike."""
+        experts = self.expert_parameters
+        return self.is_block, tuple((shape, name in experts) for name, shape in self.parameters.items())
 
 
 def num_parameters(layers: Iterable[LayerMemory]) -> int:

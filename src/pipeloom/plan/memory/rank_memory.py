@@ -8,15 +8,16 @@ microbatch, units are gathered one ahead and reduced one by one (`pipeloom.ir.un
 Not counted: messages in flight, the workspace of single operations, and torch's own memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import itemgetter
 
 from pipeloom.errors import InputError
 from pipeloom.ir import Op, Program
 from pipeloom.ir.versions import weight_version_bytes
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.rank_units import RankUnits
+from pipeloom.plan.memory.stage_units import ModelUnits, StageUnits
 from pipeloom.plan.memory.state_bytes import NumberBytes
 
 F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741  # looking up a member of an enumeration takes as long as two tuples
@@ -67,19 +68,25 @@ def memory_of_ranks(program: Program, model: MemoryModel, *, replica: int = 0) -
     Raises:
         InputError: the model has another number of stages, or an unknown optimizer.
     """
-    return [memory_of_rank(program, model, rank, replica=replica) for rank in range(program.num_ranks)]
+    _check_stages(program, model)
+    units = ModelUnits(program, model, replica)
+    return [_memory_of_rank(program, model, rank, units, replica) for rank in range(program.num_ranks)]
 
 
 def memory_of_rank(program: Program, model: MemoryModel, rank: int, *, replica: int = 0) -> RankMemory:
     """One rank of `memory_of_ranks`."""
     _check_stages(program, model)
-    units = RankUnits(program, model, rank, replica)
+    return _memory_of_rank(program, model, rank, ModelUnits(program, model, replica), replica)
+
+
+def _memory_of_rank(program: Program, model: MemoryModel, rank: int, of_model: ModelUnits, replica: int) -> RankMemory:
+    units = RankUnits(program, model, rank, of_model)
     most = _always(program, model, rank, units)
     peak = total = sum(most.values())
     changes = [0.0] * len(_CHANGING)
     for moment in _moments(program, units, rank):
         changes = list(map(max, changes, moment))
-        peak = max(peak, total + moment.together)
+        peak = max(peak, total + moment[-1])
     for kind, size in zip(_CHANGING, changes, strict=True):
         most[kind] = max(most[kind], size)
     return RankMemory(rank=rank, replica=replica, kinds=most, peak=peak)
@@ -91,18 +98,20 @@ class RankPeaks:
     Args:
         program: one of them.
         model: the layers, and how they are trained.
+        known: units of stages of earlier models, which are used again.
     """
 
-    def __init__(self, program: Program, model: MemoryModel) -> None:
+    def __init__(self, program: Program, model: MemoryModel, known: dict[Hashable, StageUnits] | None = None) -> None:
         _check_stages(program, model)
-        self._units = [RankUnits(program, model, rank, 0) for rank in range(program.num_ranks)]
+        units = ModelUnits(program, model, known=known)
+        self._units = [RankUnits(program, model, rank, units) for rank in range(program.num_ranks)]
         self._always = [sum(_always(program, model, rank, units).values()) for rank, units in enumerate(self._units)]
 
     def of(self, program: Program) -> list[float]:
         """Bytes of each rank, as `memory_of_ranks` has them."""
         both = enumerate(zip(self._units, self._always, strict=True))
         return [
-            total + max((moment.together for moment in _moments(program, units, rank)), default=0.0)
+            total + max(map(itemgetter(-1), _moments(program, units, rank)), default=0.0)
             for rank, (units, total) in both
         ]
 
@@ -121,7 +130,7 @@ def update_memory(program: Program, model: MemoryModel, rank: int, *, replica: i
     Returns:
         The bytes by kind of `KINDS`, and the number of parameters of the rank.
     """
-    units = RankUnits(program, model, rank, replica)
+    units = RankUnits(program, model, rank, ModelUnits(program, model, replica))
     always = _always(program, model, rank, units)
     return always | {"gradients": units.gradient_sums()}, units.num_parameters
 
@@ -135,20 +144,9 @@ def _always(program: Program, model: MemoryModel, rank: int, units: RankUnits) -
     return held | dict.fromkeys(model.elsewhere, 0.0)
 
 
-class _Moment(NamedTuple):
-    """Bytes that come and go during an action, by kind, and `together` with what is inside of it."""
-
-    activations: float
-    gradients: float
-    slices: float
-    skips: float
-    gathered: float
-    recomputed: float
-    temporary: float
-    together: float
-
-
-_CHANGING = _Moment._fields[:-1]
+_CHANGING = ("activations", "gradients", "slices", "skips", "gathered", "recomputed", "temporary")
+# Bytes that come and go during an action: of `_CHANGING`, and all together with what is inside of it.
+_Moment = tuple[float, float, float, float, float, float, float, float]
 
 
 class _Gradients:
@@ -261,7 +259,7 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
             inside = sending = units.sending(stage, gradients.backwards[stage])
         together = activations + of_slices + skipping + gathers.now + before + inside
         held = gradients.now + sending
-        yield _Moment(activations, held, of_slices, skipping, gathers.now, again, temporary, together)
+        yield activations, held, of_slices, skipping, gathers.now, again, temporary, together
         if op is F:
             gathers.behind(stage)
         elif op is B or op is I:

@@ -108,6 +108,19 @@ def transformer_layers(
     ]
 
 
+def kept_of_kinds(
+    model: Architecture, samples: float, number_bytes: int, inside: InsideStage, imbalance: float, software: Software
+) -> tuple[float, dict[bool, dict[Recompute, float]], float]:
+    """Bytes that F keeps of the embedding, of blocks without and with experts, and of norm and head together.
+
+    They are those of `transformer_layers`, which has the arguments.
+    """
+    kept = _Kept(model, samples, number_bytes, inside, imbalance, software)
+    kinds = {model.has_experts(index) for index in range(min(model.layers, model.experts_every))}
+    blocks = {experts: {kind: kept.block(kind, experts=experts) for kind in Recompute} for experts in kinds}
+    return kept.embedding(), blocks, kept.norm() + kept.head()
+
+
 class _Block(NamedTuple):
     """What equal blocks have in common."""
 
