@@ -9,8 +9,6 @@ from typing import Any, get_args
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import train_command
 from pipeloom.cli.planned.model import Checks, Planned, add_model_options, planned_model
-from pipeloom.cli.planned.page import plan_page
-from pipeloom.cli.planned.profile import planned_profile
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.quantities import Bytes, bytes_text, percent_text
 from pipeloom.errors import InputError
@@ -67,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
     if precisions and "precision" in fixed:
         raise InputError(f"--precision={options.precision}: precision is in --fix too. Remove it from one of them.")
     if options.profile is not None:
+        from pipeloom.cli.planned.profile import planned_profile
+
         planned = planned_profile(options.as_dict(), cluster, fixed)
     else:
         planned = _planned(options, cluster, fixed)
@@ -95,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
     plan = plan_of(costs, answer.plans[0].of, answer.plans[0].schedule_limit, **predicted(answer.plans[0]))
     lines, usual = ([], None) if options.json and options.html is None else _why(costs, request, answer, rows, asked)
     if options.html is not None:
+        from pipeloom.cli.planned.page import plan_page  # most commands need no pages, which take long to load
+
         write_named("--html", options.html, plan_page(costs, request, answer, rows, lines, usual))
     if options.out is not None:
         counted = f"It is the fastest of {answer.considered:,} configurations." if options.objective == "time" else ""
