@@ -5,7 +5,7 @@ backward counts as half an I and half a W. Full recomputation repeats a forward,
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -149,6 +149,9 @@ class ProfiledCosts(StepCosts):
             again = sum(rows[u].again for u in units) if of.recompute_of(stage) is Recompute.FULL else 0.0
             found.append(Seconds(forward, backward / 2 + again, backward / 2))
         return found
+
+    def same_seconds(self, of: Configuration) -> Hashable:
+        return of.microbatch_size
 
     def message_bytes(self, of: Configuration) -> float:
         return min(row.sent for row in self._rows(of))

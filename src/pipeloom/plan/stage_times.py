@@ -82,6 +82,25 @@ def table_seconds(
     return seconds
 
 
+class _BlockParts(NamedTuple):
+    """Seconds of a block that do not depend on recomputation.
+
+    Attributes:
+        matrices: forward, input gradients and weight gradients.
+        attention, elementwise: forward and backward.
+        hidden: collectives that pass meanwhile, forward and backward.
+        hidden_attention: those of attention alone, forward.
+        launches: numbers of kernels in F, I and W.
+    """
+
+    matrices: tuple[float, float, float]
+    attention: tuple[float, float]
+    elementwise: tuple[float, float]
+    hidden: tuple[float, float]
+    hidden_attention: float
+    launches: tuple[float, float, float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
     """Seconds of layers on one process of a stage.
@@ -179,35 +198,52 @@ class StageTimes:
         forward, backward = (table_seconds(table, axes, links, self.slices, self._waits) for table in traffic)
         return forward, backward
 
-    def block(self, *, experts: bool = False) -> Seconds:
-        """One block, with experts in place of an MLP or without."""
-        found = self._block
-        forward, inputs, weights = found.matrices(experts=experts)
-        attention, elementwise = found.attention(), found.elementwise(experts=experts)
-        sends, returns = self.collectives(self.block_traffic(experts=experts))
-        hidden = self._hidden(attention[0])
+    def block(self, *, experts: bool = False, recompute: Recompute | None = None) -> Seconds:
+        """One block, with experts in place of an MLP or without; `recompute` in place of that of the layers."""
+        kind = self.recompute if recompute is None else recompute
+        if experts not in self._parts:
+            self._parts[experts] = self._parts_of_block(experts)
+        matrices, attention, elementwise, hidden, of_attention, kernels = self._parts[experts]
+        forward, inputs, weights = matrices
+        sends, returns = self.collectives(self.block_traffic(experts=experts, recompute=kind))
         sends -= hidden[0]
         returns -= hidden[1]
         computed = forward + attention[0] + elementwise[0] + self._software("block forward")
-        repeats = {
-            Recompute.NONE: (0.0, 0.0),
-            Recompute.SELECTIVE: (attention[0], self._hidden_attention(attention[0])[0]),
-        }
-        again, hidden_again = repeats.get(self.recompute, (computed, hidden[0]))
-        full = self.recompute is Recompute.FULL
+        repeats = {Recompute.NONE: (0.0, 0.0), Recompute.SELECTIVE: (attention[0], of_attention)}
+        again, hidden_again = repeats.get(kind, (computed, hidden[0]))
+        full = kind is Recompute.FULL
         if full and self.software.recomputes_all:
             returns += self._of_axis(self._one_d.row().forward)
         if self.software.hides_collectives:
             returns -= min(weights, 2 * self._of_axis(self._one_d.column(again=not full).backward))
-        launches = [self._host * self.slices * count for count in found.launches(experts=experts)]
+        launches = [self._host * self.slices * count for count in kernels]
         back = launches[1] + launches[2] + (launches[0] if full else 0.0)
         backward = inputs + attention[1] + elementwise[1] + returns + again - hidden_again
         backward += self._software("block backward")
         return Seconds(max(computed + sends, launches[0]), max(backward, back - weights), weights)
 
-    def block_traffic(self, *, experts: bool) -> Traffic:
-        """What one block sends, with experts or without."""
-        return self._traffic.block(self.recompute, experts=experts, rows=self._rows(experts))
+    @cached_property
+    def _parts(self) -> dict[bool, "_BlockParts"]:
+        """Of blocks without and with experts, those that were asked for."""
+        return {}
+
+    def _parts_of_block(self, experts: bool) -> "_BlockParts":
+        found = self._block
+        products, attention = found.products(experts=experts), found.attention()
+        of_attention = self._hidden_attention(attention[0])
+        return _BlockParts(
+            matrices=found.matrices(products),
+            attention=attention,
+            elementwise=found.elementwise(experts=experts),
+            hidden=self._hidden(of_attention),
+            hidden_attention=of_attention[0],
+            launches=found.launches(products),
+        )
+
+    def block_traffic(self, *, experts: bool, recompute: Recompute | None = None) -> Traffic:
+        """What one block sends, with experts or without; `recompute` in place of that of the layers."""
+        kind = self.recompute if recompute is None else recompute
+        return self._traffic.block(kind, experts=experts, rows=self._rows(experts))
 
     def embedding(self) -> Seconds:
         """The embedding: a look-up, and its collectives."""
@@ -269,9 +305,9 @@ class StageTimes:
         blocks = matrices + model.layers * attention
         return 3.0 * self.tokens * (blocks + 2 * model.width * model.vocabulary_size)
 
-    def _hidden(self, attention: float) -> tuple[float, float]:
-        """Hidden seconds of the collectives of a block, forward and backward."""
-        model, found = self.model, [self._hidden_attention(attention)]
+    def _hidden(self, of_attention: tuple[float, float]) -> tuple[float, float]:
+        """Hidden seconds of the collectives of a block, forward and backward, of which those of attention are known."""
+        model, found = self.model, [of_attention]
         if self.inside.layout in ("2d", "2.5d"):
             found += [self._hidden_product(model.width, model.qkv_features, inward=True)]
             found += [self._hidden_product(model.attention_width, model.width, inward=False)]

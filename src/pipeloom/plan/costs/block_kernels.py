@@ -9,7 +9,7 @@
 The tables below have reads and writes of one tensor, in numbers; masks of dropout count by their bytes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,18 +96,20 @@ class BlockKernels:
     def _dropout(self) -> bool:
         return max(self.model.dropout, self.software.dropout) > 0
 
-    def matrices(self, *, experts: bool) -> tuple[float, float, float]:
+    def products(self, *, experts: bool) -> list[Product]:
+        """The products of the matrices in F, with experts or without."""
+        return list(self._products(experts=experts))
+
+    def matrices(self, products: Sequence[Product]) -> tuple[float, float, float]:
         """Forward, input gradients and weight gradients of all matrices."""
         forward = inputs = weights = numbers = 0.0
-        amount = 0
-        for rows, wide, high, count, turns in self._products(experts=experts):
-            product = self.kernels.product
+        product = self.kernels.product
+        for rows, wide, high, count, turns in products:
             forward += turns * product(rows, high, wide, count)
             inputs += turns * product(rows, wide, high, count)
             weights += turns * product(wide, high, rows, count)
             numbers += wide * high * count * (turns if self.inside.grid is None else 1)
-            amount += 1
-        weights += self._sum_gradients(numbers, amount)
+        weights += self._sum_gradients(numbers, len(products))
         return tuple(self.slices * each for each in (forward, inputs, weights))  # type: ignore[return-value]
 
     def attention(self) -> tuple[float, float]:
@@ -149,12 +151,12 @@ class BlockKernels:
             found.append(self.slices * self.kernels.elementwise(bytes_moved, kernels))
         return found[0], found[1]
 
-    def launches(self, *, experts: bool) -> tuple[float, float, float]:
+    def launches(self, products: Sequence[Product]) -> tuple[float, float, float]:
         """Kernels in F, I and W."""
-        products = sum(product.turns for product in self._products(experts=experts))
+        number = sum(product.turns for product in products)
         forward, backward = (1, 1) if self.software.fused_attention else (4, 6)
-        sums = 0 if self.software.fused_gradients else products
-        return _KERNELS[0] + products + forward, _KERNELS[1] + products + backward, products + sums
+        sums = 0 if self.software.fused_gradients else number
+        return _KERNELS[0] + number + forward, _KERNELS[1] + number + backward, number + sums
 
     def _sum_gradients(self, numbers: float, kernels: int) -> float:
         """Adding gradients of weights to those of earlier micro-batches."""

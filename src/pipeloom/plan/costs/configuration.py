@@ -87,12 +87,18 @@ class Configuration:
         degrees = {"dp": self.data, "pp": self.pipeline, "cp": inside.context, "tp": inside.tensor}
         return strides(degrees, self.order)
 
+    @property
+    def tensor_stride(self) -> int:
+        """Devices from one tensor-parallel process to the next."""
+        return 1 if self.order[-1] == "tp" else self.strides["tp"]
+
     def recompute_of(self, stage: int) -> Recompute:
         return self.recompute if isinstance(self.recompute, Recompute) else self.recompute[stage]
 
-    def data_axis(self) -> DataAxis:
-        """The replicas of parameters."""
-        return _data_axis(self.replicas, self.strategy, self.granularity, self.precision.has_masters)
+    def data_axis(self, strategy: DataStrategy | None = None, granularity: Granularity | None = None) -> DataAxis:
+        """The replicas of parameters, with another strategy and granularity where they are given."""
+        kind = strategy or self.strategy, granularity or self.granularity
+        return _data_axis(self.replicas, *kind, self.precision.has_masters)
 
     def blocks_of(self, layers: int) -> list[int]:
         """Blocks of every stage. Where there are more stages than blocks, the first has none, then the last.

@@ -1,6 +1,6 @@
 """`CostModel`: from a transformer, a cluster and a configuration to the seconds and bytes of a step. No torch here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -25,6 +25,7 @@ from pipeloom.plan.local.layer_times import LayerTimes
 from pipeloom.plan.local.references import Corrections, References
 from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
 from pipeloom.plan.memory.choose import stage_bytes
+from pipeloom.plan.memory.transformer_layers import kept_of_kinds
 from pipeloom.plan.stage_times import Seconds, StageTimes
 from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.costs import MOST_UNITS
@@ -77,7 +78,9 @@ class CostModel(StepCosts):
     measured: LayerTimes | None = None
     corrections: Corrections = field(default_factory=Corrections)
     _layers: dict[object, "_Layers"] = field(default_factory=dict, repr=False, compare=False)
-    _others: dict[object, "_Layers"] = field(default_factory=dict, repr=False, compare=False)  # any recomputation
+    _others: dict[object, tuple[StageTimes, "_Layers"]] = field(  # with any recomputation
+        default_factory=dict, repr=False, compare=False
+    )
     _kept: dict[object, _Kept] = field(default_factory=dict, repr=False, compare=False)
     _numbers: dict[InsideStage, tuple[float, float, float, list[float]]] = field(
         default_factory=dict, repr=False, compare=False
@@ -134,29 +137,45 @@ class CostModel(StepCosts):
             slices=of.slices,
         )
 
-    def _of_layers(self, of: Configuration, recompute: Recompute) -> "_Layers":
+    def _same_layers(self, of: Configuration) -> tuple[object, ...]:
+        """What seconds of single layers depend on, beside recomputation and corrections."""
         far = of.strides["dp"] if of.inside.expert > 1 else 0
         beside = of.devices if self.cluster.measured else 1
         turns = of.microbatches if self.measured else 0
         sizes = of.microbatch_size, of.element, of.imbalance, of.slices, beside, turns
-        same = of.inside, sizes, of.strides["tp"], far
+        return of.inside, sizes, of.tensor_stride, far
+
+    def same_seconds(self, of: Configuration) -> Hashable:
+        return self._same_layers(of), self.corrections.factor(of)
+
+    def _of_layers(self, of: Configuration, recompute: Recompute) -> "_Layers":
+        same = self._same_layers(of)
         found = self._layers.get((same, recompute))
         if found is None:
-            times, kinds = self.times(of, recompute), self._block_kinds
+            kinds = self._block_kinds
             if self.measured is not None and self.measured.element == of.element:
+                times = self.times(of, recompute)
                 embedding, head, blocks, stage = scaled_layers(self.measured, times, kinds, of.microbatches)
                 found = _Layers(embedding, head, blocks, times.message_bytes(), stage)
             elif (other := self._others.get(same)) is not None:  # recomputed are blocks alone
-                found = other._replace(blocks={experts: times.block(experts=experts) for experts in kinds})
+                times, found = other
+                blocks = {experts: times.block(experts=experts, recompute=recompute) for experts in kinds}
+                found = found._replace(blocks=blocks)
             else:
-                rates, more = times.cluster.rates, _NOTHING
+                times, more = self.times(of, recompute), _NOTHING
+                rates = times.cluster.rates
                 if rates is not None:
                     more = Seconds(rates.second("stage forward"), rates.second("stage backward"), 0.0)
                 blocks = {experts: times.block(experts=experts) for experts in kinds}
                 found = _Layers(times.embedding(), times.head(), blocks, times.message_bytes(), more)
-                self._others[same] = found
+                self._others[same] = times, found
             self._layers[same, recompute] = found
         return found
+
+    @cached_property
+    def _few(self) -> Architecture:
+        """The model with blocks of each kind alone, which the others repeat."""
+        return replace(self.model, layers=min(self.model.layers, self.model.experts_every))
 
     @cached_property
     def _block_kinds(self) -> set[bool]:
@@ -173,11 +192,25 @@ class CostModel(StepCosts):
 
     def stage_seconds(self, of: Configuration) -> list[Seconds]:
         """Seconds of F, I and W of every stage on one micro-batch; the first has the embedding, the last the head."""
+        counts, kinds = of.blocks_of(self.model.layers), self._block_kinds
+        if isinstance(of.recompute, Recompute) and len(kinds) == 1:
+            block = self._of_layers(of, of.recompute).blocks[next(iter(kinds))]
+            of_counts = {count: block.times(count) for count in set(counts)}
+            found = [of_counts[count] for count in counts]
+        else:
+            found = self._mixed_seconds(of, counts)
+        layers = self._of_layers(of, of.recompute_of(0))
+        found[0] += layers.embedding
+        found[-1] += layers.head
+        slower = self.corrections.factor(of)
+        return found if slower == 1.0 else [each.times(slower) for each in found]
+
+    def _mixed_seconds(self, of: Configuration, counts: Sequence[int]) -> list[Seconds]:
+        """Seconds of stages with these numbers of blocks, of different kinds or with different recomputation."""
         found, start, before = [], 0, self._experts_before
         made: dict[tuple[int, int, Recompute], Seconds] = {}
-        uniform = of.recompute if isinstance(of.recompute, Recompute) else None
-        for stage, count in enumerate(of.blocks_of(self.model.layers)):
-            recompute = uniform or of.recompute_of(stage)
+        for stage, count in enumerate(counts):
+            recompute = of.recompute_of(stage)
             mixed = before[start + count] - before[start]
             start += count
             if (count, mixed, recompute) not in made:
@@ -186,11 +219,7 @@ class CostModel(StepCosts):
                 pairs = zip(plain, experts, strict=True)
                 made[count, mixed, recompute] = Seconds(*((count - mixed) * a + mixed * b for a, b in pairs))
             found.append(made[count, mixed, recompute])
-        layers = self._of_layers(of, of.recompute_of(0))
-        found[0] += layers.embedding
-        found[-1] += layers.head
-        slower = self.corrections.factor(of)
-        return found if slower == 1.0 else [each.times(slower) for each in found]
+        return found
 
     def corrected_by(self, references: References, precision: Precision) -> Self:
         """The same costs, corrected by reference steps in these number formats."""
@@ -317,8 +346,9 @@ class CostModel(StepCosts):
         """Elements of the parameters of every stage on one process."""
         found = self._numbers.get(of.inside)
         if found is None:
-            layers = transformer_layers(self.model, 1, of.element, of.inside)
-            embedding, *blocks, norm, head = (float(sum(layer.parameter_sizes.values())) for layer in layers)
+            layers = transformer_layers(self._few, 1, of.element, of.inside)
+            embedding, *kinds, norm, head = (float(sum(layer.parameter_sizes.values())) for layer in layers)
+            blocks = [kinds[index % len(kinds)] for index in range(self.model.layers)]
             shared = head if self.model.tie_embeddings else 0.0
             found = self._numbers[of.inside] = embedding, norm + head, shared, [0.0, *accumulate(blocks)]
         first, last, shared, before = found
@@ -341,25 +371,27 @@ class CostModel(StepCosts):
         key = of.inside, of.microbatch_size, of.element, of.imbalance, sliced
         known = self._kept.get(key)
         if known is None:
-            few = replace(self.model, layers=min(self.model.layers, self.model.experts_every))  # of each kind of blocks
-            embedding, *blocks, norm, head = (
-                _kept_in_slices(layer) if sliced else layer.kept_bytes
-                for layer in transformer_layers(
-                    few, of.microbatch_size, of.element, of.inside, of.imbalance, self.software
-                )
-            )
-            of_blocks = [blocks[index % len(blocks)] for index in range(self.model.layers)]
-            sums = {kind: [0.0, *accumulate(kept[kind] for kept in of_blocks)] for kind in Recompute}
-            known = self._kept[key] = embedding, sums, {kind: norm[kind] + head[kind] for kind in Recompute}
+            known = self._kept[key] = self._kept_in_slices(of) if sliced else self._kept_whole(of)
         first, before, last = known
-        found, start = [], 0
-        for stage, count in enumerate(of.blocks_of(self.model.layers)):
-            kept = before[of.recompute_of(stage)]
-            found.append(kept[start + count] - kept[start])
-            start += count
+        kinds = [of.recompute] * of.stages if isinstance(of.recompute, Recompute) else of.recompute
+        cuts = pairwise(accumulate(of.blocks_of(self.model.layers), initial=0))
+        found = [before[kind][end] - before[kind][start] for kind, (start, end) in zip(kinds, cuts, strict=True)]
         found[0] += first[of.recompute_of(0)]
         found[-1] += last[of.recompute_of(0)]
         return found
+
+    def _kept_whole(self, of: Configuration) -> _Kept:
+        """Of whole micro-batches."""
+        sizes = of.microbatch_size, of.element, of.inside, of.imbalance, self.software
+        embedding, kinds, last = kept_of_kinds(self.model, *sizes)
+        blocks = [kinds[self.model.has_experts(index)] for index in range(self.model.layers)]
+        return dict.fromkeys(Recompute, embedding), _sums_before(blocks), dict.fromkeys(Recompute, last)
+
+    def _kept_in_slices(self, of: Configuration) -> _Kept:
+        sizes = of.microbatch_size, of.element, of.inside, of.imbalance, self.software
+        embedding, *kinds, norm, head = map(_kept_in_slices, transformer_layers(self._few, *sizes))
+        blocks = [kinds[index % len(kinds)] for index in range(self.model.layers)]
+        return embedding, _sums_before(blocks), {kind: norm[kind] + head[kind] for kind in Recompute}
 
     def update_seconds(self, of: Configuration, stages_of: Sequence[Sequence[int]]) -> float:
         """Seconds of the optimizer's update on the rank with most parameters."""
@@ -381,6 +413,11 @@ class CostModel(StepCosts):
 
 
 _NOTHING = Seconds(0.0, 0.0, 0.0)
+
+
+def _sums_before(blocks: Sequence[Mapping[Recompute, float]]) -> dict[Recompute, list[float]]:
+    """By kind, bytes of all blocks before each block."""
+    return {kind: [0.0, *accumulate(kept[kind] for kept in blocks)] for kind in Recompute}
 
 
 def _kept_in_slices(layer: LayerMemory) -> Mapping[Recompute, float]:

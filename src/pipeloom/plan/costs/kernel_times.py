@@ -19,9 +19,10 @@ machine (`pipeloom.plan.local`) come from its tables.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.local.measured import Rates
 
 # Rows and columns of a tile of the result, and its rate: a smaller tile loads more bytes per operation.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
@@ -36,7 +37,7 @@ _FUSED_FORWARD, _FUSED_BACKWARD = 0.68, 0.62
 _BACKWARD_PRODUCTS = 2.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KernelTimes:
     """Seconds of kernels.
 
@@ -50,7 +51,7 @@ class KernelTimes:
     element: int
     launch_more: float = 0.0
 
-    @property
+    @cached_property
     def launch(self) -> float:
         """Seconds per kernel beside its arithmetic and memory traffic."""
         return self.cluster.device.launch_seconds + self.launch_more
@@ -59,26 +60,26 @@ class KernelTimes:
     def _format(self) -> str:
         return "bf16" if self.element == 2 else "fp32"
 
-    @property
+    @cached_property
     def rate(self) -> float:
         """Operations per second of large products."""
         return self.cluster.efficiency * self.cluster.device.peak(self.element)
 
     def product(self, rows: float, columns: float, inner: float, count: int = 1) -> float:
         """`count` products of the same sizes in one kernel."""
-        units = self.cluster.device.multiprocessors
         if not rows or not count:
             return 0.0
-        rates = self.cluster.rates
+        units, memory_rate, rates = self._figures
         if rates is not None:
             return count * rates.product_seconds(self._format, rows, columns, inner)
         if units is None:
             return 2 * rows * columns * inner * count / self.rate + self.launch
-        numbers = (rows * columns + rows * inner + inner * columns) * count
-        moved = self.element * numbers / self.cluster.memory_rate
-        aligned = all(size % _ALIGNMENT == 0 for size in (columns, inner))
-        rate = self.rate * (1.0 if aligned else _UNALIGNED) / units
-        return max(_tile_steps(rows, columns, inner, count, units) / rate, moved) + self.launch
+        return _product_seconds(rows, columns, inner, count, units, self.rate, memory_rate, self.element) + self.launch
+
+    @cached_property
+    def _figures(self) -> tuple[int | None, float, Rates | None]:
+        """Multiprocessors and memory traffic of the device, and its tables."""
+        return self.cluster.device.multiprocessors, self.cluster.memory_rate, self.cluster.rates
 
     def elementwise(self, num_bytes: float, kernels: float) -> float:
         """Kernels that read and write `num_bytes` together."""
@@ -105,6 +106,17 @@ class KernelTimes:
         idle = math.ceil(tiles / units) * units / tiles
         part = _BACKWARD_PRODUCTS / _FUSED_BACKWARD if backward else 1 / _FUSED_FORWARD
         return operations * part * idle / self.rate + self.launch
+
+
+@lru_cache(maxsize=65536)
+def _product_seconds(
+    rows: float, columns: float, inner: float, count: int, units: int, rate: float, memory_rate: float, element: int
+) -> float:
+    """Seconds of `count` products in one kernel of a device with so many multiprocessors."""
+    numbers = (rows * columns + rows * inner + inner * columns) * count
+    aligned = columns % _ALIGNMENT == 0 and inner % _ALIGNMENT == 0
+    each = rate * (1.0 if aligned else _UNALIGNED) / units
+    return max(_tile_steps(rows, columns, inner, count, units) / each, element * numbers / memory_rate)
 
 
 @lru_cache(maxsize=65536)

@@ -1,7 +1,7 @@
 """`StepCosts`: what the search asks of a model's costs, and what does not depend on the model. No torch here."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from pipeloom import schedules
 from pipeloom.ir import Op, Placement, Program, Schedule
@@ -72,6 +72,10 @@ class StepCosts(ABC):
     @abstractmethod
     def stage_seconds(self, of: Configuration) -> list[Seconds]:
         """Seconds of F, I and W of every stage on one micro-batch."""
+
+    def same_seconds(self, of: Configuration) -> Hashable:
+        """What seconds of single blocks depend on, beside recomputation."""
+        return of
 
     @abstractmethod
     def message_bytes(self, of: Configuration) -> float:

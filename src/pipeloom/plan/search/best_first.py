@@ -1,8 +1,9 @@
 """Branch and bound over the space of configurations. No torch here.
 
 Every node has a lower bound; nodes whose bound exceeds the best simulated values, less a tolerance, are discarded. The
-node that looks best is expanded next (`pipeloom.plan.search.tree`). A search on many devices ends after a number of
-steps. What is left then has a bound too, which says by how much another plan could be faster at most.
+node that looks best is expanded next (`pipeloom.plan.search.tree`). A search ends after a number of steps,
+on few devices a large one. What is left then has a bound too, which says by how much another plan could be faster at
+most.
 """
 
 import gc
@@ -69,7 +70,7 @@ def find_plans(
             a stage.
         accept: why a plan cannot be offered; None: it can. Asked for plans that would be among the best.
         known: plans of the request; nothing that is not faster is looked at.
-        part: of the steps after which a search on many devices ends.
+        part: of the steps after which a search ends.
         steps: of an earlier search with these costs, whose results are used again.
 
     Raises:

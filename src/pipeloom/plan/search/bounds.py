@@ -24,6 +24,7 @@ form of equal stages is known; `schedule_seconds` is that, less a margin.
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import inf
+from operator import mul
 
 from pipeloom.ir import Placement
 from pipeloom.ir.recompute import Recompute
@@ -64,12 +65,10 @@ class Recomputed:
     def __init__(
         self, seconds: Mapping[Recompute, Sequence[Seconds]], kept: Mapping[Recompute, Sequence[float]]
     ) -> None:
-        stays = residences(min(seconds.values(), key=lambda stages: sum(map(sum, stages))))
+        work = {kind: sum(map(sum, stages)) for kind, stages in seconds.items()}
+        stays = residences(seconds[min(work, key=work.__getitem__)])
         self.longest = stays[0]
-        self._points = [
-            (sum(map(sum, stages)), sum(size * stay for size, stay in zip(kept[kind], stays, strict=True)))
-            for kind, stages in seconds.items()
-        ]
+        self._points = [(work[kind], sum(map(mul, kept[kind], stays))) for kind in seconds]
 
     def points(self, *, microbatches: int, ranks: int, room: float) -> list[Point]:
         """For each kind, the seconds of a step by work and by memory.

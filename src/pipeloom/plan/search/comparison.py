@@ -15,7 +15,7 @@ from pipeloom.plan.search.simulated import Simulated
 USUAL_NAME = "usual choice"
 _FACTORS = (1.5, 1.1)  # of the memory of a device
 _LEAST_GAIN = 0.01
-_PART = 0.2  # of the steps of a search on many devices
+_PART = 0.1  # of the steps of a search
 
 
 def more_memory(costs: StepCosts, request: Request, best: Simulated, **asked: Any) -> tuple[float, float] | None:

@@ -55,15 +55,12 @@ def _strategies_of(of: Configuration, request: Request) -> list[tuple[DataStrate
     ]
 
 
-def least_state_bytes(of: Configuration, parameters: float) -> float:
-    """Bytes of a rank beside activations, at least.
-
-    Args:
-        of: the configuration.
-        parameters: of the rank.
-    """
-    least = _bytes_per_parameter(of.precision, of.optimizer, of.data_axis(), of.offload_states, of.microbatches == 1)[1]
-    return least * parameters
+def way_bytes(
+    of: Configuration, strategy: DataStrategy, granularity: Granularity, *, offload_states: bool
+) -> tuple[float, float]:
+    """Bytes of a rank per parameter, beside activations: between steps, and at least during a step."""
+    data = of.data_axis(strategy, granularity)
+    return _bytes_per_parameter(of.precision, of.optimizer, data, offload_states, of.microbatches == 1)
 
 
 def state_bytes_per_parameter(of: Configuration) -> float:

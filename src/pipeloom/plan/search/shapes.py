@@ -54,15 +54,23 @@ class Shapes:
         self._costs, self._request, self._refusals = costs, request, refusals
         self._layers = costs.num_blocks
         self._most_stages = self._layers + 2 * request.ends_alone
-        self._single: dict[object, list[Seconds]] = {}
+        self._single: dict[object, tuple[list[Seconds], float]] = {}
         self._bounds: dict[object, float] = {}
 
     def block_seconds(self, of: Configuration) -> list[Seconds]:
         """Seconds of single blocks; the first has the embedding and the last the head."""
-        key = of.inside, of.microbatch_size, of.element, of.slices, of.order, of.data, of.pipeline
+        return self._of_single(of)[0]
+
+    def least_way(self, of: Configuration) -> float:
+        """Seconds of one micro-batch through the shortest block and back."""
+        return self._of_single(of)[1]
+
+    def _of_single(self, of: Configuration) -> tuple[list[Seconds], float]:
+        single = replace(of, pipeline=self._layers, chunks=1, blocks=None, recompute=Recompute.NONE)
+        key = self._costs.same_seconds(single)
         if key not in self._single:
-            single = replace(of, pipeline=self._layers, chunks=1, blocks=None, recompute=Recompute.NONE)
-            self._single[key] = self._costs.stage_seconds(single)
+            blocks = self._costs.stage_seconds(single)
+            self._single[key] = blocks, min(each.forward + each.backward_input for each in blocks)
         return self._single[key]
 
     def found(self, of: Configuration) -> Iterator[Shape]:

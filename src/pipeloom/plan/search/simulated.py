@@ -18,6 +18,7 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.rank_memory import RankPeaks
+from pipeloom.plan.memory.stage_units import StageUnits
 from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
 from pipeloom.sim import Timeline
 
@@ -72,10 +73,12 @@ class Steps:
 
     Attributes:
         work: forwards and backwards that were simulated; those whose memory alone was predicted count in part.
+        units: of stages, by their form.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs, self.work = costs, 0.0
+        self.units: dict[Hashable, StageUnits] = {}
         self._lowered: dict[Hashable, Program] = {}
         self._programs: dict[Hashable, Program] = {}
         self._peaks: dict[Hashable, tuple[float, ...]] = {}
@@ -148,7 +151,7 @@ class Step:
     def _peaks(self) -> tuple[float, ...]:
         self._steps.work += _OF_MEMORY * self.actions
         program = self._program(self._short)
-        ranks = RankPeaks(program, self._costs.memory_model(self._short))
+        ranks = RankPeaks(program, self._costs.memory_model(self._short), self._steps.units)
         found = ranks.of(program)
         if self._times:
             less = ranks.of(self._program(self._shorter))

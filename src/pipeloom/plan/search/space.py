@@ -1,6 +1,6 @@
 """The space of configurations as a tree whose nodes have lower bounds. No torch here.
 
-    group     processes that share a stage, and the micro-batch size    work per device, ideal
+    group     processes that share a stage, and the micro-batch size    work per device, warm-up of the fewest ranks
     mesh      + pipeline and data degree, micro-batches                 + warm-up and cool-down of single blocks, memory
     shape     + schedule, virtual stages, slices, order, blocks         `step_bound` without recomputation
     choice    + data strategy, recomputation, offload                   `step_bound`, data link, memory
@@ -25,7 +25,7 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
-from pipeloom.plan.search.data_ways import least_state_bytes, state_bytes_per_parameter, ways_of
+from pipeloom.plan.search.data_ways import way_bytes, ways_of
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import LEAST_TOKENS, Shapes
 from pipeloom.sim import Network
@@ -78,6 +78,8 @@ class Space:
             offloads and request.allows("offload_states", True) and OPTIMIZERS[request.optimizer] > 0
         )
         self._by_kind: dict[object, Recomputed] = {}
+        self._sizes: dict[InsideStage, float] = {}
+        self._least_bytes: dict[object, float] = {}
 
     def groups(self) -> Iterator[tuple[Configuration, int]]:
         """Configurations with degrees inside a stage and a micro-batch size, and their number of devices."""
@@ -166,10 +168,53 @@ class Space:
         return 1.0 if measured is None else max(1.0, devices / measured.cores)
 
     def group_bound(self, of: Configuration, devices: int) -> float:
-        """Seconds of a step of a group, at least: its work, divided evenly between the devices."""
+        """Seconds of a step of a group, at least: its work, divided evenly between the devices, and its shortest fill.
+
+        Infinite where no mesh of the group can run.
+        """
+        pipeline = self._least_pipeline(of, devices // of.inside.processes)
+        if pipeline is None:
+            return inf
         work = sum(map(sum, self.costs.stage_seconds(of)))
         share = of.inside.processes / (devices * of.microbatch_size)
-        return work * self.request.batch_size * share * self._turns(devices)
+        fill = self._fill(replace(of, pipeline=pipeline, data=devices // of.inside.processes // pipeline))
+        return work * self.request.batch_size * share * self._turns(devices) + fill
+
+    def _fill(self, of: Configuration) -> float:
+        """Seconds of a mesh in which a rank waits for others, at least."""
+        waits = max(0, of.pipeline // 2 - 1)
+        return waits * self.shapes.least_way(of) if waits else 0.0
+
+    def _least_pipeline(self, of: Configuration, ranks: int) -> int | None:
+        """The least pipeline-parallel degree whose states may fit."""
+        request, parameters = self.request, self._parameters(of)
+        for pipeline in divisors(ranks):
+            data = ranks // pipeline
+            if self._why_no_mesh(of, pipeline, data) is not None:
+                continue
+            microbatches = request.batch_size // (data * of.microbatch_size)
+            if not all(map(request.allows, ("pipeline", "data", "microbatches"), (pipeline, data, microbatches))):
+                continue
+            key = of.precision, data * of.inside.context, microbatches == 1
+            if key not in self._least_bytes:
+                each = replace(of, pipeline=pipeline, data=data, microbatches=microbatches)
+                ways = ways_of(each, request, offloads_states=self._offloads_states)
+                self._least_bytes[key] = min(
+                    (way_bytes(each, *way[:2], offload_states=way[2])[1] for way in ways), default=inf
+                )
+            if self._least_bytes[key] * parameters / pipeline < request.memory_bytes:
+                return pipeline
+        return None
+
+    def _why_no_mesh(self, of: Configuration, pipeline: int, data: int) -> str | None:
+        """Why a group has no mesh of these degrees; None: it has."""
+        if pipeline > self._layers:
+            return "more pipeline ranks than blocks"
+        if self.request.batch_size % (data * of.microbatch_size):
+            return "replicas and micro-batch size do not divide the batch"
+        if data % of.inside.expert:
+            return "expert degree does not divide the replicas"
+        return None
 
     def meshes(self, of: Configuration, devices: int) -> Iterator[Configuration]:
         """The configurations of a group, with pipeline-parallel and data-parallel degrees."""
@@ -179,12 +224,8 @@ class Space:
             data = ranks // pipeline
             if not request.allows("pipeline", pipeline) or not request.allows("data", data):
                 continue
-            if pipeline > self._layers:
-                self.refusals.add("more pipeline ranks than blocks")
-            elif request.batch_size % (data * of.microbatch_size):
-                self.refusals.add("replicas and micro-batch size do not divide the batch")
-            elif data % inside.expert:
-                self.refusals.add("expert degree does not divide the replicas")
+            if (reason := self._why_no_mesh(of, pipeline, data)) is not None:
+                self.refusals.add(reason)
             else:
                 microbatches = request.batch_size // (data * of.microbatch_size)
                 if request.allows("microbatches", microbatches):
@@ -192,21 +233,18 @@ class Space:
 
     def ways(self, of: Configuration) -> Iterator[Way]:
         """The configurations of a mesh, with a data strategy each; those whose states do not fit are left out."""
-        parameters = sum(self.costs.parameters(replace(of, pipeline=1, blocks=None)))
-        share = parameters / of.pipeline
-        blocks = self.shapes.block_seconds(of)
-        way = min(each.forward + each.backward_input for each in blocks)
-        fill, turns = max(0, of.pipeline // 2 - 1) * way, self._turns(of.devices)
+        share = self._parameters(of) / of.pipeline
+        fill, turns = self._fill(of), self._turns(of.devices)
         kinds, sizes = self._recomputed(of), {"microbatches": of.microbatches, "ranks": of.pipeline}
         network = self.costs.network(replace(of, order=("pp", "dp", "cp", "tp"), pipeline=1))  # the fastest links
         for strategy, granularity, offload_states in ways_of(of, self.request, offloads_states=self._offloads_states):
-            each = replace(of, strategy=strategy, granularity=granularity, offload_states=offload_states)
-            states = least_state_bytes(each, share)
+            between, least = way_bytes(of, strategy, granularity, offload_states=offload_states)
+            states = least * share
             if states >= self.request.memory_bytes:
                 self.refusals.too_large(states)
                 continue
             # Gradients are not there yet while the first activations are.
-            room = of.pipeline * (self.request.memory_bytes - share * state_bytes_per_parameter(each))
+            room = of.pipeline * (self.request.memory_bytes - share * between)
             work = turns * mixed_seconds(kinds.points(**sizes, room=room))
             other = inf
             if self._host_rate:
@@ -215,13 +253,20 @@ class Space:
             if min(work, other) == inf:
                 self.refusals.too_large(states)
                 continue
+            each = replace(of, strategy=strategy, granularity=granularity, offload_states=offload_states)
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
             link = self._link_bound(each, share, network)
             yield Way(each, max(work + fill + update, link), states, max(other + fill + update, link))
 
+    def _parameters(self, of: Configuration) -> float:
+        """Elements of the parameters of one pipeline on one process of each stage."""
+        if of.inside not in self._sizes:
+            self._sizes[of.inside] = sum(self.costs.parameters(replace(of, pipeline=1, blocks=None)))
+        return self._sizes[of.inside]
+
     def _recomputed(self, of: Configuration) -> Recomputed:
         kinds = self.request.kinds
-        key = of.inside, of.microbatch_size, of.element, of.strides["tp"], of.devices
+        key = of.inside, of.microbatch_size, of.element, of.tensor_stride, of.devices
         found = self._by_kind.get(key)
         if found is None:
             single = replace(of, pipeline=self._layers, chunks=1, blocks=None)

@@ -20,13 +20,14 @@ from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
 _RESERVE = 0.03  # of memory that stays free at first, on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
-_STEPS = 110  # on `MANY_DEVICES` devices
+_STEPS = 85  # on `MANY_DEVICES` devices
+_MOST_STEPS = 4_000.0  # on at most as many; models with experts and long sequences would take many times more
 _SLOWER = "slower than the best plans by a lower bound"
 
 
 def _steps(devices: int) -> float:
     """After which a search ends."""
-    return inf if devices <= MANY_DEVICES else _STEPS * (devices / MANY_DEVICES) ** 0.4
+    return _MOST_STEPS if devices <= MANY_DEVICES else _STEPS * (devices / MANY_DEVICES) ** 0.4
 
 
 class TreeSearch:
@@ -38,7 +39,7 @@ class TreeSearch:
         best: the best plans; those that are found are added.
         exhaustive: whether to simulate all configurations.
         can_run: see `find_plans`.
-        part: of the steps after which a search on many devices ends.
+        part: of the steps after which a search ends.
 
     Attributes:
         refusals: configurations that were refused.
@@ -53,14 +54,18 @@ class TreeSearch:
         self._exhaustive, self.refusals, self.simulated, self.least = exhaustive, Refusals(), 0, inf
         self._left = inf if exhaustive else part * _steps(request.devices)
         self._space = Space(steps.costs, request, self.refusals, can_run)
-        self._open = OpenNodes(turns=self._left < inf)
-        self._candidates = Candidates(steps, request, self.refusals, patient=self._left == inf, exhaustive=exhaustive)
+        self._patient = exhaustive or request.devices <= MANY_DEVICES
+        self._open = OpenNodes(turns=not self._patient)
+        self._candidates = Candidates(steps, request, self.refusals, patient=self._patient, exhaustive=exhaustive)
 
     def run(self) -> None:
         """Look at all nodes, or at those that look best until the search ends."""
         for of, devices in self._space.groups():
-            bound = self._best.score(self._space.group_bound(of, devices), 0.0, devices)
-            self._push(Node(0, bound, self._meshes, (of, devices)))
+            least = self._space.group_bound(of, devices)
+            if least == inf:
+                self._meshes(of, devices)  # which says why it has none
+                continue
+            self._push(Node(0, self._best.score(least, 0.0, devices), self._meshes, (of, devices)))
         while self._open:
             node = self._open.pop()
             if node.bound >= self._best.limit and not self._exhaustive:
@@ -144,7 +149,7 @@ class TreeSearch:
     def _reserve(self, moments: Moments) -> list[float] | None:
         """Bytes of each rank that stay free at first, where there is no time for many attempts."""
         most = self._request.memory_bytes
-        return None if self._left == inf or most == inf else [_RESERVE * most] * len(moments)
+        return None if self._patient or most == inf else [_RESERVE * most] * len(moments)
 
     @property
     def _takes_all(self) -> bool:
