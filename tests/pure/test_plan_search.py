@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -20,7 +21,7 @@ from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.request import Refusals, Request, parse_fixed
 from pipeloom.plan.search.shapes import Shapes, shape_of
 from pipeloom.plan.search.simulated import simulated
-from pipeloom.plan.search.words import against, lines_of, usual_text
+from pipeloom.plan.search.words import against, counts_of, lines_of, usual_text
 from pipeloom.schedules import find
 from pipeloom.train.config.planned import planned_config
 from pipeloom.train.config.train_config import TrainConfig
@@ -151,6 +152,16 @@ def test_less_memory_is_never_faster_and_is_kept():
         assert best.peak <= memory
         steps.append(best.step_seconds)
     assert steps == sorted(steps)
+
+
+def test_a_search_on_few_devices_ends_too():
+    costs = cost_model(MODELS[0], "dgx-a100-80", "pipeloom")
+    request = Request(devices=8, batch_size=16, memory_bytes=80 * GIB, fixed={"slices": 1}, top=1)
+    whole, ended = find_plans(costs, request), find_plans(costs, request, part=1e-3)
+    assert whole.least == inf
+    assert ended.least <= whole.plans[0].step_seconds <= ended.plans[0].step_seconds
+    assert counts_of(ended)[0].startswith("The search ended early: no plan takes less than ")
+    assert ended.refused["not looked at: the search ended"] > 0
 
 
 def test_objectives():
