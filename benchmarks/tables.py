@@ -1,7 +1,7 @@
-"""Render docs/benchmarks.md and the table of the README: ``python -m benchmarks.tables``.
+"""Render docs/benchmarks.md and the tables of other pages: ``python -m benchmarks.tables``.
 
-All figures come from benchmarks/*/results/*.json; none is typed by hand. tests/pure/test_docs.py fails where the
-committed pages are not what this module renders.
+All figures of these tables come from benchmarks/*/results/*.json; none is typed by hand. tests/pure/test_docs.py fails
+where the committed pages are not what this module renders.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.report import FORMAT, MEASURED, markdown, parts_from_json, table
 from benchmarks.common.statistics import Spread
+from benchmarks.reliability.report import parts as reliability_parts
 from pipeloom.version import __version__
 
 BENCHMARKS = Path(__file__).parent
 ROOT = BENCHMARKS.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
+RELIABILITY = ROOT / "docs" / "explanation" / "reliability.md"
 INTRODUCTION = """\
 # Benchmarks
 
@@ -155,21 +157,32 @@ def headline_table() -> str:
     return re.sub(" {2,}", " ", re.sub(r"-{3,}", "---", made))
 
 
+def reliability_tables() -> str:
+    """The tables of docs/explanation/reliability.md: all runs of all result files together."""
+    results = results_of("reliability")
+    runs = [run for result in results for run in result["results"]]
+    loads = ", ".join(f"{result['environment']['load_before']:.0f}" for result in results)
+    measured = f"Load averages of the machine before the commands: {loads}."
+    return "\n\n".join([markdown(reliability_parts(runs)), *map(provenance, results), measured])
+
+
 def fill(text: str) -> str:
-    """`text` with the headline table rendered anew between its markers."""
+    """`text` with each table rendered anew between its markers."""
+    tables = {"headlines": headline_table, "reliability": reliability_tables}
     return re.sub(
-        r"(<!-- results: headlines -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}{headline_table()}\n{match[2]}",
+        r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}",
         text,
         flags=re.DOTALL,
     )
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write all pages."""
     PAGE.write_text(page(), encoding="utf-8")
-    README.write_text(fill(README.read_text(encoding="utf-8")), encoding="utf-8")
-    print(PAGE, README, sep="\n")
+    for path in (README, RELIABILITY):
+        path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
+    print(PAGE, README, RELIABILITY, sep="\n")
 
 
 if __name__ == "__main__":

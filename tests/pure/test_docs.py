@@ -16,6 +16,7 @@ import pytest
 from benchmarks import tables
 from benchmarks.common.report import FORMAT, markdown, parts_from_json, parts_to_json, table
 from benchmarks.common.statistics import spread
+from benchmarks.reliability.report import parts as reliability_parts
 
 import pipeloom
 from pipeloom import cli
@@ -74,6 +75,9 @@ def test_results_on_the_pages_are_those_of_the_json_files():
     readme = tables.README.read_text()
     assert "<!-- results: headlines -->\n|" in readme
     assert readme == tables.fill(readme), "run python -m benchmarks.tables"
+    reliability = tables.RELIABILITY.read_text()
+    assert "<!-- results: reliability -->\n###" in reliability
+    assert reliability == tables.fill(reliability), "run python -m benchmarks.tables"
 
 
 def test_every_benchmark_has_a_section_with_its_command():
@@ -114,6 +118,22 @@ def test_parts_of_a_result_survive_json():
         "third_quartile": 3.0,
     }
     assert markdown(parts_from_json(stored)) == markdown(parts)
+
+
+def test_runs_of_a_fault_become_one_row_per_system():
+    run = {
+        "system": "pipeloom", "kind": "flip", "told_by": "pipeloom", "told_seconds": 1.0, "named_seconds": 1.0,
+        "ended_seconds": None, "given_up": False, "again_seconds": 4.0, "steps_again": 9, "resumed": "itself",
+        "difference": "", "left": [],
+    }  # fmt: skip
+    quiet = {**run, "system": "torchrun, pipeloom", "told_by": "", "told_seconds": None, "named_seconds": None}
+    changed = {**quiet, "difference": "losses from step 9", "again_seconds": 5.0, "left": ["process 12"]}
+    heading, found = reliability_parts([run, quiet, changed])
+    assert heading == "### A bit of the newest checkpoint is flipped"
+    cells = "pipeloom,1,pipeloom,1.0 s,1.0 s,-,by itself,4.0 s,9,bitwise,nothing"
+    assert found.rows[0] == tuple(cells.split(","))
+    assert found.rows[1] == ("torchrun, pipeloom", "2", "nobody", "-", "-", "not in 5 s", "by itself", "4.0-5.0 s", "9",
+                             "bitwise (1), silently different (1)", "nothing (1), 1 process (1)")  # fmt: skip
 
 
 # --- the API reference ----------------------------------------------------------------------------------------------
