@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 
 import pipeloom as pl
 from pipeloom.errors import SplitError
+from pipeloom.split.layouts.layout import find_layout
 from tests.cpu.huggingface_kinds import KINDS, RUNS, batch_of, difference, model_of
 
 FEW = ("bert", "resnet", "deberta-v2", "t5", "whisper", "clip", "wav2vec2 (stable)", "mamba", "llava")
@@ -57,6 +58,17 @@ def test_a_model_with_memories_evaluates():
     schedule = pl.schedules.build("gpipe", num_ranks=2, num_microbatches=3)
     with pl.Pipeline(model, schedule, check=batch) as pipe:
         torch.testing.assert_close(pipe.evaluate(batch), model.eval()(**batch).loss.detach())
+
+
+def test_a_loop_that_reads_weights_of_layers_does_not_tell_their_order():
+    """RWKV scales its blocks' weights, where it evaluates, in front of its embeddings."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    with torch.device("meta"):
+        model = RwkvForCausalLM(RwkvConfig(vocab_size=8, hidden_size=8, num_hidden_layers=2))
+    layout = find_layout(model)
+    assert layout is not None
+    assert layout.patterns == ("rwkv.embeddings", "rwkv.blocks.*", "rwkv.ln_out", "head")
 
 
 def test_layerdrop_of_a_configuration_is_refused():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.slicing.context import hashed
-from pipeloom.split.planned.stand_ins import shallow_copy
+from pipeloom.split.planned.module_copies import shallow_copy
 
 _DONE = "_is_hf_initialized"  # transformers' mark on a tensor that keeps its value
 # Of threads: torch's generator, and what transformers replaces while it builds a model, belong to all of them.

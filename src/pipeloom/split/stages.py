@@ -16,8 +16,8 @@ from pipeloom.split.layers import ChainLayer, check_complete, check_memory, coun
 from pipeloom.split.layouts.around import AroundLayers
 from pipeloom.split.layouts.layout import Layout, find_layout, runs_in_order
 from pipeloom.split.planned.collected import hooks_installed
+from pipeloom.split.planned.module_copies import without_memory
 from pipeloom.split.planned.stage import PlannedStage
-from pipeloom.split.planned.stand_ins import without_memory
 from pipeloom.split.profile import LayerTime, LossFn, profile_layers
 from pipeloom.split.skippable import skips_of
 from pipeloom.split.skips import chain_stage, find_skips, skip_names

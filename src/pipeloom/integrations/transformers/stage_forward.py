@@ -23,7 +23,7 @@ from pipeloom.integrations.transformers.arguments import as_one_device
 from pipeloom.split.layouts.around import STANDS_FOR
 from pipeloom.split.layouts.layout import find_layout
 from pipeloom.split.planned.model_copy import modules_may_be_read
-from pipeloom.split.planned.stand_ins import HOOKS, shallow_copy
+from pipeloom.split.planned.module_copies import HOOKS, shallow_copy
 from pipeloom.training.losses.loss_rule import Given, LossRule, Rule
 from pipeloom.training.losses.noticed_number import NoticedNumber
 

@@ -90,6 +90,11 @@ def _class_named(name: str) -> Any:
     return found
 
 
+def views_of(value: Any) -> Any:
+    """The value with other tensor objects, over the same memory."""
+    return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), value)
+
+
 Format = torch.dtype | None
 
 

@@ -4,24 +4,28 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeloom.errors import SplitError
 from pipeloom.split.planned.attributes import KeptBuffers
 from pipeloom.split.planned.collected import collected_outputs, collector
-from pipeloom.split.planned.containers import all_of, classes_of, containers_of, each_once, entries_of, with_classes
+from pipeloom.split.planned.containers import (
+    all_of,
+    classes_of,
+    containers_of,
+    each_once,
+    entries_of,
+    views_of,
+    with_classes,
+)
 from pipeloom.split.planned.known import RESULT, Known
 from pipeloom.split.planned.place import Leave, StagePlace
-from pipeloom.split.planned.stand_ins import StandIn
 from pipeloom.split.planned.tracking.decisions import DecisionWatch
 from pipeloom.split.planned.tracking.draws import SharedDraws
 from pipeloom.split.planned.tracking.origins import (
-    DRAWN,
     EARLIER,
-    IN_UNIT,
     LAST,
-    LATER,
     OWN,
     Origins,
     tensors_of,
@@ -56,6 +60,7 @@ class ForwardRun:
         has_taken: whether the forward has got what arrived from the part before the stage.
         inside: the own part that runs, in a forward that explores.
         called_inside: own parts, and the first module inside of each that the forward has called itself.
+        calls: the number of calls of modules that are no parts.
         thread: attributes of `running` in this thread, looked up once.
     """
 
@@ -74,7 +79,7 @@ class ForwardRun:
             arrived = with_classes(arrived, arrived["classes"])
         self.inputs, self.arrived = inputs, arrived
         self.origins = Origins() if known is None else None
-        self._types = TypeWatch(StandIn) if known is None else None
+        self._types = TypeWatch() if known is None else None
         self.found: dict[str, Any] = {}
         self.done: list[int] = []
         self.result: Any = None
@@ -96,7 +101,7 @@ class ForwardRun:
         self.has_taken = False
         self.inside: str | None = None
         self.called_inside: dict[str, str] = {}
-        self._calls: dict[str, int] = {}  # of modules that are no parts
+        self.calls: dict[str, int] = {}
         self.thread = vars(running)
         if arrived:
             self._take_arrived()
@@ -331,7 +336,7 @@ class ForwardRun:
         for key in self.sends:
             value = None if key in self.found else self.stage.own_value(key.removeprefix(RESULT))
             if value is not None:  # which the forward reads behind the last part
-                self.found[key] = _views(value)
+                self.found[key] = views_of(value)
         if self.origins is not None:
             self._kept = KeptBuffers(self.stage.outer_buffers())
         elif len(self.found) == len(self.sends):
@@ -358,77 +363,6 @@ class ForwardRun:
         """The first own part that has not run."""
         return next((name for index, name in enumerate(self.place.names) if index not in self.done), None)
 
-    def numbered(self, name: str) -> str:
-        """The name of a module that is no part, with the number of its call behind the first one."""
-        number = self._calls[name] = self._calls.get(name, 0) + 1
-        return name if number == 1 else f"{name}#{number}"
-
-    def run_other(
-        self, module_name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any], *, is_inside: bool = False
-    ) -> Any:
-        """Run a module that is no part. What follows from inputs alone need not be sent, if every stage computes it.
-
-        Args:
-            is_inside: it is inside of a part of this stage.
-        """
-        name = self.numbered(module_name)
-        key = RESULT + name
-        if key in self.extras:
-            return self.given(name, self.extras[key], OWN)
-        if self.draws is None:
-            result = module(*args, **settings)
-        else:
-            result = self._run_within(module_name, module, args, settings, is_inside)
-        if self.origins is None:
-            if key not in self.sends or key in self.found:
-                return result
-            self.found[key] = result
-            self.leave_if_complete()
-            return self.given(name, result, 0)
-        known = self.origins.of(result)
-        if known & (OWN | LAST) and not known & (LATER | EARLIER) and not self.origins.has_result(name):
-            return self.given(name, result, known & (OWN | LAST))  # and not what it was computed of
-        return result
-
-    def _run_within(
-        self, name: str, module: Any, args: tuple[Any, ...], settings: dict[str, Any], is_inside: bool
-    ) -> Any:
-        """Run a module that is no part and may draw, and note the origins of its result where they are followed."""
-        origins, place, draws = self.origins, self.place, self.draws
-        assert draws is not None
-        if origins is None:
-            with draws.within(name):
-                return module(*args, **settings)
-        has_parameters = next(module.parameters(), None) is not None
-        given = origins.of((args, settings)) if has_parameters else 0
-        was_quiet, origins.quiet = origins.quiet, origins.quiet or has_parameters
-        with draws.within(name):
-            result = module(*args, **settings)
-        origins.quiet = was_quiet
-        if has_parameters:
-            has_blocks = bool(place.blocks & set(place.names))
-            own = OWN if is_inside or (has_blocks and name not in place.everywhere) else 0
-            origins.mark(result, given if given & ~(DRAWN | IN_UNIT) else given | own)
-        return result
-
-    def read_own(self, key: str, value: Any) -> Any:
-        """An attribute of a module that not every stage has, with tensors, which the forward reads from outside."""
-        if RESULT + key in self.sends:
-            self.found[RESULT + key] = _views(value)
-        if self.origins is not None and not self.origins.has_result(key):
-            self.origins.mark(value, OWN)
-            self.origins.add_result(key, _views(value), value)
-        return value
-
-    def check_set(self, name: str, home: nn.Module, key: str, value: Any) -> None:
-        """Raises SplitError where the forward sets a parameter of a part, or sets an attribute to zeros."""
-        if key in home._parameters:
-            raise self.place.sets_parameter(name)
-        if isinstance(value, StandIn):
-            raise self.place.reads_given_module(name.rpartition(".")[0], name)
-        if self.origins is not None and self.origins.of(value) & EARLIER:
-            raise self.place.sets_earlier(name)
-
     def fill(self, containers: Mapping[str, Any]) -> None:
         """Add the entries that parts of earlier stages left in dicts and lists among their arguments."""
         entries_of_all = self.arrived["entries"]
@@ -441,8 +375,3 @@ class ForwardRun:
             elif isinstance(container, list):
                 container[:] = [entries[index] for index in sorted(entries)]
         self._filled = True
-
-
-def _views(value: Any) -> Any:
-    """The value with other tensor objects, over the same memory."""
-    return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), value)

@@ -12,8 +12,9 @@ from torch import nn
 
 from pipeloom.split.planned.attributes import ContainerAttributes
 from pipeloom.split.planned.collected import INSTALLED, HooksOnDemand
+from pipeloom.split.planned.module_copies import shallow_copy
 from pipeloom.split.planned.place import StagePlace
-from pipeloom.split.planned.stand_ins import OwnPart, PassedOver, shallow_copy
+from pipeloom.split.planned.stand_ins import OwnPart, PassedOver
 
 _LISTINGS = ("named_parameters", "named_modules", "state_dict")
 

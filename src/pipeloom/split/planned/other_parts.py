@@ -11,8 +11,9 @@ from pipeloom.split.planned.collected import collector
 from pipeloom.split.planned.containers import containers_of, has_tensors, shaped_like_result, zeros_like
 from pipeloom.split.planned.forward_run import ForwardRun
 from pipeloom.split.planned.known import RESULT
+from pipeloom.split.planned.module_copies import with_zeros
+from pipeloom.split.planned.other_modules import numbered
 from pipeloom.split.planned.place import Leave
-from pipeloom.split.planned.stand_ins import with_zeros
 from pipeloom.split.planned.tracking.origins import EARLIER, LAST, LATER, OWN, tensors_of
 
 
@@ -67,7 +68,7 @@ class OtherParts:
     def pass_other(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """What a module returns that is no part, and is on other stages: what arrived, or zeros."""
         run = self._run
-        name = run.numbered(name)
+        name = numbered(run, name)
         received = run.extras.get(RESULT + name)
         if received is not None:
             return run.given(name, received, OWN)

@@ -30,6 +30,7 @@ from pipeloom.split.planned.containers import Format, format_of, has_tensors, sh
 from pipeloom.split.planned.forward_run import ForwardRun
 from pipeloom.split.planned.known import Known, KnownForwards
 from pipeloom.split.planned.model_copy import ModelCopy
+from pipeloom.split.planned.other_modules import read_own, run_other
 from pipeloom.split.planned.other_parts import OtherParts
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import OwnPart
@@ -148,7 +149,7 @@ class PlannedStage(StageModule):
         call = self.current_run
         if call is None or self.is_everywhere(part) or not has_tensors(value):
             return value
-        return call.read_own(f"{part if isinstance(part, str) else self.names[part]}.{name}", value)
+        return read_own(call, f"{part if isinstance(part, str) else self.names[part]}.{name}", value)
 
     def run_inside(
         self, part: int | str, name: str, module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]
@@ -159,7 +160,7 @@ class PlannedStage(StageModule):
             return module(*args, **settings)
         outer = part if isinstance(part, str) else self.names[part]
         call.called_inside.setdefault(outer, f"{outer}.{name}")
-        return call.run_other(f"{outer}.{name}", module, args, settings, is_inside=not isinstance(part, str))
+        return run_other(call, f"{outer}.{name}", module, args, settings, is_inside=not isinstance(part, str))
 
     def read_absent(self, key: str, value: Any) -> Any:
         """Called by a `PassedOver` whose attribute the model reads."""

@@ -6,68 +6,19 @@ one of these.
 """
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipeloom.split.planned.attributes import bound_to
 from pipeloom.split.planned.collected import collecting_hooks
 from pipeloom.split.planned.containers import UNCHANGED
+from pipeloom.split.planned.module_copies import without_memory
+from pipeloom.split.planned.other_modules import check_set, run_other
 
 _ABSENT = object()
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def without_memory(module: nn.Module, *, collects: bool = False) -> nn.Module:
-    """A module of the same class with the same attributes, whose parameters and buffers are on the meta device.
-
-    Forward hooks stay behind, except those that collect outputs in a model that returns what it collects (`collects`).
-    """
-    collects = collects or bool(getattr(module, "_can_record_outputs", None))
-    twin = shallow_copy(module)
-    for kind in ("_parameters", "_buffers"):
-        tensors = vars(module)[kind].items()
-        vars(twin)[kind] = {
-            name: None if t is None else t.detach().to("meta").requires_grad_(t.requires_grad) for name, t in tensors
-        }
-    for hooks in HOOKS:
-        vars(twin)[hooks] = OrderedDict()
-    if collects:
-        twin._forward_hooks.update(enumerate(collecting_hooks(module)))
-    twin._modules = {
-        name: None if part is None else without_memory(part, collects=collects)
-        for name, part in module._modules.items()
-    }
-    return twin
-
-
-def with_zeros(twin: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a module without memory that computes with zeros, each tensor over the memory of one number."""
-    copy = shallow_copy(twin)
-    for kind in ("_parameters", "_buffers"):
-        tensors = vars(twin)[kind].items()
-        vars(copy)[kind] = {
-            name: None if t is None else torch.zeros((), dtype=t.dtype, device=device).expand(t.shape)
-            for name, t in tensors
-        }
-    copy._modules = {name: None if part is None else with_zeros(part, device) for name, part in twin._modules.items()}
-    return copy
-
-
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """Another module object with the same attributes, also the same parameters and submodules, in a dict of its own.
-
-    Methods of the module that are set on the instance, such as a replaced forward, are bound to the copy.
-    """
-    copy: nn.Module = object.__new__(type(module))
-    for name, value in vars(module).items():
-        vars(copy)[name] = bound_to(copy, value, module)
-    copy._modules = dict(module._modules)
-    return copy
 
 
 class StandIn(nn.Module, ABC):
@@ -193,7 +144,7 @@ class OwnPart(StandIn):
         if run is None:
             return module(*args, **settings)
         if isinstance(part, str):
-            return run.run_other(part, module, args, settings)
+            return run_other(run, part, module, args, settings)
         done = run.done
         if part not in run.plain or (done and part <= done[-1]):
             return run.run_part(part, module, args, settings)
@@ -238,7 +189,9 @@ class OwnPart(StandIn):
         stage, part, _, _ = vars(self)["_link"]
         if not stage.is_everywhere(part):
             outer = part if isinstance(part, str) else stage.names[part]
-            stage.current_run.check_set(f"{outer}.{name}", home, key, value)
+            if isinstance(value, StandIn):
+                raise stage.current_run.place.reads_given_module(outer, f"{outer}.{name}")
+            check_set(stage.current_run, f"{outer}.{name}", home, key, value)
         setattr(home, key, value)
 
 
@@ -293,7 +246,7 @@ class PassedOver(StandIn):
     def _set_inside(self, name: str, home: nn.Module, key: str, value: Any) -> None:
         """Set it on the module without memory."""
         stage, _, own, _, _ = vars(self)["_link"]
-        stage.current_run.check_set(f"{own}.{name}", home, key, None)
+        check_set(stage.current_run, f"{own}.{name}", home, key, None)
         vars(home)[key] = value
 
 

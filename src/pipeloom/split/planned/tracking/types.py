@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 _SIMPLE = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.UnaryOp, ast.USub, ast.expr_context)
 _OURS = os.path.dirname(__file__).removesuffix(os.path.join("split", "planned", "tracking"))
@@ -22,22 +23,18 @@ _OTHERS = (os.path.dirname(torch.__file__), _OURS)
 
 
 class TypeWatch:
-    """Inside the block, notices calls of `type` in this thread, unless a profiler runs.
-
-    Args:
-        stand_in: the class of stand-ins.
+    """Notices calls of `type` with a stand-in, a module that tells another class, unless a profiler runs.
 
     Attributes:
         found: the first such call, and where it is; None: there was none.
     """
 
-    def __init__(self, stand_in: type) -> None:
+    def __init__(self) -> None:
         self.found: str | None = None
-        self._stand_in = stand_in
 
     @contextmanager
     def watching(self, active: bool = True) -> Iterator[None]:
-        """Inside the block, calls are noticed, or not."""
+        """Inside the block, calls in this thread are noticed, or not."""
         before = sys.getprofile()
         if before not in (None, self._look):
             yield
@@ -59,7 +56,7 @@ class TypeWatch:
                     value = eval(expression, frame.f_globals, frame.f_locals)  # names, attributes and items
                 except Exception:
                     continue
-                if issubclass(type(value), self._stand_in):
+                if issubclass(type(value), nn.Module) and value.__class__ is not type(value):
                     self.found = f"type({text}) in {os.path.basename(code.co_filename)}, line {line}"
 
 
