@@ -24,6 +24,8 @@ class Runs(Net):
         torch.manual_seed(0)
         self.run, self.last = run, getattr(run, "last", nn.Linear)(4, 4)
         self.blocks = nn.ModuleList(getattr(run, "block", nn.Linear)(4, 4) for _ in range(3))
+        if run is shared_ahead:
+            self.shared = self.last.weight
         for parameter in self.parameters():
             nn.init.normal_(parameter)
 
@@ -38,6 +40,11 @@ class Runs(Net):
 def ahead(model, x):
     x = model.blocks[1](model.blocks[0](model.first(x)))
     return model.last(model.blocks[2](x * model.last.weight.mean()))
+
+
+def shared_ahead(model, x):
+    x = model.blocks[1](model.blocks[0](model.first(x)))
+    return model.last(model.blocks[2](x * model.shared.mean()))
 
 
 def branch_ahead(model, x):
@@ -147,6 +154,7 @@ RIGHT = [
     several_in_one_argument(listed),
     several_in_one_argument(named),
     own_weight,
+    shared_ahead,
     gradient_of_the_last_layers,
     gradient_of_the_first_layers,
     named_tuples,
@@ -161,6 +169,8 @@ def test_what_one_stage_computes(run, ranks):
     with pipeline(model, ranks) as pipe:
         for _ in range(2):
             assert compared(model, {"x": x}, x.flip(0), pipe) < 1e-9
+            for parameter in pipe.parameters():
+                parameter.grad = None
 
 
 @pytest.mark.parametrize(
