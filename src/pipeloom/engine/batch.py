@@ -132,14 +132,14 @@ class LabelWeights(Protocol):
     """What a loss_fn, or the targets of a batch, may have: labels count over all micro-batches and replicas."""
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
-        """Labels of this replica, and those that count.
+        """Two numbers that are added up over replicas, such as labels of this replica, and those that count.
 
         Args:
             whole: targets of its micro-batches, with whole sequences.
         """
 
     def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
-        """Replace the targets of a batch with its weights, for labels of all replicas with these `counts`."""
+        """Replace the targets of a batch with its weights, from these `counts` of all replicas."""
 
 
 def moved(value: Value, device: Device) -> Value:

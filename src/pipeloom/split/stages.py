@@ -98,20 +98,25 @@ def split(
         loss_fn: for "time", ``loss_fn(output, targets)``; its time is added to the last layer's.
         example: inputs of one micro-batch, for a model that is traced with torch.export (see
             `pipeloom.split.traced`): ``(args, kwargs)``, a tuple of arguments, a dict of keyword arguments, or the only
-            argument. `cut` is then "time", "parameters", or the names of the modules at which the stages after the
-            first begin.
+            argument; not together with `layers`. `cut` is then "time", "parameters", or the names of the modules at
+            which the stages after the first begin.
         agree: returns the times that the first process measured, so that all processes cut a traced model alike.
         parts_of_sequences: whether the stages run slices of sequences or the tokens of context-parallel ranks.
 
     Raises:
-        SplitError: an unknown name, more stages than layers, counts that do not add up, or a parameter or persistent
-            buffer that would be in no stage.
+        SplitError: an unknown name, more stages than layers, counts that do not add up, `layers` and `example`, or a
+            parameter or persistent buffer that would be in no stage.
     """
     if not isinstance(num_stages, int) or num_stages < 1:
         raise SplitError(f"num_stages={num_stages!r}: must be an integer >= 1.")
     if not isinstance(model, nn.Module):
         return _given_stages(model, num_stages)
-    if example is not None and layers is None:
+    if example is not None and layers is not None:
+        raise SplitError(
+            "layers and example are both given: with `layers`, stages run the model's own forward; with `example`, "
+            "parts of its trace. Pass one of them."
+        )
+    if example is not None:
         from pipeloom.split.traced.cutting import traced_stages  # loads torch.export, which takes seconds
 
         traced, calls = traced_stages(model, num_stages, example, "time" if cut == "layers" else cut, agree)

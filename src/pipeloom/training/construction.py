@@ -110,7 +110,7 @@ def construct(
     elsewhere = None if connection.rank is None else parameters_elsewhere(stages.modules, own)
     batching = Batching(
         check=BatchRule(stages.modules, 1 if parts is None else parts.axis.degree),
-        loss_fn=WatchedLoss.of(loss_fn, is_asynchronous=device.type == "cuda", elsewhere=elsewhere),
+        loss_fn=WatchedLoss.of(loss_fn, is_asynchronous=device.type == "cuda", in_parts=in_parts, elsewhere=elsewhere),
         sliced=sliced,
         slice_lengths=slices,
         parts=parts,

@@ -29,7 +29,8 @@ class Agreed(NamedTuple):
     Attributes:
         fewest, most: samples in the smallest and the largest batch of a replica.
         all_samples: of all replicas.
-        labels: labels of all replicas, and those that count, as the ranks with the stages of this one know them.
+        labels: what is counted in the labels of all replicas, as the ranks with the stages of this one know them; see
+            `pipeloom.engine.batch.LabelWeights`.
     """
 
     fewest: int
@@ -201,7 +202,7 @@ class BatchAgreement:
 
         Args:
             batch: what this process reads.
-            labels: its labels, and those that count.
+            labels: what is counted in its labels.
             refusal: why it cannot use its batch.
             call: this process's.
 

@@ -57,7 +57,7 @@ class Read(NamedTuple):
         batch: its micro-batches; without weights where replicas have others.
         whole: targets, before context-parallel ranks share them out.
         weights: what weighs their labels; None: nothing does.
-        labels: the number of labels, and of those that count.
+        labels: what `weights` counted in them.
     """
 
     batch: Batch
@@ -192,7 +192,7 @@ class BatchReader:
         if not batch.sizes:
             return
         batch.weigh(all_samples)
-        if read.weights is not None and read.labels[0]:
+        if read.weights is not None:
             read.weights.weigh(batch, read.whole, labels)
 
 

@@ -24,8 +24,9 @@ from pipeloom.split.layouts.around import STANDS_FOR
 from pipeloom.split.layouts.layout import find_layout
 from pipeloom.split.planned.model_copy import modules_may_be_read
 from pipeloom.split.planned.module_copies import HOOKS, shallow_copy
-from pipeloom.training.losses.loss_rule import Given, LossRule, Rule
+from pipeloom.training.losses.loss_rule import LossRule
 from pipeloom.training.losses.noticed_number import NoticedNumber
+from pipeloom.training.losses.term_rules import Given, Rule
 
 
 class StageForward:
@@ -55,7 +56,7 @@ class StageForward:
         assert trainer is not None
         self.number = None if number is None else torch.as_tensor(number, device=trainer.args.device)
         if with_loss:
-            self._rule.begin_batch(on_gpu=trainer.args.device.type == "cuda")
+            self._rule.begin_batch()
         self.with_loss, self.is_even, self.left_out = with_loss, is_even, left_out
 
     @contextmanager
@@ -111,7 +112,9 @@ class StageForward:
             loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=number)
         divided = number is not None and number.was_read
         has_classes = isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point()
-        self._rule.learn(loss, Given(labels if has_classes else None, self.is_even), divided=divided)
+        sizes = [len(each) for each in inputs.values() if isinstance(each, Tensor) and each.dim()]
+        seen = Given(labels if has_classes else None, self.is_even, num_samples=sizes[0] if sizes else 0)
+        self._rule.learn(loss, seen, divided=divided)
         return {"loss": loss, "divided": divided, "outputs": self._kept(outputs)}
 
     def _kept(self, outputs: Any) -> Any:

@@ -30,7 +30,8 @@ from pipeloom.parallel import DataParallel, Mesh, OffloadActivations, Precision
 from pipeloom.slicing.context import hashed
 from pipeloom.training import Pipeline, clip_grad_norm
 from pipeloom.training.clipping import gradient_norms, total_norm
-from pipeloom.training.losses.loss_rule import LossRule, Rule
+from pipeloom.training.losses.loss_rule import LossRule
+from pipeloom.training.losses.term_rules import Rule
 from pipeloom.training.optimizer_step import check_optimizer
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import MicroBatches

@@ -6,9 +6,7 @@ from pipeloom.errors import SplitError, one_line
 from pipeloom.split.layouts.layout import Layout
 from pipeloom.split.planned.tracking.origins import GRADIENT
 
-_OTHER_WAYS = (
-    "trace the model with example= (Pipeline, split), declare its order with register_layout, or use one stage"
-)
+_OTHER_WAYS = "trace the model with example= (Pipeline, split), {}, or use one stage"
 
 
 class Leave(BaseException):
@@ -84,7 +82,9 @@ class StagePlace:
 
     def _cannot(self, problem: str, fix: str = "") -> SplitError:
         """The error for a model that stages cannot run: what is wrong, and a fix before those that always help."""
-        fixes = f"{fix}, {_OTHER_WAYS}" if fix else _OTHER_WAYS[0].upper() + _OTHER_WAYS[1:]
+        is_given = self._declared == "layers"
+        ways = _OTHER_WAYS.format("name other layers" if is_given else "declare its order with register_layout")
+        fixes = f"{fix}, {ways}" if fix else ways[0].upper() + ways[1:]
         return SplitError(f"{problem}. {fixes}.")
 
     def in_another_order(self, name: str) -> SplitError:
@@ -112,7 +112,7 @@ class StagePlace:
         return self._cannot(
             f"the forward of {self._model} ended without calling {name!r}, which {self._declared} names as a part of "
             "the model",
-            "Pass layers=",
+            "Remove it from layers" if self._declared == "layers" else "Pass layers=",
         )
 
     def reads_earlier(self, absent: Sequence[str]) -> SplitError:

@@ -183,6 +183,11 @@ class PlannedStage(StageModule):
 
     # A forward
 
+    def check_inputs(self, value: Any) -> None:
+        """Raises InputError for a micro-batch that is no arguments of the model's forward. Called on every stage."""
+        if not self._where.first:
+            self._arguments.check(value, type(self.whole_model).__name__)
+
     def forward(self, value: Any, run: BlockRunner | None = None) -> Any:
         """Run this stage's parts inside the model's forward.
 

@@ -3,7 +3,10 @@
 own_loss         the loss that a model computes from labels among its arguments
 traced_loss      the loss that a traced model returns
 output_loss      the loss among the results of a model
-reductions       calls of losses of torch.nn.functional in a forward, and which of them a loss is made of
+labels           names, counts and weights of a model's labels
+reductions       calls of losses of torch.nn.functional, means and divisions in a forward, of which a loss is made
+element_means    over how many elements a loss is a mean, and whether that differs between micro-batches
+term_rules       how calls in a forward show how losses of micro-batches combine
 loss_rule        how a model's own loss combines over micro-batches
 noticed_number   a number that notices when it is used
 watched_loss     a user's loss_fn that may be a mean of means

@@ -7,50 +7,38 @@ The loss of a batch is a sum over its micro-batches, each with a weight:
     Rule.SAMPLES   the mean over samples        its part of the samples
     Rule.SUM       a sum                        1
 
-The first forward shows which it is, by the losses of torch.nn.functional that it calls.
+The first forward shows which it is, by the losses of torch.nn.functional that it calls. Forwards of later micro-batches
+show whether it is a mean over numbers of elements that differ otherwise than these weights: then it is a mean of means.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
 from threading import local
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from pipeloom.training.losses.element_means import Means, UnequalMeans, means_of
 from pipeloom.training.losses.reductions import SCALED_SUM, Reduction, Reductions
+from pipeloom.training.losses.term_rules import (
+    Given,
+    Rule,
+    by_number,
+    counting,
+    is_another_mean,
+    may_change,
+    no_labels_count,
+    numbers_text,
+    rule_of,
+    shows_nothing,
+)
 
-_IGNORED = -100
 _NUM_ASKED = 2  # batches in which the host may wait for the device to learn the rule
 _MOST_ASKED = 100  # batches that are watched, as long as nothing is known
-
-
-class Rule(StrEnum):
-    """What the loss of a micro-batch is."""
-
-    LABELS = "labels"
-    SHIFTED = "shifted"
-    SAMPLES = "samples"
-    SUM = "sum"
-
-
-class Given(NamedTuple):
-    """The labels of a micro-batch.
-
-    Attributes:
-        labels: None: the batch has no tensor that says how many there are.
-        is_even: whether all micro-batches, of all replicas, have as many that count per sample.
-        may_add: whether a sum can be weighted as one.
-        counts: of labels that count, as they are and without the first of each sample; set by `LossRule.learn`.
-    """
-
-    labels: Tensor | None
-    is_even: bool = True
-    may_add: bool = True
-    counts: tuple[int, int] = (0, 0)
+_WEIGHTS = {Rule.LABELS: 0, Rule.SHIFTED: 1, Rule.SAMPLES: 2, Rule.SUM: 3}  # where weights stand
 
 
 class LossRule:
@@ -70,6 +58,7 @@ class LossRule:
         self.ignored = ignored_label(model)
         self._model = type(model).__name__
         self.asks, self._num_batches = True, 0
+        self._is_decided, self._unequal = False, UnequalMeans()
         self._thread, self._to_tell, self._told = local(), "", set[str]()
 
     def __deepcopy__(self, _: Any) -> Self:
@@ -102,44 +91,79 @@ class LossRule:
         self._thread.seen = None
         if seen is None or not self.asks:
             return
+        if self._num_batches > (_NUM_ASKED if loss.is_cuda else _MOST_ASKED):
+            self.asks = False
+            return
         terms, others = seen.terms(loss)
         if not terms and loss.grad_fn is None:  # an evaluation, which does not show of what the loss is made
             return
-        if given.labels is None and loss.is_cuda:  # nothing weighs such batches
-            self.begin_batch(on_gpu=True)
-        self._check_ignored(terms, given)
+        if not self._is_decided:
+            self._check_ignored(terms, given)
         if given.labels is not None:
             given = given._replace(counts=self.counts_of(given.labels))
-        if _shows_nothing(terms, given):
+        if shows_nothing(terms, given):
             return
+        means = means_of(loss, seen, given.num_samples)
         if divided:
-            rules = {_counting(each, given) for each in terms if each.classes() is not None}
+            rules = {counting(each, given) for each in terms if each.classes() is not None}
             self._know(rules & {Rule.LABELS, Rule.SHIFTED})
-            self.asks = self.rule is None
+            self._is_decided = self.rule is not None
+            self.asks = not self._is_decided
             return
-        rules_of = [_rule_of(each, given) for each in terms]
+        if not self._is_decided:
+            self._decide(terms, others, means, given, by_value)
+        self.asks = self._compare(means, given) or not self._is_decided
+
+    def _decide(
+        self,
+        terms: Sequence[Reduction],
+        others: str | None,
+        means: Means,
+        given: Given,
+        by_value: Callable[[], Rule | None],
+    ) -> None:
+        """Find the rule, or tell that it cannot be known, as far as this micro-batch shows it."""
+        rules_of = [rule_of(each, given) for each in terms]
         by_terms = bool(terms) and others != SCALED_SUM
-        found = self._know(set(rules_of) if by_terms else {_by_factor(terms, loss, given) or by_value()})
+        found = self._know(set(rules_of) if by_terms else {by_number(means, given) or by_value()})
         agrees = found is not None and found is self.rule and (given.may_add or found is not Rule.SUM)
         if agrees and not (by_terms and others):
-            self.asks = any(map(partial(_may_change, given=given), terms, rules_of))
+            self._is_decided = not any(map(partial(may_change, given=given), terms, rules_of))
         elif given.labels is None and not terms:
-            self.asks = False  # the mean over samples, as documented
+            self._is_decided = True  # the mean over samples, as documented
         elif (
             not given.is_even
             or given.labels is None
             or others == SCALED_SUM
             or (found is not None and not agrees)
-            or any(map(_is_another_mean, terms, rules_of))
+            or any(map(is_another_mean, terms, rules_of))
         ):
             self._tell("rule", self._unknown(terms, others, given))
-            self.asks = False
+            self._is_decided = True
 
-    def begin_batch(self, *, on_gpu: bool) -> None:
+    def _compare(self, means: Means, given: Given) -> bool:
+        """Tell about a mean of means; returns whether later micro-batches may show one."""
+        by_labels = self.rule in (Rule.LABELS, Rule.SHIFTED)  # means over labels are then weighted rightly
+        terms = tuple(each for each in means.terms if each.ignored is None or not by_labels)
+        if "rule" in self._told or not any(each.divides for each in terms):
+            return False
+        by = _WEIGHTS[self.rule or Rule.SAMPLES] if given.may_add or self.rule is not Rule.SUM else 2
+        weights = (*given.counts, given.num_samples, 1)
+        text = self._unequal.compare(means._replace(terms=terms), given.num_samples, weights, by)
+        if text is not None:
+            self._tell(
+                "rule",
+                f"{self._model} computes its own loss from {text}: the pipeline trains the mean of their means, "
+                f"weighted by their {self._by(given)}. For the mean over all elements, pass their mask as "
+                "targets and loss_fn=pipeloom.mean_over_labels(lambda output, mask: output['loss'], counts=lambda "
+                "mask: mask).",
+            )
+        return text is None
+
+    def begin_batch(self) -> None:
         """Another batch begins. Forwards are not watched for ever, on a GPU only in the first batches."""
         self._num_batches += 1
-        if self._num_batches > (_NUM_ASKED if on_gpu else _MOST_ASKED):
-            self.asks = False
+        self._unequal.begin_batch()
 
     def _know(self, found: Set[Rule | None]) -> Rule | None:
         """Keep the only rule that was found, if none was before; returns what was found."""
@@ -165,16 +189,24 @@ class LossRule:
             )
 
     def _unknown(self, terms: Sequence[Reduction], others: str | None, given: Given) -> str:
-        seen = [f"a {each.name} {_numbers(each)}" for each in terms] + ([others] if others else [])
-        by = "samples" if given.labels is None or self.rule is Rule.SAMPLES else "labels that count"
-        weighted = "added up" if self.rule is Rule.SUM and given.may_add else f"weighted by their {by}"
+        seen = [f"a {each.name} {numbers_text(each)}" for each in terms] + ([others] if others else [])
+        weighted = "added up" if self.rule is Rule.SUM and given.may_add else f"weighted by their {self._by(given)}"
         return (
             f"{self._model} computes its own loss from {' and '.join(dict.fromkeys(seen)) or 'other functions'}: the "
             f"pipeline cannot tell how losses of micro-batches combine. They are {weighted}; the loss of the whole "
             "batch may be another. Pass loss_fn to Pipeline, such as pipeloom.mean_over_labels(...)."
         )
 
+    def _by(self, given: Given) -> str:
+        by_samples = given.labels is None or given.labels.is_floating_point() or self.rule is Rule.SAMPLES
+        return "samples" if by_samples else "labels that count"
+
     # Warnings
+
+    def tell_empty(self) -> None:
+        """A batch has no label that counts."""
+        also = "negative ones" if self.ignored is None else f"{self.ignored} and negative ones"
+        self._tell("empty", no_labels_count(also))
 
     def _tell(self, kind: str, text: str) -> None:
         if kind not in self._told:
@@ -215,87 +247,3 @@ def ignored_label(model: Any) -> int | None:
     if isinstance(model, nn.Module):
         named += [part.ignore_index for part in model.modules() if hasattr(part, "ignore_index")]
     return next((each for each in named if isinstance(each, int) and not isinstance(each, bool) and each >= 0), None)
-
-
-def _rule_of(term: Reduction, given: Given) -> Rule | None:
-    """The rule of one call; None: none of them."""
-    if term.is_sum:
-        return Rule.SUM
-    if term.is_weighted:
-        return None
-    if term.classes() is None:
-        return Rule.LABELS if given.labels is not None and given.labels.is_floating_point() else Rule.SAMPLES
-    return _counting(term, given)
-
-
-def _by_factor(terms: Sequence[Reduction], loss: Tensor, given: Given) -> Rule | None:
-    """The rule of a sum that is divided by a number, by that number; None: it may be several, or another one."""
-    if len(terms) != 1 or given.labels is None or not loss:
-        return None
-    number = float(terms[0].result) / float(loss)
-    numbers = (*zip((Rule.LABELS, Rule.SHIFTED), given.counts, strict=True), (Rule.SAMPLES, len(given.labels)))
-    found = {
-        rule for rule, each in (*numbers, (Rule.SAMPLES, given.labels.numel())) if abs(number - each) < 1e-3 * each
-    }
-    return next(iter(found)) if len(found) == 1 else None
-
-
-def _num_classes(term: Reduction) -> int | None:
-    """How many of the classes count; None: the call has none."""
-    classes = term.classes()
-    return None if classes is None else int(classes.ne(_IGNORED if term.ignored is None else term.ignored).sum())
-
-
-def _counting(term: Reduction, given: Given) -> Rule | None:
-    """Over what a call with classes adds up."""
-    classes, count = term.classes(), _num_classes(term)
-    assert classes is not None
-    found = [rule for rule, own in zip((Rule.LABELS, Rule.SHIFTED), given.counts, strict=True) if own == count]
-    if given.labels is None or not found:
-        samples = 1 if given.labels is None else len(given.labels)
-        return Rule.SAMPLES if count == classes.numel() and count % samples == 0 else None
-    return found[0] if len(found) == 1 else _by_order(classes, given.labels)
-
-
-def _by_order(classes: Tensor, labels: Tensor) -> Rule | None:
-    """The rule where the first label of no sample counts, so that both count as many; None: the order is another."""
-    classes, labels = classes.flatten(), labels.to(classes.device, classes.dtype)
-    if torch.equal(classes, labels.flatten()):
-        return Rule.LABELS
-    ends = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
-    shifted = any(torch.equal(classes, each.flatten()) for each in (labels[..., 1:], ends))
-    return Rule.SHIFTED if shifted else None
-
-
-def _shows_nothing(terms: Sequence[Reduction], given: Given) -> bool:
-    """Whether a micro-batch cannot tell rules apart: no label counts, or as many with the first of each and without."""
-    if given.labels is not None and not any(given.counts):
-        return True
-    for term in terms:
-        count, classes = _num_classes(term), term.classes()
-        if count == 0:
-            return True
-        if given.labels is None or classes is None or {*given.counts} != {count}:
-            continue
-        if _by_order(classes, given.labels) is None:
-            return True
-    return False
-
-
-def _may_change(term: Reduction, rule: Rule | None, given: Given) -> bool:
-    """Whether the classes that count may be others in another batch, because the loss chooses them."""
-    if term.classes() is None:
-        return False
-    return rule is Rule.SAMPLES if given.labels is not None else (term.ignored or -1) >= 0
-
-
-def _is_another_mean(term: Reduction, rule: Rule | None) -> bool:
-    """Whether a mean is taken over something that even numbers of labels do not make even."""
-    return rule is None and (term.is_weighted or term.classes() is not None)
-
-
-def _numbers(term: Reduction) -> str:
-    """Over what a call took its mean or sum, in words."""
-    kind = "sum" if term.is_sum else "weighted mean" if term.is_weighted else "mean"
-    classes = term.classes()
-    return f"({kind})" if classes is None else f"({kind} over {_num_classes(term)} of {classes.numel()} labels)"

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from pipeloom.autograd.loss_metrics import Mean, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.errors import InputError, folded
-from pipeloom.training.losses.loss_rule import Given, LossRule, Rule
-from pipeloom.training.losses.noticed_number import NoticedNumber
+from pipeloom.training.losses.labels import NUM_ITEMS, MicroBatchLabels, declares_no_loss, is_label, num_samples_of
+from pipeloom.training.losses.loss_rule import LossRule
 from pipeloom.training.losses.output_loss import is_scalar, loss_of_output, values_of
+from pipeloom.training.losses.term_rules import Given, Rule
 from pipeloom.transport.values import MicroBatches, samples_of, sizes_of
 
-_NUM_ITEMS = "num_items_in_batch"
 _IGNORED = -100
 _TOLERANCE = 1e-3  # between a loss and the mean cross-entropy that it is, relative
 
@@ -36,15 +36,17 @@ class OwnLoss:
 
     Args:
         model: the model.
-        shows_labels: whether all stages get the labels among the arguments, since the forward may read them anywhere.
+        shows_labels: whether all stages get the labels among the arguments, since the forward may read them anywhere;
+            else they do where it has no default for them.
     """
 
     joins_targets = True  # the engine passes the targets to the last stage
 
     def __init__(self, model: Any, *, shows_labels: bool = False) -> None:
         parameters = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
-        self._shows_labels, self._first = shows_labels, next(iter(parameters), "")
-        self._names = frozenset(name for name in parameters if is_label(name))
+        self._names, self._first = frozenset(filter(is_label, parameters)), next(iter(parameters), "")
+        empty = inspect.Parameter.empty
+        self._shows_labels = shows_labels or any(parameters[name].default is empty for name in self._names)
         names = sorted(self._names)
         self._labels = names[0] if len(names) == 1 else "labels"
         if "targets" in names and "labels" not in names:  # beside others, such as class_labels
@@ -52,9 +54,11 @@ class OwnLoss:
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         function: Any = getattr(model, "loss_function", None)
         self._decodes = "decoder_input_ids" in parameters
-        self._takes_number = _NUM_ITEMS in parameters or (takes_any and function is not None)
+        self._takes_number = NUM_ITEMS in parameters or (takes_any and function is not None)
         self._shared_shifts = getattr(function, "__name__", "") == "ForCausalLMLoss"
         self._rule = LossRule(model)
+        self._model, self._takes_any = type(model).__name__, takes_any
+        self._returns_no_loss = not self._names and declares_no_loss(model)
 
     @property
     def takes_labels(self) -> bool:
@@ -74,11 +78,16 @@ class OwnLoss:
         """
         if isinstance(batch, MicroBatches) or isinstance(targets, MicroBatches):
             return self._separate_each(batch, targets)
+        if targets is not None and not self._names and (self._returns_no_loss or not self._takes_any):
+            raise InputError(
+                f"targets are given, and the pipeline has no loss_fn: the forward of {self._model} takes no labels. "
+                "Pass loss_fn to Pipeline, or the batch alone if the model computes a loss from it."
+            )
         given = {} if targets is None else dict(targets) if isinstance(targets, Mapping) else {self._labels: targets}
         if isinstance(batch, Mapping):
             inputs = {}
             for name, value in batch.items():
-                if is_label(name) or name == _NUM_ITEMS:
+                if is_label(name) or name == NUM_ITEMS:
                     given.setdefault(name, value)
                 else:
                     inputs[name] = value
@@ -92,9 +101,9 @@ class OwnLoss:
         if self._shows_labels and batch is not None:
             named = batch if isinstance(batch, dict) else {self._first: batch}
             batch = {**named, **{name: value for name, value in given.items() if name in self._names}}
-        number = given.get(_NUM_ITEMS)
+        number = given.get(NUM_ITEMS)
         if isinstance(number, Tensor):
-            given[_NUM_ITEMS] = number.item()
+            given[NUM_ITEMS] = number.item()
         given = {name: value for name, value in given.items() if value is not None}
         wrong = next((name for name in self._names & given.keys() if not isinstance(given[name], Tensor)), None)
         if wrong is not None:
@@ -113,12 +122,21 @@ class OwnLoss:
         return None if batch is None else MicroBatches(inputs), found
 
     def needs_labels(self, inputs: Any) -> bool:
-        """Whether a batch without labels cannot be used: the model takes some, and is not asked for a loss without."""
-        return self.takes_labels and not (isinstance(inputs, Mapping) and inputs.get("return_loss"))
+        """Whether a batch without labels cannot be used.
+
+        The model takes some, and is not asked for a loss without; or it takes none and declares results without one.
+        """
+        asks = isinstance(inputs, Mapping) and inputs.get("return_loss")
+        return not asks if self.takes_labels else self._returns_no_loss
 
     def missing(self) -> str:
         """The error about a batch without labels."""
         names = " or ".join(map(repr, sorted(self._names)))
+        if not names:
+            return (
+                f"the pipeline has no loss_fn, and {self._model} takes no labels and returns no loss. Pass loss_fn to "
+                "Pipeline, or a model with a head that computes a loss."
+            )
         return (
             f"the batch has no labels, and the pipeline no loss_fn: the model computes its loss from {names}. Add them "
             "to the batch, or pass targets or loss_fn."
@@ -133,9 +151,10 @@ class OwnLoss:
 
     def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
         """Add what a micro-batch's loss needs to its targets, so that its weighted loss is its part of the whole."""
+        self._rule.begin_batch()
         if not batch.targets or not self._labelled(batch.targets[0]):
             return
-        number = batch.targets[0].get(_NUM_ITEMS)
+        number = batch.targets[0].get(NUM_ITEMS)
         numbers = [max(1, count) if number is None else number for count in counts]
         shifts = self._rule.rule is Rule.SHIFTED if self._rule.rule else self._shared_shifts
         passed = shifts if self._takes_number else None
@@ -145,10 +164,10 @@ class OwnLoss:
             for each, size in zip(own, sizes, strict=True)
             for part, count in zip(each, counts, strict=True)
         )
-        self._rule.begin_batch(on_gpu=whole[0][self._labels].is_cuda)
+        is_empty = number is None and not any(counts)
         batch.targets = [
-            _Labels(target, counts, [each * weight for each in numbers], weight, passed, is_even=is_even)
-            for target, counts, weight in zip(batch.targets, own, batch.weights, strict=True)
+            MicroBatchLabels(target, part, [each * weight for each in numbers], weight, passed, is_even, is_empty)
+            for target, part, weight in zip(batch.targets, own, batch.weights, strict=True)
         ]
 
     def _labelled(self, target: Any) -> bool:
@@ -202,17 +221,19 @@ class OwnLoss:
                 "or a tuple with one number. Pass loss_fn to Pipeline."
             )
         if loss is None:
-            names = ", ".join(repr(name) for name in targets or () if name != _NUM_ITEMS) or "this batch"
+            named = targets if isinstance(targets, Mapping) else ()
+            names = ", ".join(repr(name) for name in named if name != NUM_ITEMS) or "this batch"
             raise InputError(
                 f"the model returned no loss for {names}: it computes none from them. Pass loss_fn to Pipeline."
             )
         named = output if isinstance(output, Mapping) else {}
         scalars = {name: value for name, value in named.items() if name != "loss" and is_scalar(value)}
-        if not isinstance(targets, _Labels):
-            self._rule.learn(loss, Given(None, may_add=False))
+        if not isinstance(targets, MicroBatchLabels):
+            self._rule.learn(loss, Given(None, may_add=False, num_samples=num_samples_of(targets)))
             return {"loss": loss, **scalars}
-        was_read, given = targets.number_was_read(), Given(targets[self._labels], targets.is_even)
-        by_value = partial(self._rule_by_value, output, loss, given.labels)
+        labels = targets[self._labels]
+        was_read, given = targets.number_was_read(), Given(labels, targets.is_even, num_samples=len(labels))
+        by_value = partial(self._rule_by_value, output, loss, labels)
         self._rule.learn(loss, given, divided=was_read, by_value=by_value)
         rule = self._rule.rule
         if not was_read and rule in (Rule.SAMPLES, Rule.SUM):
@@ -220,45 +241,14 @@ class OwnLoss:
         shifts = rule is Rule.SHIFTED if rule else self._shared_shifts and (was_read or not self._decodes)
         count, number = targets.counts[shifts], targets.numbers[shifts]
         metrics = {name: Mean(value, count) for name, value in scalars.items()}
+        if targets.is_empty:
+            self._rule.tell_empty()
         if was_read:
             return {"loss": loss * ((targets.passed or number) / number), **metrics}
         if count == 0:  # the mean over no label is not a number
             others = [value for value in values_of(output) if not is_scalar(value)]
             return {"loss": zero_of(others), **metrics}
         return {"loss": loss * (count / number), **metrics}
-
-
-class _Labels(dict[str, Any]):
-    """The targets of a micro-batch, with how its loss is weighted.
-
-    Attributes:
-        counts: its labels that count, as they are and shifted.
-        numbers: its parts of the numbers of all labels: by what the sum over its labels is divided.
-        weight: its part of the samples.
-        passed: the number that the model gets; None: it gets none.
-        is_even: whether all micro-batches have as many labels per sample.
-    """
-
-    def __init__(
-        self,
-        targets: Mapping[str, Any],
-        counts: tuple[int, int],
-        numbers: Sequence[float],
-        weight: float,
-        passed: bool | None,
-        *,
-        is_even: bool,
-    ) -> None:
-        super().__init__(targets)
-        self.counts, self.numbers, self.weight, self.is_even = counts, numbers, weight, is_even
-        self.pop(_NUM_ITEMS, None)
-        self.passed = None if passed is None else numbers[passed]
-        if passed is not None:
-            self[_NUM_ITEMS] = NoticedNumber.of(torch.tensor(numbers[passed], dtype=torch.float64))
-
-    def number_was_read(self) -> bool:
-        """Whether the model's loss has used `num_items_in_batch`."""
-        return getattr(self.get(_NUM_ITEMS), "was_read", False)
 
 
 def separated(loss_fn: Any, inputs: Any, targets: Any, *, needs_targets: bool) -> tuple[Any, Any]:
@@ -302,8 +292,3 @@ def _check_has_targets(inputs: Any) -> None:
 def plain_batch(batch: Any) -> Any:
     """A batch as the ecosystem makes it, such as a `BatchEncoding`, as a dict of its values."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
-
-
-def is_label(name: Any) -> bool:
-    """Whether an argument of this name holds labels."""
-    return isinstance(name, str) and ("label" in name or name in ("targets", "start_positions", "end_positions"))

@@ -7,8 +7,9 @@ from torch import nn
 
 from pipeloom.errors import InputError
 from pipeloom.split.traced.stage import TracedStage
+from pipeloom.training.losses.labels import is_label
 from pipeloom.training.losses.output_loss import loss_of_output
-from pipeloom.training.losses.own_loss import OwnLoss, is_label
+from pipeloom.training.losses.own_loss import OwnLoss
 
 
 class TracedLoss(OwnLoss):

@@ -1,4 +1,4 @@
-"""`WatchedLoss`: a user's loss whose micro-batches may have no label that counts, or different numbers of them."""
+"""`WatchedLoss`: a user's loss whose micro-batches may have no label that counts, or means over different numbers."""
 
 import functools
 import math
@@ -14,10 +14,15 @@ from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError
+from pipeloom.training.losses.element_means import UnequalMeans, means_of
+from pipeloom.training.losses.reductions import Reductions
+from pipeloom.training.losses.term_rules import no_labels_count
+from pipeloom.transport.values import tensors_in
 
 _MARK = "labels that count"  # marks the targets of a micro-batch in which not all do
 _IGNORED = -100
 _TOLERANCE = 1e-3
+_NUM_WATCHED = 100  # batches in which it is noticed over how many elements a loss is a mean
 _NUM_COUNTED = 2  # batches whose labels are counted where the host would wait for the device
 
 
@@ -26,38 +31,58 @@ class WatchedLoss:
 
     A loss that is not a number is 0 for a micro-batch or slice without a label that counts: the mean over no label.
     Where they have different numbers of labels that count, the first shows whether `loss_fn` is the mean over them: the
-    pipeline trains a mean of means, which `tell` reports.
+    pipeline trains a mean of means, which `tell` reports. So it is where `loss_fn` is a mean over other elements, such
+    as those of a mask, of which micro-batches have different numbers per sample (`means_of`).
 
     On a device that works while the host goes on, labels of the first batches alone are counted: the host would wait in
-    every step. Later on the device itself makes a loss without labels 0.
+    every step. Later on the device itself makes a loss without labels 0. Elsewhere too, forwards are watched in the
+    first batches alone.
 
     Args:
         loss_fn: ``loss_fn(output, targets)``; its `ignore_index`, or -100, is the label that does not count.
         is_asynchronous: whether the loss is computed on such a device.
+        in_parts: whether it gets slices or parts of sequences, which are weighted by their tokens.
         elsewhere: see `parameters_elsewhere`; the first loss must not follow from these.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Any], *, is_asynchronous: bool, elsewhere: "Elsewhere") -> None:
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        *,
+        is_asynchronous: bool,
+        in_parts: bool = False,
+        elsewhere: "Elsewhere",
+    ) -> None:
         self.loss_fn, self._elsewhere = loss_fn, elsewhere
         self._left = _NUM_COUNTED if is_asynchronous else math.inf
         keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
         found = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", _IGNORED))
         self._ignored = found if isinstance(found, int) else _IGNORED
         self._asks = True  # whether it is not known yet whether the loss is a mean over labels
-        self._to_tell = False
+        self._to_tell = ""
+        self._in_parts, self._unequal = in_parts, UnequalMeans()
+        is_compiled = hasattr(loss_fn, "_torchdynamo_orig_callable") or hasattr(loss_fn, "_orig_mod")
+        self._to_watch = -1 if is_compiled else _NUM_COUNTED if is_asynchronous else _NUM_WATCHED
+        self._told_empty = False
 
     @staticmethod
     def of(
-        loss_fn: LossFn | None, *, is_asynchronous: bool = False, elsewhere: "Elsewhere | None" = None
+        loss_fn: LossFn | None,
+        *,
+        is_asynchronous: bool = False,
+        in_parts: bool = False,
+        elsewhere: "Elsewhere | None" = None,
     ) -> LossFn | None:
         """The loss to run: a loss that weighs labels itself stays."""
         if loss_fn is None or hasattr(loss_fn, "weigh"):
             return loss_fn
-        return WatchedLoss(loss_fn, is_asynchronous=is_asynchronous, elsewhere=elsewhere or {})
+        return WatchedLoss(loss_fn, is_asynchronous=is_asynchronous, in_parts=in_parts, elsewhere=elsewhere or {})
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
         """Labels of a replica, and those that count; see `pipeloom.engine.batch.LabelWeights`."""
         self._left -= 1
+        self._to_watch -= 1
+        self._unequal.begin_batch()
         counts = None if self._left < 0 else self._counts(whole)
         if counts is None:
             return 0, 0
@@ -68,6 +93,9 @@ class WatchedLoss:
         own = None if counts[0] == counts[1] else self._counts(whole)
         if own is None:
             return
+        if not counts[1] and not self._told_empty:
+            self._told_empty = True
+            self._to_tell = no_labels_count(self._ignored)
         sizes = [_labels_of(each).numel() for each in whole]
         unequal = any(count * counts[0] != counts[1] * size for count, size in zip(own, sizes, strict=True))
         batch.targets = [
@@ -93,13 +121,13 @@ class WatchedLoss:
 
     def _loss(self, output: Any, targets: Any) -> Any:
         if not (isinstance(targets, Mapping) and _MARK in targets):
-            result = self.loss_fn(output, targets)
+            result = self._watched(output, targets)
             return self._or_zero(result, _labels_of(targets)) if self._left < 0 else result
         known, given = targets, targets["targets"]
         labels, count = _labels_of(given), known[_MARK]
         if labels.numel() != known["labels"]:  # a slice, or a part of the sequences
             count = int((labels != self._ignored).sum())
-        result = self.loss_fn(output, given)
+        result = self._watched(output, given)
         loss = loss_in(result)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return result
@@ -109,6 +137,43 @@ class WatchedLoss:
         if count and known["asks"] and self._asks:
             self._ask(output, given, float(loss.detach()))
         return result
+
+    def _watched(self, output: Any, targets: Any) -> Any:
+        """The result, of whose loss it is noticed over how many elements it is a mean."""
+        if self._to_watch < 0:
+            return self.loss_fn(output, targets)
+        seen = Reductions()
+        with seen:
+            result = self.loss_fn(output, targets)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
+            self._compare(loss, targets, seen)
+        return result
+
+    @torch.no_grad()
+    def _compare(self, loss: Tensor, targets: Any, seen: Reductions) -> None:
+        """Compare the numbers of elements with those of other micro-batches."""
+        sizes = [each.shape for each in tensors_in(targets) if each.dim() > self._in_parts]
+        if not sizes:
+            return
+        num_samples, tokens = sizes[0][0], sizes[0][1] if self._in_parts else 1
+        has_labels = _labels_of(targets) is not None  # those are counted otherwise
+        means = means_of(loss, seen, num_samples)
+        terms = tuple(each for each in means.terms if not has_labels or each.ignored != self._ignored)
+        if not any(each.divides for each in terms):
+            self._to_watch = -1
+            return
+        text = self._unequal.compare(means._replace(terms=terms), num_samples, [num_samples * tokens])
+        if text is None:
+            return
+        ignored = next((each.ignored for each in terms if each.ignored is not None), None)
+        fix = "counts=lambda targets: ...), with a function that returns the mask of these elements"
+        if ignored is not None and has_labels:
+            fix = f"ignore_index={ignored})"
+        self._tell(
+            f"loss_fn is a mean over different numbers of elements, {text}: the pipeline trains the mean of their "
+            f"means. For the mean over all elements, pass loss_fn=pipeloom.mean_over_labels(loss_fn, {fix}."
+        )
 
     def _or_zero(self, result: Any, labels: Tensor | None) -> Any:
         """The result with a loss of 0 where no label counts, which the host does not know."""
@@ -136,19 +201,23 @@ class WatchedLoss:
         mean = sum(count * part for count, part in parts) / len(places)
         self._asks, bound = False, _TOLERANCE * abs(loss)
         (_, one), (_, other) = parts
-        self._to_tell = abs(loss - mean) <= bound < abs(loss - (one + other)) and one != other
-
-    def told(self) -> str | None:
-        """The text about a mean of means, once."""
-        if not self._to_tell:
-            return None
-        self._to_tell = False
+        if not abs(loss - mean) <= bound < abs(loss - (one + other)) or one == other:
+            return
         argument = "" if self._ignored == _IGNORED else f", ignore_index={self._ignored}"
-        return (
+        self._tell(
             "loss_fn is the mean over the labels of a micro-batch, and micro-batches have different numbers of labels "
             f"other than {self._ignored}: the pipeline trains the mean of their means. For the mean over all labels, "
             f"pass loss_fn=pipeloom.mean_over_labels(loss_fn{argument})."
         )
+
+    def _tell(self, text: str) -> None:
+        """Warn after this batch. One warning says enough: nothing is watched any longer."""
+        self._to_tell, self._asks, self._to_watch = self._to_tell or text, False, -1
+
+    def told(self) -> str | None:
+        """The text about a mean of means, once."""
+        text, self._to_tell = self._to_tell, ""
+        return text or None
 
 
 # Weak references by identity of the parameter, with its name.

@@ -1,0 +1,181 @@
+"""`means_of`: over how many elements a loss is a mean; `UnequalMeans`: whether that differs between micro-batches.
+
+A loss that is linear in means and in sums that are divided is a sum of terms
+
+    sum(elements) / (number * number * ...)
+
+with the numbers on the way from the loss to the elements, such as `numel()` of a mean and the sum of a mask.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipeloom.training.losses.reductions import LINEAR, Divisor, Reduction, Reductions, kind_of
+
+_INSIDE = LINEAR - {"Mul", "Div", "Mean"}  # what a sum over elements may pass
+_TOLERANCE = 1e-5  # between numbers, relative
+
+
+class Mean(NamedTuple):
+    """A term of a loss.
+
+    Attributes:
+        name: of the function that took the mean, or "sum".
+        number: by what the sum of its elements is divided.
+        ignored: of a mean over labels the one that does not count; None: the elements are no labels.
+    """
+
+    name: str
+    number: float
+    ignored: int | None = None
+
+    @property
+    def divides(self) -> bool:
+        """Whether it is more than a sum."""
+        return self.name != "sum" or self.number != 1.0
+
+
+class Means(NamedTuple):
+    """The terms of a loss, in an order that depends on the program alone.
+
+    Attributes:
+        terms: one for each call; of a loop over the samples, one for all of them.
+        common: what all terms share: where the number of terms differs between micro-batches, this alone is compared.
+    """
+
+    terms: tuple[Mean, ...]
+    common: Mean
+
+
+class _Path(NamedTuple):
+    """The way from a loss to elements."""
+
+    divisors: tuple[Divisor, ...]
+    call: Reduction | None
+
+    def number(self) -> float:
+        own = 1.0 if self.call is None or self.call.number is None else float(self.call.number)
+        return own * math.prod(map(_number_of, self.divisors))
+
+    def mean(self) -> Mean:
+        if self.call is not None:
+            return Mean(self.call.name, self.number(), None if self.call.classes() is None else self.call.ignored)
+        return Mean("mean" if any(each.kind == "mean" for each in self.divisors) else "sum", self.number())
+
+
+def means_of(loss: Tensor, seen: Reductions, num_samples: int) -> Means:
+    """The terms of a loss, as far as it is linear in them.
+
+    Args:
+        loss: without a graph, nothing is known.
+        seen: of its forward.
+        num_samples: of the micro-batch: as many calls of one function are those of its samples.
+    """
+    if loss.grad_fn is None:  # of an evaluation: not known
+        return Means((), Mean("sum", 1.0))
+    paths = [path for path in _paths(loss, seen) if 0.0 < path.number() < math.inf]
+    common = _Path(_common([path.divisors for path in paths]), None)
+    names = {path.mean().name for path in paths}
+    loops = len(paths) == num_samples and len(names) == 1
+    if num_samples == 1 and loops:  # one call, in a loop where something divides by one sample
+        (path,) = paths
+        loops = len(path.divisors) + (path.call is not None) > 1 and float(path.divisors[0].number) == 1.0
+        common = _Path(path.divisors[:1], None)
+    if loops:
+        return Means((common.mean(),), common.mean())
+    return Means(tuple(path.mean() for path in paths), common.mean())
+
+
+def _paths(loss: Tensor, seen: Reductions) -> list[_Path]:
+    calls = {each.result.grad_fn: each for each in seen.found if each.result.grad_fn is not None}
+    found: dict[tuple[int, ...], _Path] = {}
+    todo: list[tuple[Any, tuple[Divisor, ...], bool]] = [(loss.grad_fn, (), False)]
+    visited = set()
+    while todo:
+        node, divisors, inside = todo.pop()
+        key = (node, *map(id, divisors), inside)
+        if key in visited:
+            continue
+        visited.add(key)
+        kind, divisor, call = kind_of(node), seen.divisors.get(node), calls.get(node)
+        if call is not None:
+            if call.number is not None:
+                found[(*map(id, divisors), id(call))] = _Path(divisors, call)
+            continue
+        if divisor is not None:
+            divisors, inside = (*divisors, divisor), inside or divisor.kind == "mean"
+        elif kind not in (_INSIDE if inside else LINEAR):
+            if inside:  # the elements
+                found[tuple(map(id, divisors))] = _Path(divisors, None)
+            continue
+        inside |= kind == "Sum"
+        followed = [each for each, _ in node.next_functions if each is not None]
+        todo += [(each, divisors, inside) for each in reversed(followed)]
+    return list(found.values())
+
+
+def _number_of(divisor: Divisor) -> float:
+    """Its number; 1 for a factor that counts nothing, such as a random weight."""
+    number = float(divisor.number)
+    if divisor.kind != "product" or not 0.0 < abs(number) < math.inf:
+        return number
+    return number if any(math.isclose(each, round(each), rel_tol=1e-4) for each in (number, 1.0 / number)) else 1.0
+
+
+def _common(paths: Sequence[tuple[Divisor, ...]]) -> tuple[Divisor, ...]:
+    """What all paths begin with."""
+    found = []
+    for divisors in zip(*paths, strict=False):
+        if any(each is not divisors[0] for each in divisors):
+            break
+        found.append(divisors[0])
+    return tuple(found)
+
+
+class UnequalMeans:
+    """Compares the losses of the micro-batches of one batch."""
+
+    def __init__(self) -> None:
+        self._first: tuple[Means, int, Sequence[float]] | None = None
+
+    def begin_batch(self) -> None:
+        """Another batch begins, in which factors of losses may be others."""
+        self._first = None
+
+    def compare(self, means: Means, num_samples: int, weights: Sequence[float], by: int = 0) -> str | None:
+        """What is a mean over other numbers of elements than in the first micro-batch, in words; None: nothing is.
+
+        Args:
+            means: of the loss of a micro-batch.
+            num_samples: of the micro-batch.
+            weights: of the micro-batch, by kind of weight.
+            by: the kind with which losses are weighted.
+        """
+        if not weights[by]:
+            return None
+        if self._first is None or not self._first[2][by]:
+            self._first = means, num_samples, weights
+            return None
+        first, samples, others = self._first
+        pairs = list(zip(first.terms, means.terms, strict=False))
+        if len(first.terms) != len(means.terms):
+            pairs = [(first.common, means.common)]
+        for one, other in pairs:
+            is_same = math.isclose(one.number, other.number, rel_tol=_TOLERANCE)
+            is_even = math.isclose(one.number * weights[by], other.number * others[by], rel_tol=_TOLERANCE)
+            if not is_same and not is_even:
+                return _text(one, samples, other, num_samples)
+        return None
+
+
+def _text(one: Mean, samples: int, other: Mean, other_samples: int) -> str:
+    number, others, plural = f"{one.number:.6g}", f"{other.number:.6g}", "s" if samples != 1 else ""
+    if one.name == "sum":
+        numbers = f"divided by {number} for {samples} sample{plural}, by {others} for {other_samples}"
+    else:
+        over = "over" if one.name == "mean" else "mean over"
+        numbers = f"{over} {number} elements of {samples} sample{plural}, {others} of {other_samples}"
+    return f"a {one.name} ({numbers} in another micro-batch)"

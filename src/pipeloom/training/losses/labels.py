@@ -1,0 +1,71 @@
+"""What is known of the labels of a model that computes its own loss: names, counts and weights in a micro-batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.training.losses.noticed_number import NoticedNumber
+from pipeloom.training.losses.output_loss import values_of
+
+NUM_ITEMS = "num_items_in_batch"
+
+
+class MicroBatchLabels(dict[str, Any]):
+    """The targets of a micro-batch, with how its loss is weighted.
+
+    Attributes:
+        counts: its labels that count, as they are and shifted.
+        numbers: its parts of the numbers of all labels: by what the sum over its labels is divided.
+        weight: its part of the samples.
+        passed: the number that the model gets; None: it gets none.
+        is_even: whether all micro-batches have as many labels per sample.
+        is_empty: whether no label of any micro-batch counts.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Any],
+        counts: tuple[int, int],
+        numbers: Sequence[float],
+        weight: float,
+        passed: bool | None,
+        is_even: bool,
+        is_empty: bool,
+    ) -> None:
+        super().__init__(targets)
+        self.counts, self.numbers, self.weight = counts, numbers, weight
+        self.is_even, self.is_empty = is_even, is_empty
+        self.pop(NUM_ITEMS, None)
+        self.passed = None if passed is None else numbers[passed]
+        if passed is not None:
+            self[NUM_ITEMS] = NoticedNumber.of(torch.tensor(numbers[passed], dtype=torch.float64))
+
+    def number_was_read(self) -> bool:
+        """Whether the model's loss has used `num_items_in_batch`."""
+        return getattr(self.get(NUM_ITEMS), "was_read", False)
+
+
+def declares_no_loss(model: Any) -> bool:
+    """Whether the forward is annotated to return dataclasses, as models of transformers are, all without a loss."""
+    if not isinstance(model, nn.Module):
+        return False
+    try:
+        declared = get_type_hints(type(model).forward).get("return")
+    except (NameError, TypeError, AttributeError):  # names that are imported for a type checker alone
+        return False
+    kinds: list[Any] = [each for each in (declared, *get_args(declared)) if is_dataclass(each)]
+    return bool(kinds) and not any("loss" in each.name for kind in kinds for each in fields(kind))
+
+
+def num_samples_of(targets: Any) -> int:
+    """The samples of a micro-batch's targets; 0: they do not say."""
+    tensors = [each for each in values_of(targets) if isinstance(each, Tensor) and each.dim()]
+    return len(tensors[0]) if tensors else 0
+
+
+def is_label(name: Any) -> bool:
+    """Whether an argument of this name holds labels."""
+    return isinstance(name, str) and ("label" in name or name in ("targets", "start_positions", "end_positions"))
