@@ -190,6 +190,17 @@ def test_a_mean_of_means_is_told_once_and_is_a_number(kind: str, num_slices: int
         told_once(pipe, words, {"labels": labels} if kind == "dict" else labels, "")
 
 
+@pytest.mark.parametrize("loss_fn", [mean, pl.mean_over_labels(mean)])
+def test_a_batch_without_labels_that_count_is_told(loss_fn: Any) -> None:
+    words, labels = batch()[0], torch.full_like(batch()[1], -100)
+    with pl.Pipeline(make_model(), schedule_of("1f1b"), loss_fn=loss_fn) as pipe:
+        with pytest.warns(UserWarning, match="no label of the batch counts, all are -100: the loss is 0"):
+            assert pipe.step(words, labels) == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert pipe.step(words, labels) == 0
+
+
 @pytest.mark.parametrize("loss_fn", [partial(F.cross_entropy, ignore_index=0), nn.CrossEntropyLoss(ignore_index=0)])
 def test_another_label_that_does_not_count(loss_fn: Any) -> None:
     labels = torch.tensor([3, 0, 2, 5, 0, 0, 1, 2, 3, 4])

@@ -170,6 +170,18 @@ def test_a_micro_batch_without_labels_teaches_nothing() -> None:
     torch.testing.assert_close(gradients["head.weight"], model.head.weight.grad)
 
 
+def test_a_batch_without_labels_that_count_is_told_once() -> None:
+    batch = {**batch_of(), "labels": torch.full((6, 4), -100)}
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=3)
+    with pl.Pipeline(make("sum over count"), schedule) as pipe:
+        with pytest.warns(UserWarning, match="no label of the batch counts, all are negative ones: the loss is 0"):
+            assert pipe.step(batch) == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert pipe.step(batch) == 0
+        assert all(not parameter.grad.any() for parameter in pipe.parameters())
+
+
 def test_labels_that_are_even_in_a_replica_may_be_uneven_over_all() -> None:
     own = OwnLoss(make("ctc"))
     targets = [{"labels": torch.tensor([[1, 2], [3, 4]])}]

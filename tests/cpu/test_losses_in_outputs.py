@@ -136,6 +136,16 @@ def test_a_loss_without_labels(traced):
         pl.run_threads(2, one_rank_without_inputs)
 
 
+def test_a_model_that_declares_results_without_a_loss_needs_a_loss_fn():
+    batch = {"input_ids": token_batch()["input_ids"]}
+    model = transformers.BertModel(transformers.BertConfig(**SIZES))
+    with pl.Pipeline(model, schedule_of(2)) as pipe:
+        for targets, said in ((None, "takes no labels and returns no loss"), (batch["input_ids"], "takes no labels")):
+            with pytest.raises(InputError, match=f"BertModel {said}\\. Pass loss_fn"):
+                pipe.step(batch, targets)
+        assert pipe.forward(batch).last_hidden_state.shape == (5, 9, 16)
+
+
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForCausalLM"])
 def test_labels_that_are_not_shifted_count_all(name):
     """Models whose class names suggest shifted labels, and which do not shift them."""

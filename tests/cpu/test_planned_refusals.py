@@ -15,6 +15,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, SplitError, StageError
 from pipeloom.models import GPT, GPTConfig
 from pipeloom.pipe import Pipe
+from pipeloom.split import split
 
 
 class Residual(nn.Module):
@@ -146,6 +147,71 @@ def test_a_tuple_is_the_arguments_of_a_model_that_needs_several():
     equal_steps(model, inputs, layers=["embed", "lstm", "mix", "head"], ranks=4)
 
 
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, y=0.0):
+        return self.b(self.a(x) + y)
+
+
+class Both(Two):
+    def forward(self, x, y):
+        return super().forward(x, y)
+
+
+X = torch.randn(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "said"),
+    [
+        (Two, {"x": X, "foo": 2.0}, r"the batch has 'foo', which the forward of Two\(x, y\) does not take"),
+        (Two, {"y": X}, r"the batch has no 'x', which the forward of Two\(x, y\) needs"),
+        (
+            Two,
+            [X],
+            r"inputs are a list of 1 value, which may be several .*, or one: .* needs one\. Pass a dict",
+        ),
+        (Two, (X, X), r"inputs are a tuple of 2 values, which may be several arguments, or one"),
+        (Both, {"x": X}, r"the batch has no 'y'"),
+        (
+            Both,
+            X,
+            r"inputs are one Tensor, and the forward of Both\(x, y\) needs 2 values\. Pass a dict .*'x': ",
+        ),
+        (Both, (X, X, X), r"inputs are a tuple of 3 values, and the forward of Both\(x, y\) needs 2"),
+    ],
+)
+def test_batches_that_are_no_arguments_of_the_forward_are_refused(kind, inputs, said):
+    model = kind()
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(model, schedule, loss_fn=F.mse_loss, layers=["a", "b"]) as pipe:
+        with pytest.raises(InputError, match=said) as error:
+            pipe.step(inputs, X)
+        assert "\n" not in str(error.value)
+        expected = F.mse_loss(model(X, X), X)
+        for right in ({"x": X, "y": X}, *([[X, X]] if kind is Both else ())):  # nothing has run: the pipeline goes on
+            torch.testing.assert_close(pipe.step(right, X), expected.detach())
+
+
+def test_layers_and_an_example_are_refused_together():
+    with pytest.raises(SplitError, match="layers and example are both given"):
+        split(Two(), 2, layers=["a", "b"], example=X)
+
+
+def test_a_layer_that_is_named_and_not_called_is_to_be_removed():
+    model = Two()
+    model.c = nn.Linear(4, 4)
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    with (
+        pl.Pipeline(model, schedule, loss_fn=F.mse_loss, layers=["a", "b", "c"]) as pipe,
+        pytest.raises(StageError, match=r"ended without calling 'c', which layers names .* Remove it from layers"),
+    ):
+        pipe.step(X, X)
+
+
 def test_hooks_and_replaced_forwards_run():
     for model in (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), Declared()):
         model.register_forward_hook(lambda module, inputs, output: 2 * output)
@@ -160,7 +226,7 @@ def test_hooks_and_replaced_forwards_run():
     ("model", "options", "said"),
     [
         (Twice(), {"layers": ["a", "b"]}, r"runs 'a' twice, in another order than layers"),
-        (Residual(), {"layers": ["b", "a"]}, r"runs 'a' .* another order .*example=.*register_layout"),
+        (Residual(), {"layers": ["b", "a"]}, r"runs 'a' .* another order .*example=.*name other layers"),
         (Lost(), {"layers": ["a", "b", "c", "d", "e"], "cut": [2, 3]}, r"reads what earlier stages computed"),
     ],
 )

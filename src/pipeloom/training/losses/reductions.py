@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -171,7 +172,8 @@ def _num_elements(mean: Reduction, given: Mapping[str, Any]) -> Tensor | float |
         return float(given_input.numel() // given_input.shape[1 if given_input.dim() > 1 else 0])
     if mean.name not in _OF_ELEMENTS:
         return None
-    return float(torch.broadcast_tensors(given_input, target)[0].numel())
+    sizes = zip_longest(reversed(given_input.shape), reversed(target.shape), fillvalue=1)
+    return float(math.prod(one if other == 1 else other for one, other in sizes))  # broadcast
 
 
 def _mean(result: Tensor, given: Any = None, dim: Any = None, *_: Any, **named: Any) -> Divisor | None:
