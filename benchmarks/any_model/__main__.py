@@ -28,7 +28,7 @@ def main() -> None:
     elif arguments.what == "stages":
         torch.set_num_threads(1)
         times = stages.measure(rounds)
-        parts, heads, found = stages.tables(times), stages.headlines(times), dict(times)
+        parts, heads, found = stages.tables(times), stages.headlines(times), {k: v._asdict() for k, v in times.items()}
     else:
         steps = pipelines.measure_pipelines(rounds)
         parts, heads, found = pipelines.tables(steps), pipelines.headlines(steps), dict(steps)

@@ -19,6 +19,7 @@ from benchmarks.common.statistics import Spread, ratio, spread
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeloom.processes.host_memory import keep_freed_memory
 from pipeloom.split import split
 
 STEPS = 4  # per system and round
@@ -92,46 +93,71 @@ def _step(run: Any, case: Case, call: dict[str, Any]) -> Tensor:
     return output.detach()
 
 
-def measure(num_rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """For each model, CPU seconds of a forward and backward of the module and of its stage, round by round."""
+class Times(NamedTuple):
+    """CPU seconds of a forward and backward, round by round."""
+
+    module: list[float]
+    copy: list[float]
+    stage: list[float]
+
+
+def measure(num_rounds: int) -> dict[str, Times]:
+    """For each model, the times of the module, of a copy of it, and of its stage.
+
+    What a copy takes longer or shorter is where its memory lies and what the machine does meanwhile.
+    """
+    keep_freed_memory()
     found = {}
     for name, case in cases().items():
-        plain, kept = case.module, copy.deepcopy(case.module)  # kept, as in training: a stage follows its attributes
-        stage = split(kept, 1, **case.options).modules[0]
-        runs = ((plain, case.call), (stage, {}))
+        plain, other, kept = case.module, copy.deepcopy(case.module), copy.deepcopy(case.module)
+        stage = split(kept, 1, **case.options).modules[0]  # kept, as in training: a stage follows its attributes
+        runs = ((plain, case.call), (other, case.call), (stage, {}))
         outputs = [_step(run, case, call) for run, call in runs]
         own = dict(stage.named_parameters())
         same = all(torch.equal(own[key].grad, value.grad) for key, value in plain.named_parameters())
-        if not same or not torch.equal(*outputs):
+        if not same or not torch.equal(outputs[0], outputs[2]):
             raise SystemExit(f"{name}: the stage has other outputs or gradients than the module.")
-        times: tuple[list[float], list[float]] = ([], [])
+        times = Times([], [], [])
         for number in range(num_rounds + 2):
-            for which in (0, 1) if number % 2 else (1, 0):
-                run, call = runs[which]
-                steps = []
-                for _ in range(STEPS):
+            steps: tuple[list[float], ...] = ([], [], [])
+            for turn in range(STEPS):
+                for which in range(3):
+                    which = (which + number + turn) % 3
                     begun = time.process_time()
-                    _step(run, case, call)
-                    steps.append(time.process_time() - begun)
-                times[which].append(min(steps))
-        found[name] = times[0][2:], times[1][2:]
+                    _step(runs[which][0], case, runs[which][1])
+                    steps[which].append(time.process_time() - begun)
+            for taken, each in zip(times, steps, strict=True):
+                taken.append(min(each))
+        found[name] = Times(*(taken[2:] for taken in times))
     return found
 
 
-def tables(results: dict[str, tuple[list[float], list[float]]]) -> Parts:
+def tables(results: dict[str, Times]) -> Parts:
     """One row per model."""
     rows = [
-        (name, *(spread(times).show("{:.2f}", 1e3) for times in both), ratio(both[1], both[0]).show("{:.3f}"))
-        for name, both in results.items()
+        (
+            name,
+            spread(times.module).show("{:.2f}", 1e3),
+            *(ratio(*pair).show("{:.3f}") for pair in _pairs(times).values()),
+        )
+        for name, times in results.items()
     ]
     return [
-        f"CPU time of forward and backward in milliseconds, {torch.get_num_threads()} thread: a stage of the whole "
-        f"model beside the plain module; the fastest of {STEPS} steps per round, median (quartiles) over rounds. "
+        f"CPU time of forward and backward, {torch.get_num_threads()} thread: a stage of the whole model beside the "
+        f"plain module and beside a copy of it; the fastest of {STEPS} steps per round, median (quartiles) of rounds. "
         "Traced stages run a graph of torch.export, planned stages the forward of a model of transformers.",
-        table(["model", "module", "stage", "stage / module"], rows),
+        table(["model", "module, ms", *_pairs(Times([], [], []))], rows),
     ]
 
 
-def headlines(results: dict[str, tuple[list[float], list[float]]]) -> dict[str, Spread]:
-    """CPU time of a stage over that of the module."""
-    return {f"stage / module: {name}": ratio(both[1], both[0]) for name, both in results.items()}
+def _pairs(times: Times) -> dict[str, tuple[list[float], list[float]]]:
+    return {
+        "stage / module": (times.stage, times.module),
+        "stage / copy": (times.stage, times.copy),
+        "copy / module": (times.copy, times.module),
+    }
+
+
+def headlines(results: dict[str, Times]) -> dict[str, Spread]:
+    """CPU time of a stage over that of the module, and how far a copy of the module is from it."""
+    return {f"{what}: {name}": ratio(*pair) for name, times in results.items() for what, pair in _pairs(times).items()}

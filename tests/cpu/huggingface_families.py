@@ -68,6 +68,8 @@ SMALL = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
     "block_size": 4,
     # inputs per layer
     "vocab_size_per_layer_input": VOCABULARY,
@@ -120,14 +122,7 @@ _HALVES = {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0], "partial_rot
 # What the rules of `small_config` leave open.
 EXTRA: dict[str, dict[str, Any]] = {
     "esmc": _HEADS,
-    "glm5_next_text": {
-        "linear_num_heads": 4,
-        "linear_head_dim": 8,
-        **_HEADS,
-        "index_kpool": 2,
-        "qk_rope_head_dim": 0,
-        "head_dim": 4,
-    },
+    "glm5_next_text": {**_HEADS, "index_kpool": 2, "qk_rope_head_dim": 0, "head_dim": 4},
     "dots3_note_text": _HEADS,
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [16, 16],
