@@ -152,6 +152,16 @@ EXTRA: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": LAYERS // 2},  # of two attentions each
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 16},
     "muse_spark_text": {"moe_hidden_size": 16},
+    "phi4_multimodal": {  # text alone is trained
+        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 16),
+        },
+    },
     "t5_gemma_module": {"dropout_rate": 0.0},
     "t5gemma2_text": {"dropout_rate": 0.0},
     "t5gemma2_decoder": {"dropout_rate": 0.0},
