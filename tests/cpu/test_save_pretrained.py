@@ -123,6 +123,7 @@ def test_files_and_their_options(tmp_path):
         for arguments, words in (
             ({"max_shard_bytes": 0}, "must be an integer >= 1"),
             ({"dtype": torch.int8}, "must be a floating-point type"),
+            ({"tokenizer": "gpt2"}, "tokenizer='gpt2': must be a tokenizer"),
         ):
             with pytest.raises(InputError, match=words):
                 pipe.save_pretrained(tmp_path / "other", **arguments)
@@ -130,6 +131,46 @@ def test_files_and_their_options(tmp_path):
     with other, pytest.raises(InputError, match="writes models of transformers"):
         other.save_pretrained(tmp_path / "other")
     assert sorted(path.name for path in tmp_path.rglob("*") if path.name.startswith(".")) == []
+
+
+def test_only_the_directory_of_a_model_is_replaced(tmp_path):
+    notes, file, out = tmp_path / "notes", tmp_path / "file", tmp_path / "out"
+    notes.mkdir()
+    (notes / "a.txt").write_text("kept")
+    file.write_text("kept")
+    (tmp_path / ".out.partial-0123abcd").mkdir()  # of a killed save
+    (tmp_path / ".outer.partial-0123abcd").mkdir()  # of another name
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(transformers.LlamaForCausalLM(config("llama")), schedule) as pipe:
+        for overwrite in (False, True):
+            with pytest.raises(CheckpointError, match=r"notes has a\.txt and no config\.json: only the directory"):
+                pipe.save_pretrained(notes, overwrite=overwrite)
+            with pytest.raises(CheckpointError, match="file is a file: a model is saved as a directory"):
+                pipe.save_pretrained(file, overwrite=overwrite)
+        pipe.save_pretrained(out)
+    assert (notes / "a.txt").read_text() == file.read_text() == "kept"
+    assert {path.name for path in tmp_path.iterdir()} == {"notes", "file", "out", ".outer.partial-0123abcd"}
+
+
+def test_processes_save_with_the_same_arguments(tmp_path):
+    """The error comes on all of them, and nothing is written."""
+    transformers.LlamaForCausalLM(config("llama")).save_pretrained(tmp_path / "home")
+    cases = [
+        ({"directory": tmp_path / "b"}, "got directory=.*a on rank 0 and .*b on rank 1: all ranks write one model"),
+        ({"dtype": torch.bfloat16}, "got dtype=None on rank 0 and torch.bfloat16 on rank 1"),
+        ({"max_shard_bytes": 0}, "a was not saved: rank 1: max_shard_bytes=0: must be"),
+    ]
+
+    def work():
+        schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+        with pl.Pipeline(pl.from_pretrained(tmp_path / "home"), schedule, mesh=pl.Mesh(pp=2)) as pipe:
+            for own, words in cases:
+                with pytest.raises(InputError, match=words) as told:
+                    pipe.save_pretrained(**{"directory": tmp_path / "a", **(own if pipe.rank else {})})
+                assert "\n" not in str(told.value)
+
+    pl.run_threads(2, work)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_a_failure_on_one_process_is_an_error_on_all(tmp_path, monkeypatch):

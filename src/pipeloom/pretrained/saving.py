@@ -3,28 +3,27 @@
     every process   names and shapes of its tensors -> the files of all        gather, write one tensor, drop it
     first process   a hidden directory                                         config.json, index, rename
 
-The directory has its name once it is complete. A process that is killed leaves `.NAME.partial-*`.
+The directory has its name once it is complete, see `pipeloom.common.atomic_directory`.
 """
 
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeloom.common.atomic_directory import partial_directory, put_in_place
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.tensor_file import TensorWriter
 from pipeloom.engine.model_state import ModelState
-from pipeloom.errors import CheckpointError, InputError, folded
-from pipeloom.pretrained.files import INDEX_NAME, SAFETENSORS_TYPES, SINGLE_NAME, tensor_source
+from pipeloom.errors import CheckpointError, InputError, folded, listed
+from pipeloom.pretrained.files import CONFIG_NAME, INDEX_NAME, SAFETENSORS_TYPES, SINGLE_NAME, tensor_source
 from pipeloom.pretrained.layout import File, in_files, index_text
 from pipeloom.pretrained.reversal import Form, Saved, reversed_conversions, unchanged
-from pipeloom.processes.agreement import together
+from pipeloom.processes.agreement import first_difference, together
 from pipeloom.processes.members import Members
 
 SHARD_BYTES = 5_000_000_000
@@ -47,30 +46,39 @@ def save(
         members: all processes; None: this one has all ranks.
         directory, tokenizer, max_shard_bytes, dtype, overwrite: see `Pipeline.save_pretrained`.
     """
-    home, whole = Path(directory), state.whole
-    _check(home, whole, max_shard_bytes, dtype)
     gather = (lambda payload: [payload]) if members is None else members.gather
-    rank = 0 if members is None else members.rank
+    leads = members is None or members.rank == 0
 
     def agree(work: Callable[[], Any]) -> list[Any]:
-        return together(work, gather, failed=f"{home} was not saved")
+        return together(work, gather, failed=f"{directory} was not saved")
 
-    partial = home.with_name(f".{home.name}.partial-{secrets.token_hex(4)}")
-    try:
-        held = agree(lambda: _begin(state, home, partial if rank == 0 else None, dtype, overwrite=overwrite))
-        mine = partial.with_name(held[0]["partial"])
+    _compare(agree(lambda: _checked(state.whole, directory, tokenizer, max_shard_bytes, dtype)))
+    home, whole = Path(directory), state.whole
+    with ExitStack() as stack:
+
+        def begin() -> dict[str, Any]:
+            own: dict[str, Any] = {"forms": _forms(state, dtype)}
+            if leads:
+                own["partial"] = stack.enter_context(partial_directory(home)).name
+                _check_free(home, overwrite=overwrite)
+            return own
+
+        held = agree(begin)
+        partial = home.with_name(held[0]["partial"])
         groups = saved_by(whole, state.ties, [each["forms"] for each in held])
         files = in_files(groups, max_shard_bytes)
-        failure = _write_tensors(state, mine, groups[rank], files[rank], dtype)
+        rank = 0 if members is None else members.rank
+        failure = _write_tensors(state, partial, groups[rank], files[rank], dtype)
         agree(lambda: _raise(failure))
-        agree(lambda: _finish(mine, home, whole, tokenizer, files, overwrite=overwrite) if rank == 0 else None)
-    finally:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        agree(lambda: _finish(partial, home, whole, tokenizer, files, overwrite=overwrite) if leads else None)
     return home
 
 
-def _check(home: Path, whole: Any, max_shard_bytes: Any, dtype: Any) -> None:
+# Before anything is written
+
+
+def _checked(whole: Any, directory: Any, tokenizer: Any, max_shard_bytes: Any, dtype: Any) -> dict[str, Any]:
+    """The arguments that must be equal on all ranks. Raises InputError for those that cannot be."""
     if whole is None:
         raise InputError(
             "save_pretrained writes models of transformers, and this pipeline has another one. Save its state_dict()."
@@ -84,18 +92,48 @@ def _check(home: Path, whole: Any, max_shard_bytes: Any, dtype: Any) -> None:
         raise InputError(f"max_shard_bytes={folded(max_shard_bytes)}: must be an integer >= 1. Use {SHARD_BYTES}.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype={folded(dtype)}: must be a floating-point type, such as torch.bfloat16.")
-    if home.name in ("", "..", "."):
-        raise InputError(f"directory={str(home)!r}: must have a name of its own. Use another path.")
+    if not isinstance(directory, str | os.PathLike) or Path(directory).name in ("", "..", "."):
+        raise InputError(f"directory={folded(directory)}: must be a path with a name of its own. Use another path.")
+    for each in _tokenizers(tokenizer):
+        if isinstance(each, type) or not callable(getattr(each, "save_pretrained", None)):
+            raise InputError(
+                f"tokenizer={folded(each)}: must be a tokenizer or a processor, which writes its own files. Pass "
+                "AutoTokenizer.from_pretrained(NAME)."
+            )
+    return {"directory": str(Path(directory)), "max_shard_bytes": max_shard_bytes, "dtype": str(dtype)}
 
 
-def _begin(
-    state: ModelState, home: Path, partial: Path | None, dtype: torch.dtype | None, *, overwrite: bool
-) -> dict[str, Any]:
-    """What this process has to write; the first one makes the directory."""
-    if partial is not None:
-        if home.exists() and (not home.is_dir() or (any(home.iterdir()) and not overwrite)):
-            raise CheckpointError(f"{home} exists and is not empty. Choose another name, or pass overwrite=True.")
-        partial.mkdir(parents=True)
+def _tokenizers(tokenizer: Any) -> list[Any]:
+    return [each for each in (tokenizer if isinstance(tokenizer, list | tuple) else [tokenizer]) if each is not None]
+
+
+def _compare(terms: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InputError where two ranks pass different arguments."""
+    found = first_difference(enumerate(terms))
+    if found is not None:
+        raise InputError(
+            f"save_pretrained got {found.name}={found.one} on rank {found.first} and {found.other} on rank "
+            f"{found.rank}: all ranks write one model together. Pass the same on each."
+        )
+
+
+def _check_free(home: Path, *, overwrite: bool) -> None:
+    if not home.exists():
+        return
+    if not home.is_dir():
+        raise CheckpointError(f"{home} is a file: a model is saved as a directory. Choose another name.")
+    names = sorted(path.name for path in home.iterdir())
+    if names and CONFIG_NAME not in names:
+        raise CheckpointError(
+            f"{home} has {listed(names, 3)} and no {CONFIG_NAME}: only the directory of a model is replaced, as a "
+            "whole. Choose another name."
+        )
+    if names and not overwrite:
+        raise CheckpointError(f"{home} exists and is not empty. Choose another name, or pass overwrite=True.")
+
+
+def _forms(state: ModelState, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Shape and safetensors type of each tensor that this process could write."""
     forms: dict[str, Any] = {}
     if state.sharing.replica == 0 and state.sharing.blocks.leads:
         for name, (shape, kind) in state.full_forms().items():
@@ -103,7 +141,7 @@ def _begin(
             if kind not in SAFETENSORS_TYPES:
                 raise CheckpointError(f"{name} is {kind}, which safetensors does not support. Convert it.")
             forms[name] = [list(shape), SAFETENSORS_TYPES[kind]]
-    return {"forms": forms, "partial": None if partial is None else partial.name}
+    return forms
 
 
 def saved_by(whole: Any, ties: Mapping[str, str], held: Sequence[Mapping[str, Any]]) -> list[list[Saved]]:
@@ -198,10 +236,9 @@ def _finish(
     if len(every) != 1 or every[0].name != SINGLE_NAME:
         write_whole(partial / INDEX_NAME, index_text(every))
     write_configuration(whole, partial, {kind for file in every for kind, _ in file.tensors.values()})
-    for each in tokenizer if isinstance(tokenizer, list | tuple) else [tokenizer]:
-        if each is not None:
-            each.save_pretrained(str(partial))
-    put_in_place(partial, home, overwrite=overwrite)
+    for each in _tokenizers(tokenizer):
+        each.save_pretrained(str(partial))
+    put_in_place(partial, home, replaces=overwrite)
 
 
 def write_configuration(whole: Any, directory: Path, kinds: set[str]) -> None:
@@ -214,25 +251,3 @@ def write_configuration(whole: Any, directory: Path, kinds: set[str]) -> None:
     config.save_pretrained(str(directory))
     if whole.can_generate():
         whole.generation_config.save_pretrained(str(directory))
-
-
-def put_in_place(partial: Path, home: Path, *, overwrite: bool) -> None:
-    """Rename a finished directory; with `overwrite`, it replaces one that has files."""
-    _synchronize(partial)
-    if overwrite and home.exists() and any(home.iterdir()):
-        old = home.with_name(f".{home.name}.old-{secrets.token_hex(4)}")
-        os.rename(home, old)
-        os.rename(partial, home)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.rename(partial, home)
-    _synchronize(home.parent)
-
-
-def _synchronize(directory: Path) -> None:
-    with suppress(OSError):  # some file systems have no synchronization of directories
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -463,13 +463,14 @@ class Pipeline:
             tokenizer: or processor, or a list of these, whose files are written too.
             max_shard_bytes: of one safetensors file.
             dtype: of the saved floating-point tensors; None: that of the main parameters.
-            overwrite: whether a directory with files is replaced as a whole.
+            overwrite: whether the directory of another model, which has a config.json, is replaced as a whole.
 
         Returns:
             The directory.
 
         Raises:
-            InputError: another model than one of transformers. CheckpointError: a process failed, raised on all.
+            InputError: another model than one of transformers, or processes that pass different arguments.
+            CheckpointError: the directory has other files, or a process failed. All are raised on every process.
         """
         return save(
             self.state,

@@ -35,8 +35,13 @@ def save_model(directory: Path, pipe: Pipeline, tokenizer: Any, arguments: str, 
         arguments: those of Trainer, for readers; written as ``training_args.json``.
     """
     partial = directory / ".model"
-    processes.first_makes(lambda: directory.mkdir(parents=True, exist_ok=True))
-    pipe.save_pretrained(partial, tokenizer, overwrite=True)
+
+    def begin() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+
+    processes.first_makes(begin)
+    pipe.save_pretrained(partial, tokenizer)
 
     def put_in_place() -> None:
         for stale in directory.glob("model*.safetensors*"):

@@ -2,20 +2,17 @@
 
 import errno
 import math
-import os
-import secrets
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeloom.common.atomic_directory import partial_directory, put_in_place
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.boxes import Box, cover_box
-from pipeloom.train.checkpoint.directory import fsync_directory
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
     json_bytes,
@@ -117,24 +114,19 @@ def convert(checkpoint: Path, out: Path, num_files: int = 1, key: CheckpointKey 
         raise InputError(f"--ranks={num_files}: must be from 1 to {len(tensors)}, the number of tensors.")
     check_new(out)
     groups = balanced({name: source.size_bytes for name, source in tensors.items()}, num_files)
-    partial = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"
     try:
-        partial.mkdir(parents=True)
-        if adapters is None:
-            _write_weights(partial, tensors, groups)
-        else:
-            write_adapters(partial, adapters, tensors)
-        fsync_directory(partial)
-        os.rename(partial, out)
-        fsync_directory(out.parent)
+        with partial_directory(out) as partial:
+            if adapters is None:
+                _write_weights(partial, tensors, groups)
+            else:
+                write_adapters(partial, adapters, tensors)
+            put_in_place(partial, out, replaces=False)
     except OSError as error:
         source = Path(error.filename or out)
         if source.is_relative_to(checkpoint):
             raise InputError(f"{source} cannot be read ({error.strerror}). Check the file.") from error
         fix = "Free disk space" if error.errno == errno.ENOSPC else "Check its permissions"
         raise InputError(f"{out} cannot be written ({error.strerror}). {fix}, or choose another directory.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return sorted(out.iterdir())
 
 

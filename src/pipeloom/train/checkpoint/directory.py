@@ -1,31 +1,25 @@
 """Checkpoint directories: created, replaced and deleted by atomic renames. Needs no torch.
 
-A directory `checkpoint-N` is always complete, even if a process is killed. Operations in progress use hidden names:
-
-    .checkpoint-N.partial-X   is being written         deleted if its process has died
-    .checkpoint-N.old-X       is being replaced        renamed back if checkpoint-N is missing, else deleted
-    .checkpoint-N.deleted-X   is being deleted         deleted
-
-A process holds a lock (flock) on its hidden directory. The kernel releases the lock when the process dies.
+A directory `checkpoint-N` is always complete, even if a process is killed. Operations in progress use hidden names, see
+`pipeloom.common.atomic_directory`.
 """
 
-import fcntl
 import os
-import re
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeloom.common import atomic_directory
+from pipeloom.common.atomic_directory import hidden_names, hidden_path, locked
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, NAME, SEAL_NAME
 
 OWN_CHECKPOINT = ("latest", "auto")  # values of resume_from_checkpoint: in the run's own output directory
 
-_HIDDEN = re.compile(r"\.checkpoint-(\d+)\.(partial|old|deleted)-[0-9a-f]+")
+_HIDDEN = hidden_names(r"checkpoint-\d+")
 _RELEASE_SECONDS = 2.0  # how long a killed run may take to release its directory
 
 
@@ -54,7 +48,8 @@ def list_checkpoints(output_dir: Path) -> list[CheckpointEntry]:
         visible, hidden = NAME.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
         if match := visible or hidden:
             complete = visible is not None and (path / SEAL_NAME).is_file()
-            found.append(CheckpointEntry(int(match[1]), path, _size_bytes(path), complete))
+            step = int(match[1].removeprefix("checkpoint-"))
+            found.append(CheckpointEntry(step, path, _size_bytes(path), complete))
     return sorted(found, key=lambda entry: (entry.step, entry.path.name))
 
 
@@ -111,19 +106,7 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
 
 def clean(output_dir: Path) -> None:
     """Clean up after killed saves. Directories that a live process has locked are left alone."""
-    for path in _entries(output_dir):
-        match = _HIDDEN.fullmatch(path.name)
-        if match is None:
-            continue
-        with suppress(OSError), _locked(path) as free:  # a reader may lack the permission; the next save cleans up
-            target = checkpoint_path(output_dir, int(match[1]))
-            if not free:
-                continue
-            if match[2] == "old" and not target.exists():
-                os.rename(path, target)
-                fsync_directory(output_dir)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+    atomic_directory.clean(_entries(output_dir), _HIDDEN)
 
 
 @contextmanager
@@ -131,34 +114,14 @@ def partial_directory(output_dir: Path, step: int) -> Iterator[Path]:
     """A new hidden directory for a save, deleted at the end unless `put_in_place` renamed it. Raises OSError."""
     output_dir.mkdir(parents=True, exist_ok=True)
     clean(output_dir)
-    while True:
-        path = _hidden(output_dir, step, "partial")
-        path.mkdir()
-        with ExitStack() as stack:
-            stack.callback(shutil.rmtree, path, ignore_errors=True)
-            is_mine = False
-            # Until it is locked, another process may clean it up as a directory of a dead process.
-            with suppress(FileNotFoundError):
-                is_mine = stack.enter_context(_locked(path)) and path.is_dir()
-            if is_mine:
-                yield path
-                return
+    with atomic_directory.partial_directory(checkpoint_path(output_dir, step)) as partial:
+        yield partial
 
 
 def put_in_place(partial: Path, output_dir: Path, step: int) -> Path:
     """Rename a finished partial directory to the checkpoint of its step, replacing an earlier one of this step."""
     target = checkpoint_path(output_dir, step)
-    fsync_directory(partial)
-    if target.exists():
-        old = _hidden(output_dir, step, "old")
-        with _locked(target):
-            os.rename(target, old)
-            os.rename(partial, target)
-            fsync_directory(output_dir)
-            shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.rename(partial, target)
-        fsync_directory(output_dir)
+    atomic_directory.put_in_place(partial, target, replaces=True)
     return target
 
 
@@ -176,36 +139,10 @@ def keep_at_most(output_dir: Path, limit: int | None, newest: Path) -> None:
         return
     complete = [entry for entry in list_checkpoints(output_dir) if entry.complete and entry.path != newest]
     for entry in complete[: max(0, len(complete) + 1 - limit)]:
-        deleted = _hidden(output_dir, entry.step, "deleted")
+        deleted = hidden_path(checkpoint_path(output_dir, entry.step), "deleted")
         with suppress(FileNotFoundError):  # another process deleted it first
             os.rename(entry.path, deleted)
         shutil.rmtree(deleted, ignore_errors=True)
-
-
-def fsync_directory(path: Path) -> None:
-    """Flush the entries of a directory to disk, so that creations and renames survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Lock a directory; yields False if another process has the lock. The lock survives a rename."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
-        except BlockingIOError:
-            free = False
-        except OSError:  # some network file systems do not support locks on directories
-            free = True
-        yield free
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -217,16 +154,12 @@ def in_use(directory: Path) -> Iterator[None]:
     """
     deadline = time.monotonic() + _RELEASE_SECONDS
     while time.monotonic() <= deadline:
-        with _locked(directory) as free:
+        with locked(directory) as free:
             if free:
                 yield
                 return
         time.sleep(0.02)
     raise InputError(f"output_dir={directory}: is in use by another run. Name another directory.")
-
-
-def _hidden(output_dir: Path, step: int, kind: str) -> Path:
-    return output_dir / f".checkpoint-{step}.{kind}-{secrets.token_hex(4)}"
 
 
 def is_ours(path: Path) -> bool:

@@ -1,15 +1,16 @@
 """Checkpoints and Hugging Face directories: writes the model of a checkpoint as one, and reads one as a checkpoint."""
 
 import os
-import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeloom.common.atomic_directory import partial_directory, put_in_place
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.tensor_file import TensorSource, TensorWriter
@@ -17,7 +18,7 @@ from pipeloom.errors import CheckpointError, InputError
 from pipeloom.pretrained.files import CONFIG_NAME, INDEX_NAME, TORCH_TYPES, tensor_source
 from pipeloom.pretrained.layout import in_files, index_text
 from pipeloom.pretrained.loading import describe, empty_model
-from pipeloom.pretrained.saving import put_in_place, saved_by, write_configuration
+from pipeloom.pretrained.saving import saved_by, write_configuration
 from pipeloom.train.checkpoint.convert import balanced, check_new, model_tensors
 from pipeloom.train.checkpoint.manifest import Manifest, Part, read_manifest, verify_file
 from pipeloom.train.checkpoint.pieces import Piece
@@ -94,9 +95,7 @@ def convert_to_directory(
     sizes = {str(index): sum(tensors[name].size_bytes for name in each.names) for index, each in enumerate(groups)}
     chunks = [[groups[int(index)] for index in chunk] for chunk in balanced(sizes, num_files)]
     files = [file for own in in_files(chunks, sum(sizes.values()) + 1) for file in own]
-    partial = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"
-    try:
-        partial.mkdir(parents=True)
+    with _told(out), partial_directory(out) as partial:
         for file, chunk in zip(files, chunks, strict=True):
             writer = TensorWriter(partial / file.name, file.tensors)
             for saved in chunk:
@@ -108,12 +107,17 @@ def convert_to_directory(
             write_whole(partial / INDEX_NAME, index_text(files))
         _copy_others(home, checkpoint, partial, key)
         write_configuration(model, partial, {kind for file in files for kind, _ in file.tensors.values()})
-        put_in_place(partial, out, overwrite=False)
+        put_in_place(partial, out, replaces=False)
+    return sorted(out.iterdir())
+
+
+@contextmanager
+def _told(out: Path) -> Iterator[None]:
+    """Raises InputError for an OSError inside."""
+    try:
+        yield
     except OSError as error:
         raise InputError(f"{out} cannot be written ({error.strerror}). Choose another directory.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return sorted(out.iterdir())
 
 
 def _tensor(source: TensorSource) -> Tensor:

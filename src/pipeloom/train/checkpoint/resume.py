@@ -6,9 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeloom.common.atomic_directory import fsync_directory
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.errors import CheckpointError
-from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, checkpoints, fsync_directory, resolve
+from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, checkpoints, resolve
 from pipeloom.train.checkpoint.manifest import Manifest, verify
 
 
