@@ -96,6 +96,10 @@ def test_templates_that_cannot_be_scored_are_told(tmp_path: Path, template: str 
         ('{"text": 3}', "text is a int"),
         ('{"messages": [{"content": "a"}]}', "objects with role and content"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no turn of the role assistant"),
+        ('{"prompt": "a", "completion": null}', "line 2: completion is null, and must be a string"),
+        ('{"messages": [{"role": "assistant", "content": null}]}', r"content of message 1 \(assistant\) is null"),
+        ('{"messages": [{"role": "user", "content": 3}]}', r"line 2: content of message 1 \(user\) is a int"),
+        ('{"messages": [{"role": "assistant", "content": null, "tool_calls": [1]}]}', "line 2: .*does not render"),
     ],
 )
 def test_a_wrong_line_is_named(llama: Path, tmp_path: Path, line: str, message: str) -> None:

@@ -91,9 +91,15 @@ class PretrainedTokenizer(Tokenizer):
         conversation before it.
 
         Raises:
-            DataError: no template, a conversation that the template refuses, or turns that change those before them.
+            DataError: no template, a conversation that the template refuses, or does not render, or turns that change
+                those before them.
         """
         template = self._template(tools)
+        if any(each.get("content") is None for each in messages) and "tool_calls" not in template:
+            raise DataError(
+                "messages: a content is null beside tool_calls, which the chat template does not render. Use a "
+                "template with tools, or give a string."
+            )
         settings: dict[str, Any] = {"tools": tools, "return_dict": True}
         try:
             if _MARKS.search(template):

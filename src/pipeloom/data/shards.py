@@ -220,8 +220,13 @@ def text_of(line: Line, field: str) -> str:
         raise DataError(f"{line.place} has {keys}: no {field}. Set --data.field, or change the line.")
     value = line.record[field]
     if not isinstance(value, str):
-        raise DataError(f"{line.place}: {field} is a {type(value).__name__}, and must be a string. Change it.")
+        raise DataError(f"{line.place}: {field} is {json_word(value)}, and must be a string. Change it.")
     return value
+
+
+def json_word(value: Any) -> str:
+    """What a value is, for errors: ``null``, or its type."""
+    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def pieces_of(text: str) -> list[str]:

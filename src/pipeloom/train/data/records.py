@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipeloom.common.json_reader import parse_json
 from pipeloom.data.opened import unreadable
 from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
-from pipeloom.data.shards import JSON_LINES, Line, text_of
+from pipeloom.data.shards import JSON_LINES, Line, json_word, text_of
 from pipeloom.errors import DataError
 
 _KINDS = {"text": ("text",), "prompt and completion": ("prompt", "completion"), "messages": ("messages",)}
@@ -92,6 +92,13 @@ def _conversation(line: Line, tokenizer: PretrainedTokenizer) -> Document:
     is_list = isinstance(messages, list) and messages
     if not is_list or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
         raise DataError(f"{line.place}: messages must be a list of objects with role and content. Change it.")
+    for number, each in enumerate(messages, start=1):
+        content = each.get("content")
+        if not isinstance(content, str | list | dict) and not (content is None and each.get("tool_calls")):
+            raise DataError(
+                f"{line.place}: content of message {number} ({each['role']}) is {json_word(content)}, and must be a "
+                "string. Change it."
+            )
     if not any(each["role"] == "assistant" for each in messages):
         raise DataError(f"{line.place}: messages have no turn of the role assistant, which is scored. Add one.")
     try:
