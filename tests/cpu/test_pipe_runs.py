@@ -293,6 +293,7 @@ def test_balance_is_measured():
         ({"balance": "fast"}, InputError, "list of layers per partition"),
         ({"balance": [1, 1], "devices": ["cpu"]}, TooFewDevices, "2 partitions, 1 devices"),
         ({"chunks": 0}, InputError, "chunks=0: must be a positive integer"),
+        ({"chunks": 2.0}, InputError, r"chunks=2\.0: must be a positive integer"),
         ({"checkpoint": "sometimes"}, InputError, "'always', 'except_last', or 'never'"),
         ({"devices": []}, InputError, "at least one device"),
         ({"devices": ["hall"]}, InputError, "'hall' is no device"),
@@ -321,6 +322,7 @@ def test_models_and_values_that_do_not_fit():
         (nn.Sequential(shared, shared), InputError, "duplicate children"),
         (nn.Sequential(shared, nn.Sequential(shared)), InputError, "duplicate parameters"),
         (nn.Sequential(nn.LazyLinear(2)), InputError, "lazy"),
+        (nn.Sequential(), InputError, "no layers"),
     ):
         with pytest.raises(error, match=text):
             pl.Pipe(model)
@@ -337,6 +339,8 @@ def test_models_and_values_that_do_not_fit():
         pipe(torch.tensor(1.0))
     with pytest.raises(InputError, match="same batch size"):
         pl.Pipe(nn.Sequential(Pair()), chunks=4)((torch.ones(2, 3), torch.ones(5)))
+    with pytest.raises(InputError, match=r"batch sizes \[8, 3\]: .* same batch size"):  # 3 micro-batches each
+        pl.Pipe(nn.Sequential(Pair()), chunks=3)((torch.ones(8, 3), torch.ones(3)))
     for move in (pipe.cuda, pipe.cpu, lambda: pipe.to("cpu"), lambda: pipe.to(torch.ones(1)), lambda: pipe.to(0)):
         with pytest.raises(TypeError, match="stays on its devices"):
             move()
@@ -351,3 +355,41 @@ def test_a_failure_stops_the_calls_behind_it_where_stages_take_turns():
     with pytest.raises(KeyError):
         pipe(torch.ones(8))
     assert after.calls == 1  # of 8: the stage before it may have been ahead, so its calls are not counted
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+def test_gradients_of_a_functional_call_are_those_of_its_parameters(checkpoint):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 2)).double()
+    pipe = pl.Pipe(copy.deepcopy(model), [1, 2], chunks=3, devices=CPU2, checkpoint=checkpoint)
+    pipe[1].eval()
+    held = list(pipe.parameters())
+    x = torch.linspace(-1, 1, 42, dtype=torch.float64).view(7, 6)
+    own = [{name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()} for _ in range(2)]
+    for each, given in zip((pipe, model), own, strict=True):
+        made = {name: parameter * 1.5 for name, parameter in given.items()}  # of a step inside of the graph
+        torch.func.functional_call(each, made, x).square().sum().backward()
+    for name, parameter in own[0].items():
+        torch.testing.assert_close(parameter.grad, own[1][name].grad, rtol=1e-12, atol=1e-12)
+    assert all(one is other and one.grad is None for one, other in zip(pipe.parameters(), held, strict=True))
+
+
+def test_reentrant_checkpoints_are_refused():
+    class Inner(nn.Linear):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+
+    pipe = pl.Pipe(nn.Sequential(nn.Linear(2, 2), Inner(2, 2)), [1, 1], chunks=2, devices=CPU2, checkpoint="never")
+    with pytest.raises(RunError, match=r"layer 1\) on cpu calls .* with use_reentrant=True") as error:
+        pipe(torch.ones(4, 2)).sum().backward()
+    assert "\n" not in str(error.value)
+
+
+def test_torch_compile_leaves_a_pipe_as_it_is():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
+    pipe = pl.Pipe(model, [1, 1], chunks=2, devices=CPU2)
+    x = torch.ones(4, 2, dtype=torch.float64)
+    found = torch.compile(lambda x: pipe(2 * x) + 1, backend="eager")(x)
+    torch.testing.assert_close(found, model(2 * x) + 1)
+    found.sum().backward()
+    torch.testing.assert_close(model[1].bias.grad, torch.full((1,), 4.0, dtype=torch.float64))

@@ -61,7 +61,7 @@ class ChannelAxis(Axis):
 
     def _send(self, coordinate: int, tensors: Sequence[Tensor]) -> None:
         leaving = [t.clone() if self._copies or t.device.type != "cpu" else t for t in tensors]
-        layout, flat = flatten(leaving)
+        layout, flat = flatten(leaving, repeated=True)
         self._to[coordinate].send(layout, flat)
 
     def _receive(self, coordinate: int) -> list[Tensor]:

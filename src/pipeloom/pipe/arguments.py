@@ -1,5 +1,6 @@
 """What a `Pipe` accepts: its model, balance, devices, chunks and checkpoint mode."""
 
+import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -24,7 +25,7 @@ def check_module(module: Any) -> None:
 
     Raises:
         PipeTypeError: it is no nn.Sequential, or its skips do not pair.
-        InputError: it has a forward or hooks of its own, or layers that share parameters.
+        InputError: it has no layers, a forward or hooks of its own, or layers that share parameters.
     """
     if not isinstance(module, nn.Sequential):
         raise PipeTypeError(f"a {type(module).__name__}: module must be nn.Sequential to be partitioned.")
@@ -37,6 +38,8 @@ def check_module(module: Any) -> None:
     if module._parameters or module._buffers:
         raise InputError("the nn.Sequential has parameters or buffers of its own. Move them into a layer.")
     layers = [layer for layer in module._modules.values() if layer is not None]
+    if not layers:
+        raise InputError("the nn.Sequential has no layers: a pipe needs at least one. Add a layer.")
     homes: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for tensor in (*layer.parameters(), *layer.buffers()):
@@ -68,10 +71,10 @@ def checked_chunks(chunks: Any) -> int:
         InputError: it is no positive integer.
     """
     try:
-        number = int(chunks)
-    except (TypeError, ValueError):
+        number = 0 if isinstance(chunks, bool) else operator.index(chunks)
+    except TypeError:
         number = 0
-    if number < 1 or number != chunks:
+    if number < 1:
         raise InputError(f"chunks={folded(chunks)}: must be a positive integer, the number of micro-batches.")
     return number
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import DeclaredLoss, auxiliary_loss, collecting, observe
+from pipeloom.autograd.overlaps import overlapping
 from pipeloom.errors import InputError, RunError
 from pipeloom.pipe.batch_graph import BatchGraph, connect
 from pipeloom.pipe.calls.buffers import Norm
@@ -14,8 +15,9 @@ from pipeloom.pipe.calls.modes import ThreadModes
 from pipeloom.pipe.calls.randomness import BatchRandomness, Randomness
 from pipeloom.pipe.calls.stage_call import StageCall
 from pipeloom.pipe.calls.stage_values import Output, Partition, Sent
+from pipeloom.pipe.calls.used_tensors import UsedTensors
 from pipeloom.pipe.forward_run import ForwardRun
-from pipeloom.pipe.micro_batches import Value, gather, split, tensors_of
+from pipeloom.pipe.micro_batches import Value, first_places, gather, split, tensors_of
 from pipeloom.pipe.skips import SkipRoutes
 from pipeloom.pipe.workers import Workers
 
@@ -39,12 +41,14 @@ def run_batch(model: PipeModel, value: Value, chunks: int, checkpoint: str) -> V
         checkpoint: "always", "except_last" or "never".
     """
     tensors = tensors_of(value)
-    inputs = split([tensor.detach() for tensor in tensors], chunks)
+    detached = {id(tensor): tensor.detach() for tensor in tensors}
+    inputs = split([detached[id(tensor)] for tensor in tensors], chunks)
     modes = ThreadModes()
     training = any(partition.module.training for partition in model.partitions)
     randomness = BatchRandomness(model.randomness, training=training, num_microbatches=len(inputs))
     collects = collecting()
     parameters = [_parameters(partition) if modes.gradients else [] for partition in model.partitions]
+    used = [UsedTensors(partition.module) for partition in model.partitions]
     kept = {"always": 0, "except_last": 1, "never": len(inputs)}[checkpoint]
     calls = [
         [
@@ -52,21 +56,22 @@ def run_batch(model: PipeModel, value: Value, chunks: int, checkpoint: str) -> V
                 partition,
                 microbatch,
                 own,
+                held,
                 recompute=microbatch < len(inputs) - kept,
                 modes=modes,
                 randomness=randomness,
                 collects=collects,
             )
-            for partition, own in zip(model.partitions, parameters, strict=True)
+            for partition, own, held in zip(model.partitions, parameters, used, strict=True)
         ]
         for microbatch in range(len(inputs))
     ]
     run = ForwardRun(model.workers, calls, model.routes, randomness)
-    moments = [mark(tensor.device) for tensor in tensors]
+    moments, overlaps = [mark(tensor.device) for tensor in tensors], overlapping(tensors)
     sent = [
         [
-            Sent(part, tensor.requires_grad and modes.gradients, ready)
-            for part, tensor, ready in zip(parts, tensors, moments, strict=True)
+            Sent(part, tensor.requires_grad and modes.gradients, ready, other)
+            for part, tensor, ready, other in zip(parts, tensors, moments, overlaps, strict=True)
         ]
         for parts in inputs
     ]
@@ -116,8 +121,10 @@ def _result(graph: BatchGraph, outputs: list[list[Output]], sources: list[Tensor
         tuple(sent.tensor for sent in each.tensors) if not each.atomic else each.tensors[0].tensor for each in last
     ]
     gathered = gather(values)
-    tensors = list(tensors_of(gathered))
-    differentiable = [any(each.tensors[index].differentiable for each in last) for index in range(len(tensors))]
+    places = first_places([tensors_of(value) for value in values])
+    distinct = [index for index, place in enumerate(places) if place == index]
+    tensors = [tensors_of(gathered)[index] for index in distinct]
+    differentiable = [any(each.tensors[index].differentiable for each in last) for index in distinct]
     losses = _losses(graph, outputs)
     requires = gradients and any(source.requires_grad for source in sources)
     found = [*tensors, *(value for value, _ in losses)]
@@ -129,7 +136,7 @@ def _result(graph: BatchGraph, outputs: list[list[Output]], sources: list[Tensor
         for output in each:
             for quantity in output.observed:
                 observe(quantity.name, quantity.values, module=quantity.module)
-    return found[0] if isinstance(gathered, Tensor) else tuple(found[: len(tensors)])
+    return found[0] if isinstance(gathered, Tensor) else tuple(found[distinct.index(place)] for place in places)
 
 
 def _losses(graph: BatchGraph, outputs: list[list[Output]]) -> list[tuple[Tensor, DeclaredLoss]]:

@@ -26,6 +26,7 @@ from pipeloom.pipe.backward_run import BackwardRun
 from pipeloom.pipe.calls.devices import mark
 from pipeloom.pipe.calls.stage_call import StageCall
 from pipeloom.pipe.calls.stage_values import Output
+from pipeloom.pipe.micro_batches import first_places
 from pipeloom.pipe.skips import SkipRoutes
 from pipeloom.pipe.workers import Workers
 
@@ -60,8 +61,9 @@ class BatchGraph:
         self._inputs = [[(each.shape, each.device) for each in tensors] for tensors in inputs]
         sizes = [len(tensors[0]) if tensors else 1 for tensors in inputs]
         self.shares = [size / max(1, sum(sizes)) for size in sizes]
-        last = [each[-1].tensors for each in outputs]
-        self._sizes = [[len(sent.tensor) if sent.tensor.dim() else 1 for sent in tensors] for tensors in last]
+        last = [[sent.tensor for sent in each[-1].tensors] for each in outputs]
+        self._places = first_places(last)
+        self._sizes = [[len(tensor) if tensor.dim() else 1 for tensor in tensors] for tensors in last]
         self._num_losses = [len(each.losses) for each in outputs[0]]
         self._run: BackwardRun | None = None
 
@@ -77,8 +79,11 @@ class BatchGraph:
                 "of the pipe."
             )
         run = self._run = BackwardRun(self._workers, self.calls, self._routes, keep=_keeps_graph())
-        num_outputs = len(self._sizes[0])
-        columns = [self._split(index, gradient) for index, gradient in enumerate(gradients[:num_outputs])]
+        distinct = [index for index, place in enumerate(self._places) if place == index]
+        num_outputs = len(distinct)
+        columns: list[Sequence[Tensor | None]] = [[None] * len(self.calls) for _ in self._places]
+        for index, gradient in zip(distinct, gradients[:num_outputs], strict=True):
+            columns[index] = self._split(index, gradient)
         ready = next((mark(each.device) for each in gradients if each is not None), None)
         for microbatch, given in enumerate(run.given):
             of_losses = iter(gradients[num_outputs:])
@@ -206,7 +211,7 @@ def connect(
     Args:
         graph: of the batch.
         sources: tensors of the input, then the parameters of all partitions that require gradients.
-        outputs: outputs of the batch, then its auxiliary losses.
+        outputs: distinct outputs of the batch, then its auxiliary losses.
         differentiable: for each of them, whether it requires gradients.
     """
     begin: Tensor = Enter.apply(graph, *sources)  # type: ignore[no-untyped-call]

@@ -31,24 +31,31 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
 def split(tensors: Sequence[Tensor], chunks: int) -> list[tuple[Tensor, ...]]:
     """The tensors of each micro-batch: at most `chunks` of them, as `torch.chunk` splits a tensor.
 
+    A tensor that occurs several times does so in each micro-batch.
+
     Raises:
-        InputError: a tensor without dimensions, or tensors that give different numbers of micro-batches.
+        InputError: a tensor without dimensions, or tensors of different batch sizes.
     """
     for tensor in tensors:
         if not tensor.dim():
             raise InputError("an input has no dimension 0 to split into micro-batches. Give it a batch dimension.")
-    parts = [tensor.chunk(chunks if len(tensor) else 1) for tensor in tensors]
-    if len({len(each) for each in parts}) > 1:
-        sizes = [len(tensor) for tensor in tensors]
+    sizes = [len(tensor) for tensor in tensors]
+    if len(set(sizes)) > 1:
         raise InputError(
-            f"inputs with batch sizes {sizes} and chunks={chunks} give {[len(each) for each in parts]} micro-batches. "
-            "Give all inputs the same batch size."
+            f"inputs have batch sizes {sizes}: all are split along dimension 0. Give all inputs the same batch size."
         )
-    return list(zip(*parts, strict=True))
+    parts = {id(tensor): tensor.chunk(chunks if len(tensor) else 1) for tensor in tensors}
+    return list(zip(*(parts[id(tensor)] for tensor in tensors), strict=True))
+
+
+def first_places(columns: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Where each tensor of a value occurs first, in every micro-batch; `columns` has the micro-batches' tensors."""
+    keys = [tuple(map(id, each)) for each in zip(*columns, strict=False)]
+    return list(map(keys.index, keys))
 
 
 def gather(parts: Sequence[Value]) -> Value:
-    """The outputs of the micro-batches as the output of the batch.
+    """The outputs of the micro-batches as the output of the batch; a tensor that occurs several times stays one.
 
     Raises:
         InputError: micro-batches differ in their number of tensors, or a tensor has no dimension.
@@ -61,8 +68,13 @@ def gather(parts: Sequence[Value]) -> Value:
             "the last layer returns a tensor without dimensions, which has no batch to join. Move the loss out of the "
             "pipe, or use chunks=1."
         )
-    joined = tuple(each[0] if len(parts) == 1 else torch.cat(each) for each in zip(*columns, strict=True))
-    return joined[0] if isinstance(parts[0], Tensor) else joined
+    joined: list[Tensor] = []
+    for place, each in zip(first_places(columns), zip(*columns, strict=True), strict=True):
+        if place < len(joined):
+            joined.append(joined[place])
+        else:
+            joined.append(each[0] if len(parts) == 1 else torch.cat(each))
+    return joined[0] if isinstance(parts[0], Tensor) else tuple(joined)
 
 
 def num_microbatches(value: Value, chunks: int) -> int:

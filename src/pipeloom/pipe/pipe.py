@@ -1,5 +1,6 @@
 """`Pipe`: a pipeline in one process, used like the model that it wraps."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any, Self, cast
 
@@ -96,7 +97,7 @@ class Pipe(nn.Module):
         if isinstance(plan, list):
             self._place(plan)
         elif self._automatic is None:
-            self._place(by_parameters(list(self), min(len(self), len(self._devices))) if len(self) else [])
+            self._place(by_parameters(list(self), min(len(self), len(self._devices))))
         elif sample is not None:
             self._place(self._measured(sample))
 
@@ -181,8 +182,6 @@ class Pipe(nn.Module):
 
     def _measured(self, sample: Value) -> list[int]:
         number = min(len(self), len(self._devices))
-        if number < 1:
-            return []
         model = nn.Sequential(*self)
         device = self._devices[0]
         if self._automatic == "size":
@@ -247,8 +246,12 @@ class Pipe(nn.Module):
         if others:
             raise PipeTypeError("a Pipe takes one value: a tensor or a tuple of tensors. Call it as pipe((x, y)).")
         check_value(input, "the input")
-        if not len(self):
-            return input
+        # torch.compile leaves the batch alone, which threads compute. Where it is not loaded, this would load it.
+        disable: Any = torch.compiler.disable if "torch._dynamo" in sys.modules else None
+        output: Value = disable(self._run)(input) if disable else self._run(input)
+        return output
+
+    def _run(self, input: Value) -> Value:
         self._prepare(input)
         assert self._workers is not None
         assert self._randomness is not None

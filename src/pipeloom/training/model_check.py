@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -195,7 +196,7 @@ def _joined(outputs: Sequence[Value], shares: Sequence[float]) -> Value:
 
     None: numbers of Python in it differ between micro-batches, so it is not known.
     """
-    layouts, tensors = zip(*map(flatten, outputs), strict=True)
+    layouts, tensors = zip(*map(partial(flatten, repeated=True), outputs), strict=True)
     if any(layout.structure != layouts[0].structure for layout in layouts):
         return None
     columns = [list(column) for column in zip(*tensors, strict=True)]

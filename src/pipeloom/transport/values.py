@@ -5,9 +5,9 @@ structure may change from one micro-batch to the next. On the wire the layout is
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from pipeloom.errors import InputError, listed
 
 Value = Any  # Tensor | tuple | list | dict[str | int, Value] | int | float | bool | str | None
 _TENSOR = "t"  # the structure of a single tensor, by far the most frequent value
+_SAME = "same"  # begins the structure of a tensor that came before in the value; its position follows
 _NESTED = (tuple, list, dict)
 _ALIGNMENT_BYTES = 64
 
@@ -28,7 +29,7 @@ class Layout:
     """Structure, shapes and dtypes of a value.
 
     Attributes:
-        structure: JSON of the nesting (see `_strip`), with ``"t"`` where a tensor stands.
+        structure: JSON of the nesting (see `_strip`), with ``"t"`` where a tensor stands for the first time.
         specs: shape, dtype and "wants a gradient" of each tensor, in order of traversal.
         header: the same as bytes, for the wire.
         offsets: where each tensor starts in a message's payload, aligned to 64 bytes.
@@ -69,11 +70,12 @@ def layout_of_some(layout: Layout, chosen: bytes) -> tuple[Layout, Layout]:
     return one, other
 
 
-def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[Tensor]]:
+def flatten(value: Value, what: str = "a stage returned", *, repeated: bool = False) -> tuple[Layout, list[Tensor]]:
     """Split a value into its layout and its tensors; the inverse of `unflatten`.
 
-    `unflatten` makes a plain tuple, list or dict of an instance of a subclass, except of PackedSequence. `what` begins
-    an error.
+    A tensor that occurs several times is listed once, and `unflatten` puts one tensor in all its places: a change in
+    place is seen in all of them. `repeated` lists it each time. `unflatten` makes a plain tuple, list or dict of an
+    instance of a subclass, except of PackedSequence. `what` begins an error.
 
     Raises:
         InputError: the value holds something other than dense tensors, constants, tuples, lists and dicts.
@@ -82,30 +84,34 @@ def flatten(value: Value, what: str = "a stage returned") -> tuple[Layout, list[
         return _layout(_TENSOR, ((value.shape, value.dtype, value.requires_grad),)), [value]
     tensors: list[Tensor] = []
     try:
-        structure = _encoded(_strip(value, tensors, what))
+        structure = _encoded(_strip(value, tensors, None if repeated else {}, what))
     except RecursionError:
         raise InputError(f"{what} a value that contains itself. Take it out.") from None
     return _layout(structure, tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
 
 
 def tensors_in(value: Value) -> list[Tensor]:
-    """The tensors of a value, in the order of `flatten`."""
+    """The tensors of a value, in the order of `flatten`: each once."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    found: dict[int, Tensor] = {}
+    _collect(value, found)
+    return list(found.values())
+
+
+def _collect(value: Value, found: dict[int, Tensor]) -> None:
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, _NESTED) else ():
         if isinstance(item, Tensor):
-            found.append(item)
+            found.setdefault(id(item), item)
         elif isinstance(item, _NESTED):
-            found += tensors_in(item)
-    return found
+            _collect(item, found)
 
 
 def unflatten(layout: Layout, tensors: Sequence[Tensor]) -> Value:
     """The value with this layout and these tensors."""
     if layout.structure == _TENSOR:
         return tensors[0]
-    return _fill(_decoded(layout.structure), iter(tensors))
+    return _fill(_decoded(layout.structure), tensors, iter(tensors))
 
 
 def with_form(value: Value, like: Value) -> Value:
@@ -117,7 +123,7 @@ def with_form(value: Value, like: Value) -> Value:
 
 
 def copied(value: Value) -> Value:
-    """The value with a copy of each of its tensors."""
+    """The value with a copy of each of its tensors; a tensor that occurs several times still does."""
     layout, tensors = flatten(value)
     return unflatten(layout, [tensor.clone() for tensor in tensors])
 
@@ -126,21 +132,26 @@ _encoded = lru_cache(maxsize=4096)(json.dumps)  # a structure of `_strip`
 _decoded = lru_cache(maxsize=4096)(json.loads)
 
 
-def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
-    """The nesting as tuples, which are hashable; constants carry their type, since 1, 1.0 and True are equal."""
+def _strip(value: Value, tensors: list[Tensor], places: dict[int, int] | None, what: str) -> Any:
+    """The nesting as tuples, which are hashable; constants carry their type, since 1, 1.0 and True are equal.
+
+    Fills `tensors`, and `places` with the position in it by id of a tensor; None: each occurrence counts.
+    """
     kind = type(value).__name__
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not value.is_nested:
+            if places is not None and places.setdefault(id(value), len(tensors)) < len(tensors):
+                return _SAME, places[id(value)]
             tensors.append(value)
             return _TENSOR
         kind = "nested tensor" if value.is_nested else f"{value.layout} tensor"
     elif isinstance(value, tuple | list):  # a subclass would have to be imported by name on the other side
-        items = tuple([_strip(item, tensors, what) for item in value])
+        items = tuple([_strip(item, tensors, places, what) for item in value])
         if isinstance(value, PackedSequence):
             return "packed", items
         return "tuple" if isinstance(value, tuple) else "list", items
     elif isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
-        pairs = [(type(key).__name__, key, _strip(item, tensors, what)) for key, item in value.items()]
+        pairs = [(type(key).__name__, key, _strip(item, tensors, places, what)) for key, item in value.items()]
         return "dict", tuple(pairs)
     elif isinstance(value, float):  # as text, for 0.0 and -0.0 are equal
         return "float", repr(float(value))
@@ -162,17 +173,19 @@ def _strip(value: Value, tensors: list[Tensor], what: str) -> Any:
     )
 
 
-def _fill(structure: Any, tensors: Any) -> Value:
+def _fill(structure: Any, tensors: Sequence[Tensor], coming: Iterator[Tensor]) -> Value:
     if structure == _TENSOR:
-        return next(tensors)
+        return next(coming)
     kind, *content = structure
+    if kind == _SAME:
+        return tensors[content[0]]
     if kind == "constant":
         return content[-1]
     if kind == "float":
         return float(content[0])
     if kind == "dict":
-        return {key: _fill(item, tensors) for _, key, item in content[0]}
-    items = [_fill(item, tensors) for item in content[0]]
+        return {key: _fill(item, tensors, coming) for _, key, item in content[0]}
+    items = [_fill(item, tensors, coming) for item in content[0]]
     if kind == "packed":
         return PackedSequence(*items)
     return items if kind == "list" else tuple(items)
@@ -295,7 +308,7 @@ def join_batch(values: Sequence[Value]) -> Value:
     Raises:
         InputError: there are several, and they hold a PackedSequence.
     """
-    layouts, tensors = zip(*map(flatten, values), strict=True)
+    layouts, tensors = zip(*map(partial(flatten, repeated=True), values), strict=True)
     if len(values) > 1 and _holds_packed(layouts[0]):
         raise InputError(
             "the model returns a PackedSequence, which cannot be joined from micro-batches. Return padded tensors and "

@@ -11,6 +11,7 @@ comes last; in evaluation to the forward of the last slice.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -86,7 +87,7 @@ def cut_slice(value: Value, extent: Extent) -> Value:
 
 def join_slices(values: Sequence[Value]) -> Value:
     """Concatenate the outputs of slices along dimension 1; other tensors are those of the last slice."""
-    layouts, tensors = zip(*map(flatten, values), strict=True)
+    layouts, tensors = zip(*map(partial(flatten, repeated=True), values), strict=True)
     joined = [torch.cat(column, 1) if column[0].dim() > 1 else column[-1] for column in zip(*tensors, strict=True)]
     return with_form(unflatten(layouts[-1], joined), values[-1])
 

@@ -22,11 +22,29 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
+@contextmanager
+def naming_reentrant_checkpoints(place: str) -> Iterator[None]:
+    """Around a backward for chosen tensors, which torch's reentrant checkpoints do not support.
+
+    Raises:
+        RunError: the graph has one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise RunError(
+            f"{place} calls torch.utils.checkpoint with use_reentrant=True, which a Pipe does not support: its "
+            "backward computes the gradients of each partition on its own. Use use_reentrant=False."
+        ) from error
+
+
 def check_leaves(partition: Partition, roots: Sequence[Tensor], known: Sequence[Tensor | None]) -> None:
     """Check that the graph has no other leaves, whose gradients would be lost."""
     expected = {id(leaf) for leaf in known if leaf is not None}
     coming = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(coming)
+    seen = {*coming, *(tensor.grad_fn for tensor in known if tensor is not None and tensor.grad_fn is not None)}
     while coming:
         node = coming.pop()
         leaf = getattr(node, "variable", None)

@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from pipeloom.autograd.auxiliary_losses import Collected
+from pipeloom.autograd.overlaps import overlapping, share_storage
 from pipeloom.errors import PipeTypeError, RunError
 from pipeloom.pipe.calls.buffers import BufferCheck, kept_statistics
-from pipeloom.pipe.calls.devices import Receiver, mark
-from pipeloom.pipe.calls.local_graph import check_leaves, without_hooks
+from pipeloom.pipe.calls.devices import Mark, Receiver, mark
+from pipeloom.pipe.calls.local_graph import check_leaves, naming_reentrant_checkpoints, without_hooks
 from pipeloom.pipe.calls.modes import ThreadModes
 from pipeloom.pipe.calls.randomness import BatchRandomness, RandomState
 from pipeloom.pipe.calls.stage_values import InputGradients, Output, OutputGradients, Partition, Sent
+from pipeloom.pipe.calls.used_tensors import UsedTensors
 from pipeloom.pipe.micro_batches import Value, check_value, tensors_of
 from pipeloom.split.skippable import SkipKey, skip_values
 
@@ -56,20 +58,18 @@ class _PassOn(torch.autograd.Function):
         return gradient
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    try:
-        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # tensors without a storage of their own
-        return False
-
-
 class _Result:
-    """What the layers gave: their value, the skips to send, and the auxiliary losses that they declared."""
+    """What the layers gave: their value, the skips to send, and the auxiliary losses that they declared.
+
+    Attributes:
+        overlapping: inputs that have memory in common with other values between partitions.
+    """
 
     def __init__(self, value: Value, skips: dict[SkipKey, Tensor | None], found: Collected) -> None:
         self.value = value
         self.skips = skips
         self.found = found
+        self.overlapping: list[Tensor] = []
 
 
 class StageCall:
@@ -79,6 +79,7 @@ class StageCall:
         partition: the layers.
         microbatch: its position in the batch.
         parameters: those of the partition that require gradients.
+        used: what the partition's layers hold in this batch.
         recompute: whether the backward runs the forward again.
         modes: torch's modes of the user's thread.
         randomness: of the batch.
@@ -90,6 +91,7 @@ class StageCall:
         partition: Partition,
         microbatch: int,
         parameters: Sequence[Tensor],
+        used: UsedTensors,
         *,
         recompute: bool,
         modes: ThreadModes,
@@ -98,7 +100,7 @@ class StageCall:
     ) -> None:
         self._partition = partition
         self._microbatch = microbatch
-        self._parameters = list(parameters)
+        self._parameters, self._used = list(parameters), used
         self.recompute = recompute
         self._modes = modes
         self._randomness = randomness
@@ -122,7 +124,10 @@ class StageCall:
     ) -> Output:
         """Run the layers in the partition's thread."""
         present = [each for each in skips.values() if each is not None]
-        self._inputs = [each._replace(tensor=receiver.receive(each.tensor, each.ready)) for each in [*inputs, *present]]
+        arrived = {id(each.tensor): receiver.receive(each.tensor, each.ready) for each in [*inputs, *present]}
+        together = {id(each.tensor) for each in present}  # a value that is a skip too arrives as one tensor
+        inputs = [each._replace(overlaps=each.overlaps and id(each.tensor) not in together) for each in inputs]
+        self._inputs = [each._replace(tensor=arrived[id(each.tensor)]) for each in [*inputs, *present]]
         self._skips = {key: each is not None for key, each in skips.items()}
         self._atomic = atomic
         gradients = self._modes.gradients
@@ -136,24 +141,33 @@ class StageCall:
             self._keep_graph(result)
         ready = mark(device)
 
-        batch = [each.tensor for each in self._inputs] if not self._partition.index else []
-
-        def outgoing(tensor: Tensor) -> Sent:
-            can = tensor.is_floating_point() or tensor.is_complex()
-            found = tensor.detach()
-            if any(map(partial(_share_memory, tensor), batch)):
-                found = found.clone()  # later layers may change it in place: the user's batch stays
-            return Sent(found, can if self.recompute else tensor.requires_grad, ready)
-
+        tensors, skipping = self._outgoing(result, ready)
         if not self.recompute:
             self._inputs = []
         return Output(
-            [outgoing(tensor) for tensor in tensors_of(result.value)],
+            tensors,
             isinstance(result.value, Tensor),
-            {key: None if skip is None else outgoing(skip) for key, skip in result.skips.items()},
+            skipping,
             [loss._replace(value=loss.value.detach()) for loss in result.found.losses],
             result.found.observed,
         )
+
+    def _outgoing(self, result: _Result, ready: Mark) -> tuple[list[Sent], dict[SkipKey, Sent | None]]:
+        """The value and the skips, without graphs; a tensor that occurs several times stays one."""
+        batch = [each.tensor for each in self._inputs] if not self._partition.index else []
+        value, skips = tensors_of(result.value), [skip for skip in result.skips.values() if skip is not None]
+        skipped = {id(skip) for skip in skips}
+        made: dict[int, Sent] = {}
+        for tensor, overlaps in zip([*value, *skips], overlapping([*value, *skips]), strict=True):
+            if id(tensor) not in made:
+                can = tensor.is_floating_point() or tensor.is_complex()
+                found = tensor.detach()
+                if any(map(partial(share_storage, tensor), batch)):
+                    found = found.clone()  # later layers may change it in place: the user's batch stays
+                overlaps |= any(map(partial(share_storage, tensor), result.overlapping))
+                made[id(tensor)] = Sent(found, can if self.recompute else tensor.requires_grad, ready, overlaps)
+        tensors = [made[id(each)]._replace(overlaps=True) if id(each) in skipped else made[id(each)] for each in value]
+        return tensors, {key: None if skip is None else made[id(skip)] for key, skip in result.skips.items()}
 
     def recomputation(self) -> None:
         """Run the forward again, with a graph, in the partition's thread."""
@@ -162,7 +176,7 @@ class StageCall:
         try:
             with self._randomness.recomputation(self._state, self._partition.device):
                 tensors = self._tensors(gradients=True, copies=bool(self._partition.works_in_place))
-                with kept_statistics(self._partition.module):
+                with self._used.in_place(), kept_statistics(self._partition.module):
                     result = self._call(tensors, gradients=True)
         finally:
             _thread.recomputing = False
@@ -175,7 +189,8 @@ class StageCall:
         copies = (
             needed and partition.works_in_place is not False
         )  # the first time, a copy shows whether layers change it
-        watched = needed and not self._modes.inference  # where tensors have no versions
+        overlaps = [each.overlaps for each in self._inputs]
+        watched = (needed or any(overlaps)) and not self._modes.inference  # where tensors have no versions
         buffers = BufferCheck(partition.module) if self.recompute and not partition.buffers_checked else None
         _thread.checkpointing = self.recompute
         try:
@@ -187,8 +202,16 @@ class StageCall:
         if buffers is not None:
             buffers.check(partition.name)
             partition.buffers_checked = True
-        if watched:
-            changed = any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True))
+        differ = [tensor._version != version for tensor, version in zip(tensors, versions, strict=watched)]
+        if any(one and other for one, other in zip(differ, overlaps, strict=watched)):
+            raise RunError(
+                f"{partition.name} changes an input in place that has memory in common with another value between "
+                "partitions, such as a view of it, which would stay as it was. Copy the input before (x = x.clone()), "
+                "or put both layers into one partition."
+            )
+        result.overlapping = [tensor for tensor, other in zip(tensors, overlaps, strict=True) if other]
+        if watched and needed:
+            changed = any(differ)
             if changed and self.recompute and not copies:
                 raise RunError(
                     f"{partition.name} changes its input in place, which it did not do before: a recomputation would "
@@ -198,17 +221,23 @@ class StageCall:
         return result
 
     def _tensors(self, *, gradients: bool, copies: bool) -> list[Tensor]:
-        """The layers' inputs, with new leaves."""
+        """The layers' inputs, with new leaves: a tensor that occurs several times has one, in its first place."""
         self._leaves, tensors = [], []
+        made: dict[int, Tensor] = {}
         for each in self._inputs:
             tensor, leaf = each.tensor, None
+            if id(tensor) in made:
+                self._leaves.append(None)
+                tensors.append(made[id(tensor)])
+                continue
             if gradients and each.differentiable:
                 leaf = tensor = each.tensor.detach().requires_grad_()
                 if not copies:
                     tensor = _PassOn.apply(leaf)  # type: ignore[no-untyped-call]
             self._leaves.append(leaf)
             with torch.set_grad_enabled(gradients):
-                tensors.append(tensor.clone() if copies else tensor)
+                made[id(each.tensor)] = tensor.clone() if copies else tensor
+            tensors.append(made[id(each.tensor)])
         return tensors
 
     def _call(self, tensors: list[Tensor], *, gradients: bool) -> _Result:
@@ -270,7 +299,7 @@ class StageCall:
         found: list[Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
             roots, gradients = zip(*pairs, strict=True)
-            with without_hooks(self._parameters):
+            with without_hooks(self._parameters), naming_reentrant_checkpoints(self._partition.name):
                 found = list(
                     torch.autograd.grad(
                         roots, wanted, gradients, retain_graph=keep and not self.recompute, allow_unused=True

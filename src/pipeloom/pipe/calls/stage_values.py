@@ -18,11 +18,13 @@ class Sent(NamedTuple):
         tensor: without a graph.
         differentiable: whether a gradient comes back.
         ready: when it is complete on its device.
+        overlaps: whether a change of it in place would change another value that goes between partitions.
     """
 
     tensor: Tensor
     differentiable: bool
     ready: Mark
+    overlaps: bool = False
 
 
 class Partition:

@@ -1,0 +1,161 @@
+"""A tensor that occurs several times in a value arrives as one; a change in place of a view of another is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipeloom as pl
+from pipeloom.autograd.overlaps import overlapping
+from pipeloom.errors import RunError
+from pipeloom.pipe import pop, skippable, stash
+from pipeloom.transport.values import decode, flatten, tensors_in, unflatten
+from tests.cpu.pipe_models import CPU2
+
+F64 = torch.float64
+CHECKPOINT = ["never", "always", "except_last"]
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+def doubled_sum(value: tuple[Tensor, ...]) -> Tensor:
+    first, *_, last = value
+    first.mul_(2)
+    return first + last.reshape(first.shape)
+
+
+def make(pair: Callable[[Tensor], tuple[Tensor, ...]], width: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    found = nn.Sequential(nn.Linear(6, 6), Apply(pair), nn.Identity(), Apply(doubled_sum), nn.Linear(width, 3))
+    return found.to(F64)
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    return torch.linspace(-1, 1, 48, dtype=F64).view(8, 6), torch.ones(8, 3, dtype=F64)
+
+
+def run(model: nn.Module, *modules: nn.Module) -> list[Tensor]:
+    x, y = make_batch()
+    x.requires_grad_()
+    for _ in range(2):  # the second run knows whether layers work in place
+        model.zero_grad()
+        x.grad = None
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+    return [loss.detach(), x.grad, *(parameter.grad for each in modules or (model,) for parameter in each.parameters())]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+@pytest.mark.parametrize("balance", [[2, 3], [2, 1, 2], [3, 2]])
+def test_a_pipe_passes_on_one_tensor(checkpoint: str, balance: list[int]) -> None:
+    model = make(lambda x: (x, x.tanh(), x))
+    pipe = pl.Pipe(copy.deepcopy(model), balance, chunks=2, devices=["cpu"] * len(balance), checkpoint=checkpoint)
+    torch.testing.assert_close(run(pipe), run(model), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_the_batch_and_the_output_of_a_pipe_repeat_a_tensor(checkpoint: str) -> None:
+    model = nn.Sequential(Apply(lambda pair: (pair[0].mul_(2), pair[1])), Apply(lambda pair: (pair[0], pair[1] + 0)))
+    x = make_batch()[0].requires_grad_()
+    pipe = pl.Pipe(model, [1, 1], chunks=2, devices=CPU2, checkpoint=checkpoint)
+    one, two = pipe((x, x))
+    assert torch.equal(one, 2 * x)
+    assert torch.equal(two, 2 * x)
+    (one + 2 * two).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 6))
+    again = pl.Pipe(nn.Sequential(nn.Tanh(), Apply(lambda x: (x, x))), [1, 1], chunks=2, devices=CPU2)(x)
+    assert again[0] is again[1]
+    x.grad = None
+    (again[0] + 3 * again[1]).sum().backward()
+    torch.testing.assert_close(x.grad, 4 * (1 - x.tanh() ** 2), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+@pytest.mark.parametrize("balance", [[2, 3], [2, 1, 2]])
+def test_a_pipe_refuses_changes_of_memory_that_is_also_elsewhere(checkpoint: str, balance: list[int]) -> None:
+    devices = ["cpu"] * len(balance)
+    pipe = pl.Pipe(make(lambda x: (x, x.view(-1))), balance, chunks=2, devices=devices, checkpoint=checkpoint)
+    with pytest.raises(RunError, match="changes an input in place that has memory in common with another value"):
+        pipe(make_batch()[0])
+    model = make(lambda x: (x[:, :3], x[:, 3:]), width=3)  # different elements
+    pipe = pl.Pipe(copy.deepcopy(model), balance, chunks=2, devices=devices, checkpoint=checkpoint)
+    torch.testing.assert_close(run(pipe), run(model), rtol=1e-12, atol=1e-15)
+
+
+@skippable(stash=["x"])
+class Begin(nn.Module):
+    def forward(self, x):
+        yield stash("x", x)
+        return x
+
+
+@skippable(pop=["x"])
+class End(nn.Module):
+    def forward(self, x):
+        skip = yield pop("x")
+        return x.mul_(2) + skip
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_a_skip_of_a_pipe_that_is_the_value_too(checkpoint: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Begin(), End(), nn.Linear(6, 3)).to(F64)
+    pipe = pl.Pipe(copy.deepcopy(model), [2, 2], chunks=2, devices=CPU2, checkpoint=checkpoint)
+    torch.testing.assert_close(run(pipe), run(model), rtol=1e-12, atol=1e-15)
+    model.insert(2, nn.ReLU(inplace=True))
+    pipe = pl.Pipe(model, [2, 1, 2], chunks=2, devices=["cpu"] * 3, checkpoint=checkpoint)
+    with pytest.raises(RunError, match="changes an input in place that has memory in common with another value"):
+        pipe(make_batch()[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "recompute"),
+    [("1f1b", "loopback", "none"), ("1f1b", "loopback", "full"), ("zb-h1", "threads", "none")],
+)
+def test_a_pipeline_passes_on_one_tensor(name: str, transport: str, recompute: str) -> None:
+    model = make(lambda x: (x, x.tanh(), x))
+    model[3].inplace = True  # for recomputation: the block works in place
+    loss, _, *expected = run(model)
+    schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(
+        copy.deepcopy(model), schedule, loss_fn=F.mse_loss, cut=[2, 3], transport=transport, recompute=recompute
+    ) as pipe:
+        for _ in range(2):
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            found = pipe.step(*make_batch())
+            torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close([p.grad for p in pipe.parameters()], expected, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(pipe.forward(make_batch()[0]), model(make_batch()[0]), rtol=1e-12, atol=1e-15)
+
+
+def test_a_message_holds_a_repeated_tensor_once() -> None:
+    x, y = torch.ones(3), torch.zeros(2, dtype=torch.int64)
+    value = {"a": x, "b": [y, (x, 1.5)], "c": y}
+    layout, tensors = flatten(value)
+    assert [id(each) for each in tensors] == [id(x), id(y)] == [id(each) for each in tensors_in(value)]
+    found = unflatten(decode(layout.header), [each.clone() for each in tensors])
+    assert found["a"] is found["b"][1][0]
+    assert found["c"] is found["b"][0]
+    assert found["b"][1][1] == 1.5
+    assert len(flatten(value, repeated=True)[1]) == 4
+
+
+def test_overlapping_tensors_have_an_element_in_common() -> None:
+    x = torch.zeros(4, 6)
+    assert overlapping([x, x, x + 1]) == [False] * 3
+    assert overlapping([x, x[1:], x.clone(), x.t()]) == [True, True, False, True]
+    assert overlapping([x[:, ::2], x[:, 1::2], x[:0]]) == [False] * 3
+    assert overlapping([x[:, ::2], x[1:2, 2:3].expand(5, 5)]) == [True, True]
