@@ -33,11 +33,11 @@ def install_hooks(model: nn.Module) -> None:
 
     Copies of a model's containers would install them again.
     """
-    try:
-        from transformers import PreTrainedModel
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ImportError:
-        return
+    if "transformers.modeling_utils" not in sys.modules:
+        return  # no part of the model is of transformers, whose import takes seconds
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
     for module in [part for part in model.modules() if isinstance(part, PreTrainedModel)]:
         if any(getattr(part, INSTALLED, False) for part in module.modules()):
             # A forward of a model inside has installed them; twice would collect twice.
