@@ -283,6 +283,20 @@ def test_what_a_trace_does_not_hold_for() -> None:
             pipe.forward((torch.randn(4, 8, 4), 2.0))  # refused before anything ran
 
 
+def test_a_trace_that_holds_for_larger_micro_batches_alone() -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x + y if x.shape[0] > 2 else x - y)
+
+    stages = split(Counts(4, 4), 1, example=(torch.randn(5, 4), torch.randn(5, 4)))
+    with pl.Pipeline(stages, pl.schedules.build("1f1b", num_ranks=1, num_microbatches=2)) as pipe:
+        pipe.forward((torch.ones(6, 4), torch.ones(6, 4)))
+        with pytest.raises(
+            InputError, match=r"a micro-batch has 2 samples, .* example has 5, .*> 2.* least 3 samples, or"
+        ):
+            pipe.forward((torch.ones(4, 4), torch.ones(4, 4)))
+
+
 def test_an_example_that_the_model_does_not_take() -> None:
     """It is no error of the line at which the model fails."""
     with pytest.raises(SplitError, match=r"example=.*: the forward of Small raises .* Pass inputs that the model"):

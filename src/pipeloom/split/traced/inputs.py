@@ -166,25 +166,30 @@ class InputRules:
 
     def fixed_batch(self) -> str | None:
         """A condition that fails for every other batch size than the example's; None: there is none."""
-        args, kwargs = self.signature.example
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        size = max(2, leaves[0].shape[0])
-        broken = []
-        for other in (size + 1, size + 2, 2 * size + 3):
-
-            def resized(leaf: Any, other: int = other) -> Any:
-                return leaf.new_empty((other, *leaf.shape[1:]), device="meta") if isinstance(leaf, Tensor) else leaf
-
-            broken.append(self._broken(tree_map(resized, (args, kwargs))))
+        size = self._traced_samples()
+        broken = [self._broken(_resized(self.signature.example, n)) for n in (size + 1, size + 2, 2 * size + 3)]
         return broken[0] if all(broken) else None
+
+    def _traced_samples(self) -> int:
+        """The number of samples of the trace, which is 2 for an example of one."""
+        return max(2, _num_samples(self.signature.example))
 
     def _check_guards(self, value: Any) -> None:
         text = self._broken(value)
-        if text is not None:
+        if text is None:
+            return
+        seen, traced = _num_samples(value), self._traced_samples()
+        enough = next((n for n in range(seen, traced + 1) if self._broken(_resized(value, n)) is None), seen)
+        if enough > seen:
             raise InputError(
-                f"inputs do not fulfil {text}: the traced example does, and the model may compute something else "
-                "where it does not hold. Pass inputs of such sizes, or trace an example of these."
+                f"a micro-batch has {seen} sample{'s' * (seen != 1)}, and the traced example has {traced}, for which "
+                f"{text}: the model may compute something else where this does not hold. Use micro-batches of at least "
+                f"{enough} samples, or name the model's layers with layers= in place of example=."
             )
+        raise InputError(
+            f"inputs do not fulfil {text}: the traced example does, and the model may compute something else "
+            "where it does not hold. Pass inputs of such sizes, or trace an example of these."
+        )
 
     def _broken(self, value: Any) -> str | None:
         """The first condition that a batch breaks."""
@@ -197,3 +202,17 @@ class InputRules:
             if not held:
                 return text
         return None
+
+
+def _num_samples(value: Any) -> int:
+    """The samples of a batch that was traced: the size of its first tensor along dimension 0."""
+    return next(leaf.shape[0] for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _resized(value: Any, num_samples: int) -> Any:
+    """A batch of the same sizes but another number of samples, without values."""
+
+    def resized(leaf: Any) -> Any:
+        return leaf.new_empty((num_samples, *leaf.shape[1:]), device="meta") if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(resized, value)
