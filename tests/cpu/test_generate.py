@@ -239,6 +239,11 @@ def test_layers_that_attend_in_their_own_way_run_whole_sequences() -> None:
         ({"streamer": print}, "'streamer', which pipelines do not support"),
         ({"attention_mask": torch.ones(2, 2)}, r"attention_mask is \[2, 2\]: must have the shape \[5, 7\]"),
         ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "must be an integer tensor"),
+        (
+            {"input_ids": torch.tensor([[1, 2], [3, 4096]])},
+            "input_ids has 4096: token ids of LlamaForCausalLM are from 0",
+        ),
+        ({"input_ids": torch.tensor([[1, -100]])}, "input_ids has -100: token ids"),
         ({"input_ids": None}, "inputs=None: the rank with the first stage"),
     ],
 )

@@ -171,6 +171,7 @@ def _prepared(model: Any, prompt: Mapping[str, Any], settings: Mapping[str, Any]
     wrong = next((name for name in _UNSUPPORTED_ARGUMENTS if settings.get(name) is not None), None)
     if wrong is not None:
         raise InputError(f"generate got {wrong!r}, which pipelines do not support. Remove it.")
+    _check_ids(model, prompt)
     try:
         found: SimpleNamespace = model.generate(**prompt, **settings, custom_generate=capture)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -184,6 +185,20 @@ def _prepared(model: Any, prompt: Mapping[str, Any], settings: Mapping[str, Any]
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"generate of {type(model).__name__}: encoder-decoder models are not supported.")
     return found
+
+
+def _check_ids(model: Any, prompt: Mapping[str, Any]) -> None:
+    """Raises InputError for ids that the embedding has no row for. Prompts with images may mark their places so."""
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding) or prompt.keys() - {"input_ids", "attention_mask"}:
+        return
+    ids, size = prompt["input_ids"], embedding.num_embeddings
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if wrong.numel():
+        raise InputError(
+            f"input_ids has {int(wrong[0])}: token ids of {type(model).__name__} are from 0 to {size - 1}. Use its own "
+            "tokenizer, and pad with one of its tokens."
+        )
 
 
 def _fits_stages(cache: Any, num_blocks: int) -> bool:
