@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from resnet import resnet50
+from resnet import DOWNSAMPLING, resnet50
 
 import pipeloom as pl
 from pipeloom.report.chart_picture import chart_picture
@@ -164,6 +164,27 @@ def compare(options: argparse.Namespace, of_pipeline: dict[str, Tensor]) -> None
     print(f"{'pipeline':<10}{'':<12}{off(of_pipeline):.1e}")
 
 
+def sizes(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def fault(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options, or None."""
+    if len(options.devices) != 2:
+        return f"--devices {','.join(options.devices)}: must name two devices."
+    for split in options.splits:
+        if not 1 <= split <= options.batch:
+            return f"--splits {split}: must be from 1 to the samples of a batch, {options.batch}."
+        smallest = options.batch % split or split
+        if smallest == 1 and options.image <= DOWNSAMPLING:
+            return (
+                f"--splits {split}: leaves a split of one sample, of which --image {options.image} leaves one value "
+                "per channel in the last layers, and BatchNorm needs two. "
+                f"Use --image {DOWNSAMPLING + 1} or more, or other splits."
+            )
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="ResNet-50 on two devices in four ways.")
     parser.add_argument("--devices", type=lambda text: text.split(","), default=["cpu", "cpu"])
@@ -172,7 +193,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="channels behind the stem")
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--cut", type=int, default=8, help="layers on the first device")
-    parser.add_argument("--splits", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2, 4, 8])
+    parser.add_argument("--splits", type=sizes, default=[1, 2, 4, 8], help="samples per split, one run each")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="of all devices on the CPU together"
@@ -180,6 +201,8 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, default=Path("resnet50.svg"))
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if (wrong := fault(options)) is not None:
+        parser.error(wrong)
     if "RANK" in os.environ:
         pipeline(options)
         return

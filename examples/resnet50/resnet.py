@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 BLOCKS = (3, 4, 6, 3)  # bottlenecks per group
+DOWNSAMPLING = 32  # pixels of an image per pixel of the last layers
 EXPANSION = 4  # channels of a group, per channel of its 3x3 convolutions
 
 

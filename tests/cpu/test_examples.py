@@ -225,6 +225,9 @@ def test_resnet50_in_four_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert [name for name, _, _ in rows] == ["naive", "loop", "pipe", "pipeline"]
     assert all(float(number) <= 1e-12 for _, *numbers in rows for number in numbers if number)
     assert (tmp_path / "curve.svg").read_text().count("<circle") == 8
+    with pytest.raises(SystemExit):
+        _here(script, ["--batch", "5", "--splits", "2", "--image", "32"], capsys)
+    assert "--splits 2: leaves a split of one sample" in capsys.readouterr().err
 
 
 def test_the_readme_example_runs_as_printed(tmp_path: Path, capsys: Capture) -> None:
