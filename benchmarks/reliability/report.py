@@ -40,7 +40,7 @@ def _row(name: str, runs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     return (
         name,
         str(len(runs)),
-        _counted(run["told_by"] or "nobody" for run in runs),
+        _counted(run["told_by"] or "none" for run in runs),
         _seconds(run["told_seconds"] for run in runs),
         "" if runs[0]["kind"] in ("preempt", "agent-kill") else _seconds(run["named_seconds"] for run in runs),
         _ended(runs),

@@ -132,7 +132,7 @@ def test_runs_of_a_fault_become_one_row_per_system():
     assert heading == "### A bit of the newest checkpoint is flipped"
     cells = "pipeloom,1,pipeloom,1.0 s,1.0 s,-,by itself,4.0 s,9,bitwise,nothing"
     assert found.rows[0] == tuple(cells.split(","))
-    assert found.rows[1] == ("torchrun, pipeloom", "2", "nobody", "-", "-", "not in 5 s", "by itself", "4.0-5.0 s", "9",
+    assert found.rows[1] == ("torchrun, pipeloom", "2", "none", "-", "-", "not in 5 s", "by itself", "4.0-5.0 s", "9",
                              "bitwise (1), silently different (1)", "nothing (1), 1 process (1)")  # fmt: skip
 
 

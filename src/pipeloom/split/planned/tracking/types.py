@@ -8,6 +8,7 @@ import ast
 import linecache
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,6 +21,8 @@ from torch import nn
 _SIMPLE = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.UnaryOp, ast.USub, ast.expr_context)
 _OURS = os.path.dirname(__file__).removesuffix(os.path.join("split", "planned", "tracking"))
 _OTHERS = (os.path.dirname(torch.__file__), _OURS)
+
+_parsing = threading.Lock()  # Python 3.11 may raise SystemError where two threads parse at once
 
 
 class TypeWatch:
@@ -84,8 +87,10 @@ def _asked(path: str) -> tuple[tuple[int, str, CodeType], ...]:
     """Where a file asks for the type of what: the line, the expression, and the same compiled."""
     calls = _Calls()
     try:
-        calls.visit(ast.parse("".join(linecache.getlines(path))))
+        with _parsing:
+            parsed = ast.parse("".join(linecache.getlines(path)))
     except SyntaxError:
         return ()
+    calls.visit(parsed)
     arguments = [(call.lineno, call.args[0]) for call in calls.found]
     return tuple((line, ast.unparse(a), compile(ast.Expression(a), path, "eval")) for line, a in arguments)
