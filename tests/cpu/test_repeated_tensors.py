@@ -15,7 +15,7 @@ import pipeloom as pl
 from pipeloom.autograd.overlaps import overlapping
 from pipeloom.errors import RunError
 from pipeloom.pipe import pop, skippable, stash
-from pipeloom.transport.values import decode, flatten, tensors_in, unflatten
+from pipeloom.transport.values import decode, flatten, tensors_in, unflatten, with_overlapping
 from tests.cpu.pipe_models import CPU2
 
 F64 = torch.float64
@@ -141,6 +141,22 @@ def test_a_pipeline_passes_on_one_tensor(name: str, transport: str, recompute: s
         torch.testing.assert_close(pipe.forward(make_batch()[0]), model(make_batch()[0]), rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("transport", ["loopback", "threads"])
+def test_a_pipeline_refuses_changes_of_memory_that_is_also_elsewhere(transport: str) -> None:
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    cases = ((lambda x: (x, x.view(-1)), 6), (lambda x: (x[:, :3], x[:, 3:]), 3), (lambda x: (x, x.view(-1)), 6))
+    for number, (pair, width) in enumerate(cases):
+        model = make(pair, width=width)
+        if number == 2:
+            model[3].inplace = True  # known before
+        with pl.Pipeline(copy.deepcopy(model), schedule, loss_fn=F.mse_loss, cut=[2, 3], transport=transport) as pipe:
+            if number == 1:  # different elements
+                torch.testing.assert_close(pipe.step(*make_batch()), run(model)[0], rtol=1e-12, atol=0)
+                continue
+            with pytest.raises(RunError, match="changes an input in place that has memory in common with another"):
+                pipe.step(*make_batch())
+
+
 def test_a_message_holds_a_repeated_tensor_once() -> None:
     x, y = torch.ones(3), torch.zeros(2, dtype=torch.int64)
     value = {"a": x, "b": [y, (x, 1.5)], "c": y}
@@ -151,6 +167,10 @@ def test_a_message_holds_a_repeated_tensor_once() -> None:
     assert found["c"] is found["b"][0]
     assert found["b"][1][1] == 1.5
     assert len(flatten(value, repeated=True)[1]) == 4
+    marked = decode(with_overlapping(layout, [1]).header)
+    assert (marked.overlapping, layout.overlapping, marked.specs) == ((1,), (), layout.specs)
+    again = unflatten(marked, tensors)
+    assert again["b"][0] is again["c"] is y
 
 
 def test_overlapping_tensors_have_an_element_in_common() -> None:

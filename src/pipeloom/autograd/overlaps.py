@@ -11,15 +11,22 @@ _MAX_WORK = 1000  # steps of the search for a common element
 
 def share_storage(one: Tensor, other: Tensor) -> bool:
     """Whether both tensors are parts of the same memory, which they may use different elements of."""
+    found = _storage_of(one)
+    return found != 0 and found == _storage_of(other)
+
+
+def _storage_of(tensor: Tensor) -> int:
     try:
-        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
-    except (NotImplementedError, RuntimeError):  # tensors without a storage of their own
-        return False
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage of its own
+        return 0
 
 
 def overlapping(tensors: Sequence[Tensor]) -> list[bool]:
     """For each tensor, whether a change of it in place may change another one; the same tensor twice does not count."""
     found = [False] * len(tensors)
+    if len(tensors) < 2 or len({_storage_of(tensor) for tensor in tensors}) == len(tensors):
+        return found
     for index, one in enumerate(tensors):
         for position, other in enumerate(tensors[:index]):
             if one is not other and share_storage(one, other) and _have_common_element(one, other):

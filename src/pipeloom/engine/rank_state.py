@@ -126,7 +126,7 @@ class RankState:
     """
 
     wiring: RankWiring
-    arrived: dict[Key, tuple[Value, list[Tensor]]] = field(default_factory=dict)
+    arrived: dict[Key, tuple[Value, list[Tensor], tuple[int, ...]]] = field(default_factory=dict)
     saved: dict[Key, tuple[list[Tensor], list[Root]] | WeightGradients | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor | None]] = field(default_factory=dict)
     departing: dict[Action, tuple[Layout, list[Tensor]]] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from pipeloom.errors import InputError, listed
 
 Value = Any  # Tensor | tuple | list | dict[str | int, Value] | int | float | bool | str | None
 _TENSOR = "t"  # the structure of a single tensor, by far the most frequent value
+_OVERLAPS = "overlaps"  # begins a structure with `Layout.overlapping`; these positions and the structure follow
 _SAME = "same"  # begins the structure of a tensor that came before in the value; its position follows
 _NESTED = (tuple, list, dict)
 _ALIGNMENT_BYTES = 64
@@ -34,6 +35,7 @@ class Layout:
         header: the same as bytes, for the wire.
         offsets: where each tensor starts in a message's payload, aligned to 64 bytes.
         num_bytes: the length of the payload.
+        overlapping: positions of tensors that had memory in common with others where they were sent.
     """
 
     structure: str
@@ -41,6 +43,7 @@ class Layout:
     header: bytes
     offsets: tuple[int, ...]
     num_bytes: int
+    overlapping: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -51,7 +54,8 @@ def _layout(structure: str, specs: tuple[tuple[torch.Size, torch.dtype, bool], .
         end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     tensors = [[list(shape), str(dtype).removeprefix("torch."), wants] for shape, dtype, wants in specs]
     header = json.dumps([structure, tensors], separators=(",", ":")).encode()
-    return Layout(structure, specs, header, tuple(offsets), end)
+    overlapping = tuple(json.loads(structure)[1]) if structure.startswith(f'["{_OVERLAPS}"') else ()
+    return Layout(structure, specs, header, tuple(offsets), end, overlapping)
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +92,11 @@ def flatten(value: Value, what: str = "a stage returned", *, repeated: bool = Fa
     except RecursionError:
         raise InputError(f"{what} a value that contains itself. Take it out.") from None
     return _layout(structure, tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)), tensors
+
+
+def with_overlapping(layout: Layout, positions: Sequence[int]) -> Layout:
+    """The layout with these positions as `Layout.overlapping`."""
+    return _layout(json.dumps([_OVERLAPS, list(positions), _decoded(layout.structure)]), layout.specs)
 
 
 def tensors_in(value: Value) -> list[Tensor]:
@@ -179,6 +188,8 @@ def _fill(structure: Any, tensors: Sequence[Tensor], coming: Iterator[Tensor]) -
     kind, *content = structure
     if kind == _SAME:
         return tensors[content[0]]
+    if kind == _OVERLAPS:
+        return _fill(content[1], tensors, coming)
     if kind == "constant":
         return content[-1]
     if kind == "float":

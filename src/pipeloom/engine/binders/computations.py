@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from pipeloom.autograd.loss_metrics import separate
+from pipeloom.autograd.overlaps import overlapping
 from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, root_of, run_backward
 from pipeloom.engine.batch import Extent
 from pipeloom.engine.binders.auxiliary import add_declared, keep_declared, keep_metrics
@@ -20,7 +21,7 @@ from pipeloom.engine.binders.skips import bind_skip_gradients, bind_skip_values
 from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import RunError, one_line
 from pipeloom.ir import Action, Op, Program
-from pipeloom.transport.values import Layout, Value, flatten, unflatten
+from pipeloom.transport.values import Layout, Value, flatten, unflatten, with_overlapping
 
 _NOT_WATCHED = nullcontext()
 
@@ -47,8 +48,8 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     inputs = StageInputs(wiring, stage, training=training)
 
     def forward() -> None:
-        value, leaves = (state.batch.inputs[microbatch], []) if first else arrived.pop(key)
-        value = inputs.take(value)
+        value, leaves, shared = (state.batch.inputs[microbatch], [], ()) if first else arrived.pop(key)
+        value = inputs.take(value, shared)
         if skips is not None:
             leaves = skips.take(leaves)
         targets = state.batch.targets if last else None
@@ -154,6 +155,8 @@ def _bind_output(state: RankState, action: Action, program: Program) -> Callable
 
     def deliver(output: Value, _: Value) -> list[Root]:
         layout, tensors = flatten(output)
+        if len(tensors) > 1 and any(overlaps := overlapping(tensors)):
+            layout = with_overlapping(layout, [index for index, one in enumerate(overlaps) if one])
         detached, roots = [], []
         for tensor in tensors:
             detached.append(tensor.detach())
@@ -170,17 +173,20 @@ def _bind_output(state: RankState, action: Action, program: Program) -> Callable
 
 def bind_entry(
     state: RankState, stage: int, training: bool
-) -> Callable[[Layout, list[Tensor]], tuple[Value, list[Tensor]]]:
-    """The function that makes a stage's input: tensors that require a gradient become leaves of a new graph."""
+) -> Callable[[Layout, list[Tensor]], tuple[Value, list[Tensor], tuple[int, ...]]]:
+    """The function that makes a stage's input: tensors that require a gradient become leaves of a new graph.
+
+    It returns the value, its leaves, and `Layout.overlapping`.
+    """
     copies_input = state.wiring.copies_input
 
-    def enter(layout: Layout, tensors: list[Tensor]) -> tuple[Value, list[Tensor]]:
+    def enter(layout: Layout, tensors: list[Tensor]) -> tuple[Value, list[Tensor], tuple[int, ...]]:
         if not training:
-            return unflatten(layout, tensors), []
+            return unflatten(layout, tensors), [], layout.overlapping
         leaves = [t.requires_grad_() for t, (_, _, wants) in zip(tensors, layout.specs, strict=True) if wants]
         if copies_input[stage]:
             tensors = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
-        return unflatten(layout, tensors), leaves
+        return unflatten(layout, tensors), leaves, layout.overlapping
 
     return enter
 

@@ -6,13 +6,14 @@ if so, it gets copies in all later runs too.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import Collected
 from pipeloom.engine.rank_state import RankWiring
+from pipeloom.errors import RunError
 from pipeloom.transport.values import Value, copied, flatten, tensors_in, unflatten
 
 
@@ -30,9 +31,10 @@ class StageInputs:
         self._module = wiring.stages[stage]
         self._known, self._key = wiring.runs_known, (stage, training)
         self._given: list[tuple[Tensor, int]] = []  # tensors and their versions
+        self._overlapping: Sequence[int] = ()
 
-    def take(self, value: Value) -> Value:
-        """The value for a run that begins."""
+    def take(self, value: Value, overlapping: Sequence[int] = ()) -> Value:
+        """The value for a run that begins; `overlapping` tensors of it must not be changed (`Layout.overlapping`)."""
         tensors = tensors_in(value)
         if self._key not in self._known or self._copies[self._stage]:  # what later stages train is copied on arrival
             tensors = [t if t.requires_grad and self._stage else t.clone() for t in tensors]
@@ -40,8 +42,17 @@ class StageInputs:
         elif torch.is_grad_enabled() and any(t.is_inference() for t in tensors):  # no graph can hold them
             tensors = [t.clone() for t in tensors]
             value = unflatten(flatten(value)[0], tensors)
-        self._given = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._overlapping = overlapping
+        self._note(tensors)
         return value
+
+    def _note(self, tensors: list[Tensor]) -> None:
+        self._given = [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+    def _changed(self) -> list[int]:
+        """Positions of the tensors that the stage changed in place."""
+        pairs = enumerate(self._given)
+        return [index for index, (tensor, version) in pairs if version != -1 and tensor._version != version]
 
     def run(self, module: Callable[[Value], Value], value: Value, leaves: list[Tensor]) -> tuple[Value, Collected]:
         """The output of `module` for what `take` returned, and what it declared."""
@@ -54,9 +65,17 @@ class StageInputs:
                 raise
             self._copies[self._stage] = True
             collected = Collected(within=self._module)
+            value = copied(value)
+            self._note(tensors_in(value))
             with collected:
-                output = module(copied(value))
-        if not self._copies[self._stage] and any(tensor._version != version for tensor, version in self._given):
+                output = module(value)
+        if self._overlapping and not set(self._overlapping).isdisjoint(self._changed()):
+            raise RunError(
+                f"stage {self._stage} changes an input in place that has memory in common with another value that "
+                "arrived, such as a view of it, which would stay as it was. Copy the input before (x = x.clone()), or "
+                "cut elsewhere."
+            )
+        if not self._copies[self._stage] and self._changed():
             self._copies[self._stage] = True
             if self._key in self._known and self._stage == 0:
                 warnings.warn(
