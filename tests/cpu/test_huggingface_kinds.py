@@ -71,6 +71,21 @@ def test_a_loop_that_reads_weights_of_layers_does_not_tell_their_order():
     assert layout.patterns == ("rwkv.embeddings", "rwkv.blocks.*", "rwkv.ln_out", "head")
 
 
+def test_weights_that_are_rescaled_in_an_evaluation_are_refused():
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=8, hidden_size=8, num_hidden_layers=2, rescale_every=1))
+    ids = torch.arange(8).view(4, 2)
+    batch = {"input_ids": ids, "labels": ids}
+    with pl.Pipeline(model, pl.schedules.build("gpipe", num_ranks=2, num_microbatches=2)) as pipe:
+        pipe.step(batch)
+        with pytest.raises(SplitError, match=r"^config.rescale_every=1: RwkvForCausalLM divides weights"):
+            pipe.evaluate(batch)
+        model.config.rescale_every = 0
+        found = pipe.evaluate(batch).float()
+    torch.testing.assert_close(found, model.eval()(**batch).loss.detach())
+
+
 def test_layerdrop_of_a_configuration_is_refused():
     kind = KINDS["wav2vec2"]
     model = model_of("wav2vec2")

@@ -28,11 +28,14 @@ class AroundLayers:
     """
 
     def __init__(self, model: nn.Module, stages: Iterable[nn.Module], *, keeps_hooks: bool) -> None:
-        inside = {id(part) for stage in stages for part in stage.modules()}
+        parts = list(stages)
+        inside = {id(part) for stage in parts for part in stage.modules()}
         around = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
         self._keeps_hooks, self._model = keeps_hooks, type(model).__name__
         self._seen = [(name, weakref.ref(module), self._found(module)) for name, module in around]
         self._chances = list(_layer_drops(around))
+        configs = [vars(module).get("config") for _, module in around] if len(parts) > 1 else []
+        self._rescaled = next((config for config in configs if hasattr(config, "rescale_every")), None)
 
     @classmethod
     def nothing(cls) -> Self:
@@ -54,6 +57,12 @@ class AroundLayers:
                     f"{where} {what} than when the model was cut, and stages run the earlier ones. Change them before "
                     "the Pipeline is made, or make another Pipeline."
                 )
+        every = 0 if training else getattr(self._rescaled, "rescale_every", 0)
+        if every > 0:
+            raise SplitError(
+                f"config.rescale_every={every}: {self._model} divides weights of all its layers in place to evaluate, "
+                "and a stage has its own alone. Set it to 0 before the first forward."
+            )
         for holder_of, name, where in self._chances if training else ():
             chance = getattr(holder_of(), name, None)
             if isinstance(chance, int | float) and chance > 0:
