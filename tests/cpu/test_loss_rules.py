@@ -42,6 +42,7 @@ LOSSES = {
     "another label": lambda logits, labels: classes(logits, labels.where(labels >= 0, 3), ignore_index=3),
     "samples": lambda logits, labels: F.mse_loss(logits[:, 0, 0], labels.sum(-1).double()),
     "sum over count": lambda logits, labels: classes(logits, labels, reduction="sum") / (labels != -100).sum(),
+    "plain sum": lambda logits, labels: -(logits[:, : labels.shape[1]].log_softmax(-1)[..., 2] * (labels > 0)).sum(),
     "sum over all": lambda logits, labels: ctc(logits, labels, "sum") / labels.numel(),
     "own mask": lambda logits, labels: classes(logits, labels.masked_fill(labels == 5, -100)),
     "shifted": lambda logits, labels: classes(logits[:, :3], labels[:, 1:]),
@@ -116,7 +117,9 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, 
         return pipe.step(batch), {name: p.grad for name, p in pipe.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["ctc", "sum", "sums", "another label", "samples", "sum over count", "by hand"])
+@pytest.mark.parametrize(
+    "name", ["ctc", "sum", "sums", "another label", "samples", "sum over count", "plain sum", "by hand"]
+)
 def test_the_loss_is_that_of_the_whole_batch(name: str) -> None:
     model, batch = make(name), batch_of()
     with warnings.catch_warnings():

@@ -44,10 +44,12 @@ class Means(NamedTuple):
     Attributes:
         terms: one for each call; of a loop over the samples, one for all of them.
         common: what all terms share: where the number of terms differs between micro-batches, this alone is compared.
+        added: of a loss that is a sum of elements, which nothing divides, whether it adds up samples; else None.
     """
 
     terms: tuple[Mean, ...]
     common: Mean
+    added: bool | None = None
 
 
 class _Path(NamedTuple):
@@ -86,7 +88,22 @@ def means_of(loss: Tensor, seen: Reductions, num_samples: int) -> Means:
         common = _Path(path.divisors[:1], None)
     if loops:
         return Means((common.mean(),), common.mean())
-    return Means(tuple(path.mean() for path in paths), common.mean())
+    terms = tuple(path.mean() for path in paths)
+    is_plain = bool(terms) and all(path.call is None and not path.divisors for path in paths)
+    return Means(terms, common.mean(), _adds_samples(loss, num_samples) if is_plain else None)
+
+
+def _adds_samples(loss: Tensor, num_samples: int) -> bool:
+    """Whether the elements that a loss adds up are those of all samples, by their shapes."""
+    todo: list[Any] = [loss.grad_fn]
+    shapes = []
+    while todo:
+        node = todo.pop()
+        if kind_of(node) == "Sum":
+            shapes.append(node._saved_self_sym_sizes)
+        elif kind_of(node) in _INSIDE:
+            todo += [each for each, _ in node.next_functions if each is not None]
+    return bool(shapes) and all(shape and shape[0] == num_samples for shape in shapes)
 
 
 def _paths(loss: Tensor, seen: Reductions) -> list[_Path]:

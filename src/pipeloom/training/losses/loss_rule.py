@@ -129,12 +129,13 @@ class LossRule:
         agrees = found is not None and found is self.rule and (given.may_add or found is not Rule.SUM)
         if agrees and not (by_terms and others):
             self._is_decided = not any(map(partial(may_change, given=given), terms, rules_of))
-        elif given.labels is None and not terms:
+        elif given.labels is None and not terms and means.added is None:
             self._is_decided = True  # the mean over samples, as documented
         elif (
             not given.is_even
             or given.labels is None
             or others == SCALED_SUM
+            or means.added is not None
             or (found is not None and not agrees)
             or any(map(is_another_mean, terms, rules_of))
         ):

@@ -52,7 +52,9 @@ def rule_of(term: Reduction, given: Given) -> Rule | None:
 
 
 def by_number(means: Means, given: Given) -> Rule | None:
-    """The rule of a mean, or of a sum that is divided by a number; None: it may be several, or another one."""
+    """The rule of a mean or a sum, by the number that divides it; None: it may be several, or another one."""
+    if means.added:
+        return Rule.SUM
     if len(means.terms) != 1 or given.labels is None or not means.terms[0].divides:
         return None
     number = means.terms[0].number
