@@ -99,7 +99,7 @@ def test_parquet_and_zstandard(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.zst").write_bytes(frames[0][:-9])
     (tmp_path / "e.parquet").write_bytes(b"PAR1")
     for name, words in {
-        "c.parquet": "row 2: text is a NoneType",
+        "c.parquet": "row 2: text is null",
         "d.jsonl.zst": "damaged",
         "e.parquet": "Arrow",
     }.items():
