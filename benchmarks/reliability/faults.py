@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from pipeloom.chaos.flip import flip_at, place_in
 
 KINDS = {
     "kill": "SIGKILL of a rank in a step",
@@ -17,7 +20,6 @@ KINDS = {
     "agent-kill": "SIGKILL of the launcher or agent",
 }
 DAMAGE = ("flip", "truncate")  # of a checkpoint; the run ends before by SIGKILL of all its processes
-_BIT = 1 << 3
 
 
 class Fault(NamedTuple):
@@ -53,19 +55,9 @@ def draw(kind: str, number: int, seed: int, steps: int, save_steps: int) -> Faul
 
 def damage(kind: str, files: Iterable[Path], position: float) -> str:
     """Flip a bit of a checkpoint's tensor files, or truncate one of them; returns file and byte."""
-    files = sorted(files)
-    offset = int(position * sum(path.stat().st_size for path in files))
-    for path in files:
-        size = path.stat().st_size
-        if offset < size:
-            break
-        offset -= size
-    with path.open("r+b") as file:
-        if kind == "truncate":
-            file.truncate(offset)
-        else:
-            file.seek(offset)
-            (byte,) = file.read(1)
-            file.seek(offset)
-            file.write(bytes([byte ^ _BIT]))
+    path, offset = place_in(sorted(files), position)
+    if kind == "truncate":
+        os.truncate(path, offset)
+    else:
+        flip_at(path, offset)
     return f"{path.name}, byte {offset}"

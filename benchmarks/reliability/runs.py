@@ -146,7 +146,7 @@ class Runs:
             where="",
             told_by="" if told is None else _speaker(told.text),
             told_seconds=None if told is None else told.at - since,
-            told="" if told is None else told.text,
+            told="" if told is None else told.text.replace(f"{self._out}/", ""),
             named_seconds=None if named is None else named.at - since,
             ended_seconds=None if went_on else first.ended_at - since,
             given_up=any(each.given_up for each in strikers),
