@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from threading import Thread
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -216,6 +219,85 @@ def test_weight_gradients_of_grouped_products_wait_for_w(transposed, checkpointe
         assert torch.equal(got, plain) or width == 6  # not a multiple of 16 bytes
         torch.testing.assert_close(got, plain)
     assert not weight.grad[1].any()
+
+
+def _twice(weight, x, counts):
+    """A weight in two products."""
+    return grouped_linear.grouped_linear(grouped_linear.grouped_linear(x, weight, counts).sin(), weight, counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_products_add_the_gradients_of_further_microbatches_in_place(dtype):
+    """``.grad`` stays where it is and gets the sum; B, and I with W, add in the same order."""
+    counts = torch.tensor([3, 0, 5])
+    first = torch.randn(3, 16, 16).to(dtype)
+    weights = [torch.nn.Parameter(torch.randn(3, 16, 16).to(dtype)) for _ in range(2)]
+    weights[1].data.copy_(weights[0].data)
+    x, seed = torch.randn(8, 16).to(dtype).requires_grad_(), torch.randn(8, 16).to(dtype)
+    (alone,) = torch.autograd.grad(_twice(weights[0], x, counts), [weights[0]], seed)
+    for weight in weights:
+        weight.grad = first.clone()
+    places = [weight.grad.data_ptr() for weight in weights]
+    _twice(weights[0], x, counts).backward(seed)
+    _, later = backward_input([root_of(_twice(weights[1], x, counts))], [seed], [x])
+    assert torch.equal(weights[1].grad, first)
+    later.accumulate()
+    assert torch.equal(weights[0].grad, weights[1].grad)
+    assert [weight.grad.data_ptr() for weight in weights] == places
+    torch.testing.assert_close(weights[0].grad, first + alone)
+    assert torch.equal(weights[0].grad[1], first[1])
+
+
+def _in_a_thread(weight, run):
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def _asked_for(weight, run):
+    (found,) = torch.autograd.grad(run.args[0], [weight], run.args[1])
+    weight.grad += found
+
+
+def _hooked(hook_of):
+    def run_with(weight, run):
+        seen = []
+        hook_of(weight)(lambda value: seen.append(value) and None)
+        run()
+        assert len(seen) == 1
+
+    return run_with
+
+
+WATCHED = {
+    "another thread": _in_a_thread,
+    "torch.autograd.grad": _asked_for,
+    "hook": _hooked(lambda weight: weight.register_hook),
+    "hook after": _hooked(lambda weight: weight.register_post_accumulate_grad_hook),
+    "gradient of another layout": lambda weight, run: (
+        setattr(weight, "grad", weight.grad.transpose(1, 2).contiguous().transpose(1, 2)),
+        run(),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("case", WATCHED)
+def test_products_leave_adding_to_autograd_where_others_see_the_gradient(case, monkeypatch):
+    """Bitwise what autograd adds; hooks see the gradient."""
+    counts = torch.tensor([3, 0, 5])
+    weight = torch.nn.Parameter(torch.randn(3, 8, 16))
+    x, seed = torch.randn(8, 16), torch.randn(8, 8)
+    (alone,) = torch.autograd.grad(grouped_linear.grouped_linear(x, weight, counts), [weight], seed)
+    before = torch.randn_like(weight)
+    weight.grad = before.clone()
+    returned = []
+    original = grouped_linear._weights
+    monkeypatch.setattr(grouped_linear, "_weights", lambda *a, **k: returned.append(original(*a, **k)) or returned[-1])
+    y = grouped_linear.grouped_linear(x, weight, counts)
+    WATCHED[case](weight, partial(torch.autograd.backward, y, seed))
+    assert returned[0] is not None
+    assert torch.equal(weight.grad, before + alone)
 
 
 def test_parameters_are_counted_and_initialized_by_name():

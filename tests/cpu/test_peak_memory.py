@@ -58,6 +58,7 @@ def peak_of(step: Any) -> int:
         ("1f1b", 2, "none", {"vocabulary_size": 4096, "sequence_length": 16, "tie_embeddings": True}),
         ("1f1b", 2, "full", {"dropout": 0.1, "sequence_length": 256, "width": 64}),
         ("gpipe", 2, "full", {"experts": 4}),
+        ("1f1b", 3, "none", {"experts": 4, "sequence_length": 16}),  # products add to gradients of experts
         ("bfs", 2, "none", {}),
         ("zb-v", 3, "full", {}),  # in one process an I and its W are one backward
     ],
@@ -77,7 +78,8 @@ def test_a_step_peaks_where_the_forecast_says(
         gc.collect()
         measured = peak_of(lambda: pipe.step(inputs, targets))
     stages = in_stages(gpt_layers(config, 2, 4), partition([1] * config.layers, schedule.num_stages))
-    known = MemoryModel(stages=stages, recompute=[Recompute(recompute)] * schedule.num_stages)
+    kinds = [Recompute(recompute)] * schedule.num_stages
+    known = MemoryModel(stages=stages, recompute=kinds, device="cpu")
     program = lower(merge_backwards(schedule))
     (held,) = memory_of_ranks(program, known)
     always, _ = update_memory(program, known, 0)

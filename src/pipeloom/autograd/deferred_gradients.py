@@ -102,7 +102,8 @@ def deferred_gradients(shape: tuple[Any, ...]) -> DeferredGradients:
     taken = [(position, operands) for position, operands in taken if operands]
     uses = Counter(leaf for _, operands in taken for leaf in operands.values())
     last = {leaf: index for index, (_, operands) in enumerate(taken) for leaf in operands.values()}
-    reused = max(uses.values(), default=0) > 2
+    added = {leaf for position, operands in taken if PRODUCTS[names[position]].adds for leaf in operands.values()}
+    reused = any(number > (1 if leaf in added else 2) for leaf, number in uses.items())
     products, horizon = [], 0
     for index, (position, operands) in enumerate(taken):
         horizon = max(horizon, *(last[leaf] for leaf in operands.values()))

@@ -5,9 +5,14 @@
     result       [ x @ w0.T | x @ w1.T | - | x @ w3.T ]
 
 The weight gradient is a product that a split backward defers to W (`pipeloom.autograd.weight_products`). Results and
-gradients are those of ``F.linear`` on each group: bitwise, if rows are multiples of 16 bytes.
+gradients are those of ``F.linear`` on each group: bitwise, if rows are multiples of 16 bytes and ``.grad`` is None.
+
+On the CPU, gradients of further micro-batches are added to ``.grad`` by the products themselves, as Megatron's
+``gradient_accumulation_fusion`` does on GPUs: experts have several times as many parameters as a dense layer of equal
+arithmetic, so writing each gradient once and reading it back to add it takes several percent of a step.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,15 +62,48 @@ class GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = _rows(gradient, weight.transpose(1, 2) if ctx.transposed else weight, counts)
         if ctx.needs_input_grad[1] and not ctx.weights_later:
-            of_weight = _weights(x, gradient, counts, transposed=ctx.transposed)
+            leaf = _accumulated_leaf(ctx.next_functions[1][0])
+            of_weight = _weights(x, gradient, counts, transposed=ctx.transposed, leaf=leaf)
         return of_x, of_weight, None, None
 
 
-def weight_formula(node: Any, operands: tuple[int, ...]) -> Callable[[Tensor], list[Tensor]]:
+def weight_formula(node: Any, operands: tuple[int, ...]) -> Callable[[Tensor], list[Tensor | None]]:
     """What W computes of a node, for `pipeloom.autograd.weight_products`."""
     x, _, counts = node.saved_tensors
-    transposed = node.transposed
-    return lambda gradient: [_weights(x, gradient, counts, transposed=transposed) for _ in operands]
+    transposed, holder = node.transposed, node.next_functions[1][0]
+    leaf = getattr(holder, "variable", None)
+    return lambda gradient: [_weights(x, gradient, counts, transposed=transposed, leaf=leaf) for _ in operands]
+
+
+def _accumulated_leaf(node: Any) -> Tensor | None:
+    """The parameter to whose ``.grad`` the running backward adds what it passes to `node`; None if there is none."""
+    leaf: Tensor | None = getattr(node, "variable", None)
+    if leaf is None or torch.compiler.is_compiling():
+        return None
+    try:
+        return leaf if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch.autograd.grad, which returns gradients
+        return None
+
+
+def _adds_in_place(leaf: Tensor, gradient: Tensor) -> bool:
+    """Whether the products can add to the leaf's ``.grad``: nobody else adds to it or sees the gradient on its way.
+
+    Autograd locks a leaf while it adds to it. Without that lock only one thread may do so.
+    """
+    held = leaf.grad
+    return (
+        held is not None
+        and type(held) is Tensor
+        and held.layout == torch.strided
+        and held.device.type == "cpu"
+        and held.dtype == gradient.dtype
+        and held.shape == leaf.shape
+        and held.is_contiguous()
+        and not leaf._backward_hooks
+        and not getattr(leaf, "_post_accumulate_grad_hooks", None)
+        and threading.current_thread() is threading.main_thread()
+    )
 
 
 def _grouped_mm_runs(x: Tensor, *others: Tensor) -> bool:
@@ -101,10 +139,18 @@ def _rows(x: Tensor, weight_EKM: Tensor, counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _weights(x: Tensor, gradient: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
-    """Gradient of the matrices."""
+def _weights(
+    x: Tensor, gradient: Tensor, counts: Tensor, *, transposed: bool, leaf: Tensor | None = None
+) -> Tensor | None:
+    """Gradient of the matrices; None if it was added to the ``.grad`` of `leaf`."""
     left, right = (x, gradient) if transposed else (gradient, x)
     left, right = left.contiguous(), right.contiguous()
+    if leaf is not None and leaf.grad is not None and _adds_in_place(leaf, gradient):
+        sizes = counts.tolist()
+        for size, a, b, out in zip(sizes, *_parts(sizes, left, right), leaf.grad.unbind(), strict=True):
+            if size:
+                out.addmm_(a.t(), b)
+        return None
     if _grouped_mm_runs(left, right):
         return torch._grouped_mm(left.t(), right, offs=counts.cumsum(0, dtype=torch.int32))
     result = x.new_empty(counts.shape[0], left.shape[1], right.shape[1])

@@ -93,6 +93,8 @@ class WeightGradients:
             formulas[index] = gradients[index] = None  # their tensors are freed as soon as they are used
             if formula is not None and gradient is not None:
                 for edge, value in zip(edges, formula(gradient), strict=True):
+                    if value is None:  # the formula has added it
+                        continue
                     heads.append(edge)
                     values.append(value)
                     size += value.numel()

@@ -5,7 +5,7 @@ gradient. Each has the tensors that must be kept, and autograd's own formula, wi
 are bitwise equal.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipeloom.autograd import fp8_linear, grouped_linear
 
-# Gradient of a product's result -> gradients of some of its operands, or of one.
-Formula = Callable[[Tensor], list[Tensor]]
+# Gradient of a product's result -> gradients of some of its operands, or of one; None: added to the operand's .grad.
+Formula = Callable[[Tensor], Sequence[Tensor | None]]
 Part = Callable[[Tensor], Tensor]
 
 
@@ -28,12 +28,15 @@ class Product(NamedTuple):
             these operands.
         told: whether the node computes its weight gradient unless its attribute ``weights_later`` is set. Autograd's
             own nodes see which gradients are asked for, those of a Function do not.
+        adds: whether the product may add to the ``.grad`` of a weight itself. Then the order in which the products of a
+            weight run changes the sum.
     """
 
     operands: tuple[int, ...]
     factors: tuple[str, ...]
     formula: Callable[[Any, tuple[int, ...]], Formula]
     told: bool = False
+    adds: bool = False
 
 
 def _by_operand(gradient_of: Mapping[int, Callable[[Any], Part]]) -> Callable[..., Formula]:
@@ -139,6 +142,8 @@ PRODUCTS: Mapping[str, Product] = {
     "BmmBackward0": Product((0, 1), ("_raw_saved_self", "_raw_saved_mat2"), _by_operand({0: _bmm_left, 1: _bmm_right})),
     "ConvolutionBackward0": Product((1, 2), ("_raw_saved_input", "_raw_saved_weight"), _convolution),
     "EmbeddingBackward0": Product((0,), ("_raw_saved_indices",), _embedding),
-    "GroupedLinearBackward": Product((1,), ("_raw_saved_tensors",), grouped_linear.weight_formula, told=True),
+    "GroupedLinearBackward": Product(
+        (1,), ("_raw_saved_tensors",), grouped_linear.weight_formula, told=True, adds=True
+    ),
     "Fp8LinearBackward": Product((1,), ("_raw_saved_tensors",), fp8_linear.weight_formula, told=True),
 }

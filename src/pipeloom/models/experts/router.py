@@ -44,8 +44,11 @@ class Router(nn.Module, ABC):
     def logits(self, x_NW: Tensor, weight_EW: Tensor | None = None) -> Tensor:
         """[N, E], in float32 or float64."""
         dtype = torch.promote_types(x_NW.dtype, torch.float32)
+        weight_EW = self.weight if weight_EW is None else weight_EW
+        if not torch.is_autocast_enabled(x_NW.device.type):
+            return F.linear(x_NW.to(dtype), weight_EW.to(dtype))
         with torch.autocast(x_NW.device.type, enabled=False):
-            return F.linear(x_NW.to(dtype), (self.weight if weight_EW is None else weight_EW).to(dtype))
+            return F.linear(x_NW.to(dtype), weight_EW.to(dtype))
 
     def capacity(self, x_NW: Tensor, groups: int) -> int | None:
         """Assignments that an expert takes of each group."""
@@ -107,11 +110,12 @@ def largest(share_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest of each row and their indices, [N, k] each, in descending order."""
     if k > 2:
         return tuple(share_NE.topk(k, -1))  # type: ignore[return-value]
-    found = [share_NE.max(-1, keepdim=True)]  # several times as fast as topk on the CPU
-    if k == 2:
-        rest_NE = share_NE.scatter(1, found[0].indices, -torch.inf)
-        found.append(rest_NE.max(-1, keepdim=True))
-    return torch.cat([each.values for each in found], 1), torch.cat([each.indices for each in found], 1)
+    with torch.no_grad():
+        index_NK = share_NE.max(-1, keepdim=True).indices  # several times as fast as topk on the CPU
+        if k == 2:
+            rest_NE = share_NE.scatter(1, index_NK, -torch.inf)
+            index_NK = torch.cat([index_NK, rest_NE.max(-1, keepdim=True).indices], 1)
+    return share_NE.gather(1, index_NK), index_NK
 
 
 def chosen_per_expert(expert_NK: Tensor, experts: int, groups: int = 1) -> Tensor:

@@ -36,12 +36,15 @@ class BackwardMoment(NamedTuple):
         made: elements of the layer's parameters whose gradients this backward has computed before.
         making: elements whose gradients exist in the format of forwards.
         summing: elements whose gradients exist in the format of sums too, before they are added, if it is another.
+        grouped: whether `making` are matrices of experts, whose products add to the sum themselves
+            (`pipeloom.autograd.grouped_linear`).
     """
 
     size: float
     made: int = 0
     making: int = 0
     summing: int = 0
+    grouped: bool = False
 
 
 class BlockSizes(NamedTuple):
@@ -68,17 +71,26 @@ class BlockSizes(NamedTuple):
 
 
 def block_moments(
-    sizes: BlockSizes, *, gated: bool, down: int, up: int, attention_out: int, qkv: int
+    sizes: BlockSizes, *, gated: bool, grouped: bool, down: int, up: int, attention_out: int, qkv: int
 ) -> list[BackwardMoment]:
-    """The moments of a block's backward; `down`, `up`, `attention_out`, `qkv`: elements of these matrices."""
+    """The moments of a block's backward.
+
+    Args:
+        sizes: of the block.
+        gated: whether its MLP or experts are gated.
+        grouped: whether it has experts.
+        down, up, attention_out, qkv: elements of these matrices.
+    """
     start = sizes.gradient
-    found = [BackwardMoment(start + sizes.inner, making=down), BackwardMoment(start, making=down, summing=down)]
+    found = [BackwardMoment(start + sizes.inner, making=down, grouped=grouped)]
+    found.append(BackwardMoment(start, making=down, summing=down, grouped=grouped))
     if gated:
         found.append(BackwardMoment(start + 2 * sizes.inner, made=down))
-        found.append(BackwardMoment(3 * sizes.gradient - 2 * sizes.inner, made=down, making=up, summing=up))
+        end = 3 * sizes.gradient - 2 * sizes.inner
     else:
-        found.append(BackwardMoment(2 * sizes.gradient - sizes.inner, made=down, making=up))
-        found.append(BackwardMoment(2 * sizes.gradient - 2 * sizes.inner, made=down, making=up, summing=up))
+        found.append(BackwardMoment(2 * sizes.gradient - sizes.inner, made=down, making=up, grouped=grouped))
+        end = 2 * sizes.gradient - 2 * sizes.inner
+    found.append(BackwardMoment(end, made=down, making=up, summing=up, grouped=grouped))
     fused = sizes.queries + sizes.keys_values
     kernel, rotation = fused + sizes.queries + sizes.widened, 2 * fused - sizes.queries
     if sizes.scores:

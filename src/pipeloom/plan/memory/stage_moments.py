@@ -76,6 +76,7 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
     single, another = formats.compute, formats.gradient if formats.gradient != formats.compute else 0
     recompute, layers = model.recompute_of(stage), model.stages[stage]
     recomputes = recompute is not Recompute.NONE
+    in_place = model.device == "cpu" and not another  # gradients of experts, but for the first
     of_layers = list(zip(layers, gradients.made, gradients.shared, strict=True))
     gone = made = waiting = again_most = 0.0
     first = later = inputs = forward = of_forward = temporary = 0.0
@@ -86,13 +87,14 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
         temporary = max(temporary, shared)
         inputs = max(inputs, here + waiting)
         first, later = max(first, here + shared + made), max(later, here + shared)
-        for size, done, making, summing in layer.backward:
-            beside = size / count
+        for moment in layer.backward:
+            beside = moment.size / count
             inputs = max(inputs, here + waiting + beside)
-            beside += shared + single * making + another * summing
-            temporary = max(temporary, beside)
-            first = max(first, here + made + beside + formats.gradient * done)
-            later = max(later, here + beside)
+            beside += shared
+            making = single * moment.making + another * moment.summing
+            temporary = max(temporary, beside + making)
+            first = max(first, here + made + beside + making + formats.gradient * moment.made)
+            later = max(later, here + beside + (0 if in_place and moment.grouped else making))
         of_forward = max(of_forward, layer.forward_bytes / count)
         forward = max(forward, layer.forward_bytes / count - gone)
         again_most = max(again_most, again)
@@ -101,9 +103,13 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
         waiting += max(kept, layer.deferred_bytes / count)
     fixed = gradients.fixed is not None
     full = made if gradients.fixed is None else gradients.fixed
-    largest = max((size for layer in layers for size in layer.parameter_sizes.values()), default=0)
-    limit = _GROUP_ELEMENTS[model.device] + (largest if model.device == "cpu" else 0)
-    group = single * min(full / formats.gradient, limit)
+    sizes = {name: size for layer in layers for name, size in layer.parameter_sizes.items()}
+    groups = []
+    for without in (frozenset(), frozenset(name for layer in layers for name in layer.expert_parameters)):
+        largest = max((size for name, size in sizes.items() if name not in without), default=0)
+        limit = _GROUP_ELEMENTS[model.device] + (largest if model.device == "cpu" else 0)
+        groups.append(single * min(full / formats.gradient, limit))
+    group, later_group = groups if in_place else groups[:1] * 2
     return StageMoments(
         kept=gone,
         waiting=waiting,
@@ -114,5 +120,5 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
         later=later + full,
         inputs=inputs,
         first_weights=full + group if fixed else max(group, made - waiting),
-        later_weights=full + group,
+        later_weights=full + later_group,
     )

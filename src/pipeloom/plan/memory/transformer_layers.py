@@ -304,6 +304,7 @@ class _Kept:
         return block_moments(
             sizes,
             gated=gated,
+            grouped=experts,
             down=elements["experts.down" if experts else "mlp_down.weight"],
             up=sum(elements.get(name, 0) for name in up),
             attention_out=elements["attention_out.weight"],
