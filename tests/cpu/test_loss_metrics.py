@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def test_the_loss_and_gradients_are_those_without_metrics() -> None:
 
 
 def _changing() -> Callable[[Tensor, Tensor], dict[str, Any]]:
-    names = iter("abcd")
+    names = chain("a", repeat("b"))
     return lambda output, target: {"loss": mse(output, target), next(names): 1.0}
 
 

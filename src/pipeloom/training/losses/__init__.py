@@ -8,6 +8,7 @@ reductions       calls of losses of torch.nn.functional, means and divisions in 
 element_means    over how many elements a loss is a mean, and whether that differs between micro-batches
 term_rules       how calls in a forward show how losses of micro-batches combine
 loss_rule        how a model's own loss combines over micro-batches
+sample_halves    how a loss_fn follows from halves of a micro-batch's samples
 noticed_number   a number that notices when it is used
 watched_loss     a user's loss_fn that may be a mean of means
 """

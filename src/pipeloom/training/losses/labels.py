@@ -69,3 +69,10 @@ def num_samples_of(targets: Any) -> int:
 def is_label(name: Any) -> bool:
     """Whether an argument of this name holds labels."""
     return isinstance(name, str) and ("label" in name or name in ("targets", "start_positions", "end_positions"))
+
+
+def labels_of(targets: Any) -> Any:
+    """Labels in targets: a tensor of integers, or the one under "labels"; None: there are none."""
+    labels = targets.get("labels") if isinstance(targets, Mapping) else targets
+    is_labels = isinstance(labels, Tensor) and labels.dtype in (torch.int64, torch.int32) and labels.dim() > 0
+    return labels if is_labels else None

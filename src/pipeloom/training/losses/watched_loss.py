@@ -5,6 +5,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from pipeloom.engine.batch import Batch
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError
 from pipeloom.training.losses.element_means import UnequalMeans, means_of
+from pipeloom.training.losses.labels import labels_of
 from pipeloom.training.losses.reductions import Reductions
+from pipeloom.training.losses.sample_halves import CannotAskError, SampleHalves
 from pipeloom.training.losses.term_rules import no_labels_count
 from pipeloom.transport.values import tensors_in
 
@@ -23,6 +26,7 @@ _MARK = "labels that count"  # marks the targets of a micro-batch in which not a
 _IGNORED = -100
 _TOLERANCE = 1e-3
 _NUM_WATCHED = 100  # batches in which it is noticed over how many elements a loss is a mean
+_NUM_ASKED = 2  # batches in which the loss may also be evaluated for halves of a micro-batch
 _NUM_COUNTED = 2  # batches whose labels are counted where the host would wait for the device
 
 
@@ -64,6 +68,9 @@ class WatchedLoss:
         is_compiled = hasattr(loss_fn, "_torchdynamo_orig_callable") or hasattr(loss_fn, "_orig_mod")
         self._to_watch = -1 if is_compiled else _NUM_COUNTED if is_asynchronous else _NUM_WATCHED
         self._told_empty = False
+        self._to_ask = _NUM_ASKED
+        self._halves = SampleHalves(loss_fn, self._ignored)
+        self._is_part = False  # whether a micro-batch is a part of the batch
 
     @staticmethod
     def of(
@@ -82,21 +89,23 @@ class WatchedLoss:
         """Labels of a replica, and those that count; see `pipeloom.engine.batch.LabelWeights`."""
         self._left -= 1
         self._to_watch -= 1
+        self._to_ask -= 1
         self._unequal.begin_batch()
         counts = None if self._left < 0 else self._counts(whole)
         if counts is None:
             return 0, 0
-        return sum(_labels_of(each).numel() for each in whole), sum(counts)
+        return sum(labels_of(each).numel() for each in whole), sum(counts)
 
     def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
         """Tell the micro-batches how many labels count, where not all do, and whether that differs between them."""
+        self._is_part = any(weight != 1.0 for weight in batch.weights)
         own = None if counts[0] == counts[1] else self._counts(whole)
         if own is None:
             return
         if not counts[1] and not self._told_empty:
             self._told_empty = True
             self._to_tell = no_labels_count(self._ignored)
-        sizes = [_labels_of(each).numel() for each in whole]
+        sizes = [labels_of(each).numel() for each in whole]
         unequal = any(count * counts[0] != counts[1] * size for count, size in zip(own, sizes, strict=True))
         batch.targets = [
             {_MARK: count, "labels": size, "asks": unequal and self._asks, "targets": each}
@@ -105,7 +114,7 @@ class WatchedLoss:
 
     def _counts(self, targets: Sequence[Any]) -> list[int] | None:
         """The labels that count of each micro-batch; None: there are no labels."""
-        labels = [_labels_of(each) for each in targets]
+        labels = [labels_of(each) for each in targets]
         if not labels or any(each is None for each in labels):
             return None
         return counts_of_labels(labels, self._ignored)
@@ -122,9 +131,9 @@ class WatchedLoss:
     def _loss(self, output: Any, targets: Any) -> Any:
         if not (isinstance(targets, Mapping) and _MARK in targets):
             result = self._watched(output, targets)
-            return self._or_zero(result, _labels_of(targets)) if self._left < 0 else result
+            return self._or_zero(result, labels_of(targets)) if self._left < 0 else result
         known, given = targets, targets["targets"]
-        labels, count = _labels_of(given), known[_MARK]
+        labels, count = labels_of(given), known[_MARK]
         if labels.numel() != known["labels"]:  # a slice, or a part of the sequences
             count = int((labels != self._ignored).sum())
         result = self._watched(output, given)
@@ -140,15 +149,26 @@ class WatchedLoss:
 
     def _watched(self, output: Any, targets: Any) -> Any:
         """The result, of whose loss it is noticed over how many elements it is a mean."""
-        if self._to_watch < 0:
-            return self.loss_fn(output, targets)
-        seen = Reductions()
-        with seen:
+        seen = Reductions() if self._to_watch >= 0 else None
+        with seen or nullcontext():
             result = self.loss_fn(output, targets)
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
-            self._compare(loss, targets, seen)
+            if seen is not None:
+                self._compare(loss, targets, seen)
+            if self._to_ask >= 0 and self._is_part:
+                self._ask_halves(output, targets, loss)
         return result
+
+    def _ask_halves(self, output: Any, targets: Any, loss: Tensor) -> None:
+        """Tell about a loss that is no mean over samples, labels or other elements."""
+        try:
+            text = self._halves.ask(output, targets, loss, knows_means=self._to_watch >= 0)
+        except CannotAskError:
+            self._to_ask = -1
+            return
+        if text is not None:
+            self._tell(text)
 
     @torch.no_grad()
     def _compare(self, loss: Tensor, targets: Any, seen: Reductions) -> None:
@@ -157,7 +177,7 @@ class WatchedLoss:
         if not sizes:
             return
         num_samples, tokens = sizes[0][0], sizes[0][1] if self._in_parts else 1
-        has_labels = _labels_of(targets) is not None  # those are counted otherwise
+        has_labels = labels_of(targets) is not None  # those are counted otherwise
         means = means_of(loss, seen, num_samples)
         terms = tuple(each for each in means.terms if not has_labels or each.ignored != self._ignored)
         if not any(each.divides for each in terms):
@@ -186,7 +206,7 @@ class WatchedLoss:
     @torch.no_grad()
     def _ask(self, output: Any, targets: Any, loss: float) -> None:
         """Whether the loss of all labels is the mean, not the sum, of the losses of two halves of them."""
-        labels = _labels_of(targets)
+        labels = labels_of(targets)
         counted = (labels != self._ignored).flatten()
         places = counted.nonzero().flatten()
         if len(places) < 2:
@@ -213,6 +233,7 @@ class WatchedLoss:
     def _tell(self, text: str) -> None:
         """Warn after this batch. One warning says enough: nothing is watched any longer."""
         self._to_tell, self._asks, self._to_watch = self._to_tell or text, False, -1
+        self._to_ask = -1
 
     def told(self) -> str | None:
         """The text about a mean of means, once."""
@@ -261,10 +282,3 @@ def tell(loss_fn: LossFn | None) -> None:
     text = None if told is None else told()
     if text is not None:
         warnings.warn(text, stacklevel=4)
-
-
-def _labels_of(targets: Any) -> Any:
-    """Labels in targets: a tensor of integers, or the one under "labels"; None: there are none."""
-    labels = targets.get("labels") if isinstance(targets, Mapping) else targets
-    is_labels = isinstance(labels, Tensor) and labels.dtype in (torch.int64, torch.int32) and labels.dim() > 0
-    return labels if is_labels else None

@@ -1,0 +1,178 @@
+"""`SampleHalves`: how the loss of a micro-batch follows from its samples, by its values for two halves of them.
+
+Whatever a loss_fn calls, its values show whether it is a mean over samples or over labels, a sum, or none of these.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in
+from pipeloom.training.losses.element_means import UnequalMeans, means_of
+from pipeloom.training.losses.labels import labels_of
+from pipeloom.training.losses.reductions import Reductions
+from pipeloom.transport.values import Value, flatten, join_batch, unflatten, with_form
+
+_NEAR, _NUM_EPS = 1e-5, 2  # between numbers that are equal: relative, and in units of the rounding
+_FAR, _MOST = 20, 0.2  # times as far, but no more than this, are numbers that differ
+_NUM_ASKED = 4  # micro-batches
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+
+
+class CannotAskError(Exception):
+    """The loss draws random numbers, exchanges messages, changes a state, or takes no part of the samples."""
+
+
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises before a random number is drawn, a message is sent, or a tensor from outside is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._own = set[int]()  # storages that were made inside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in _COLLECTIVES or torch.Tag.nondeterministic_seeded in func.tags:
+            raise CannotAskError(func.name())
+        names = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+        given = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
+        if not _storages([given.get(name) for name in names]) <= self._own:
+            raise CannotAskError(func.name())
+        result = func(*args, **kwargs)
+        self._own |= _storages(result) - (_storages((args, kwargs)) - self._own)
+        return result
+
+
+def _storages(value: Any) -> set[int]:
+    return {each.untyped_storage()._cdata for each in tree_leaves(value) if isinstance(each, Tensor)}
+
+
+class SampleHalves:
+    """Compares the loss of a micro-batch with those of the halves of its samples.
+
+    Micro-batches of one sample are compared in pairs. The function gets copies.
+
+    Args:
+        loss_fn: ``loss_fn(output, targets)``.
+        ignored: the label that does not count.
+    """
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], ignored: int) -> None:
+        self._loss_fn, self._ignored = loss_fn, ignored
+        self._before: tuple[Value, Value] | None = None  # a micro-batch of one sample
+        self._left = _NUM_ASKED
+
+    @torch.no_grad()
+    def ask(self, output: Value, targets: Value, loss: Tensor, *, knows_means: bool) -> str | None:
+        """The text about a loss that is no mean over samples; None: it is one, or this micro-batch does not tell.
+
+        Args:
+            output, targets: of a micro-batch. All tensors with dimensions have the samples along dimension 0.
+            loss: of the micro-batch.
+            knows_means: whether a loss that is seen to be a mean over some elements is told otherwise.
+
+        Raises:
+            CannotAskError: no micro-batch will tell, or enough were asked.
+        """
+        if not self._left:
+            raise CannotAskError("enough were asked")
+        self._left -= 1
+        try:
+            with _Refusing():
+                return self._compare(output, targets, loss, knows_means)
+        except CannotAskError:
+            raise
+        except Exception as error:  # whatever a function raises for other samples than it expects
+            raise CannotAskError(str(error)) from error
+
+    def _compare(self, output: Value, targets: Value, loss: Tensor, knows_means: bool) -> str | None:
+        num_samples, value = _num_samples(targets), float(loss)
+        if num_samples == 1:
+            own = _some(output, [0], 1), _some(targets, [0], 1)
+            if self._before is None:
+                self._before = own
+                return None
+            output, targets = (with_form(join_batch(pair), pair[0]) for pair in zip(self._before, own, strict=True))
+            self._before, num_samples = None, 2
+            value = self._evaluate(output, targets, range(2))
+        everything = range(num_samples)
+        halves = everything[: num_samples // 2], everything[num_samples // 2 :]
+        values = [self._evaluate(output, targets, half) for half in halves]
+        scale = max(map(abs, (value, *values)))
+        if not scale or not all(map(math.isfinite, (value, *values))):
+            return None
+        near = max(_NEAR, _NUM_EPS * _rounding(output, loss))
+        near, far = scale * near, scale * min(_FAR * near, _MOST)
+        weights: list[Sequence[float]] = [[len(half) for half in halves]]
+        labels = labels_of(targets)
+        if labels is not None:
+            weights.append(counts_of_labels([labels[list(half)] for half in halves], self._ignored))
+        from_mean = min(abs(value - _mean(values, each)) for each in weights if any(each))
+        from_sum = abs(value - sum(values))
+        if from_mean <= far or near < from_sum <= far:
+            return None
+        if abs(self._evaluate(output, targets, everything) - value) > near:
+            raise CannotAskError("another value for the same samples")
+        text = f"{value:.6g} for {num_samples} samples, {values[0]:.6g} and {values[1]:.6g} for their halves"
+        if from_sum <= near:
+            return (
+                f"loss_fn is a sum over samples, {text}: the pipeline trains the mean of the micro-batches' sums. For "
+                "the mean over samples, divide the loss by their number in loss_fn. For the sum over the batch, "
+                "multiply that mean by the number of samples of the whole batch."
+            )
+        if knows_means and self._has_unequal_means(output, targets, halves):
+            return None
+        return (
+            f"loss_fn is neither a mean nor a sum over samples, {text}: the pipeline trains the mean of the "
+            "micro-batches' losses, and the loss of the whole batch is another. Let loss_fn be a mean over samples "
+            "that do not depend on each other; for a mean over some elements, pass "
+            "loss_fn=pipeloom.mean_over_labels(loss_fn, counts=lambda targets: ...), with their mask or weights."
+        )
+
+    def _evaluate(self, output: Value, targets: Value, samples: Sequence[int]) -> float:
+        num = _num_samples(targets)
+        return float(loss_in(self._loss_fn(_some(output, samples, num), _some(targets, samples, num))))
+
+    @torch.enable_grad()
+    def _has_unequal_means(self, output: Value, targets: Value, halves: Sequence[Sequence[int]]) -> bool:
+        """Whether the loss is seen to be a mean over elements of which halves have different numbers per sample."""
+        num_samples, unequal, found = _num_samples(targets), UnequalMeans(), None
+        for half in halves:
+            given = _some(output, half, num_samples, with_graph=True), _some(targets, half, num_samples)
+            with Reductions() as seen:
+                loss = loss_in(self._loss_fn(*given))
+            found = unequal.compare(means_of(loss, seen, len(half)), len(half), [len(half)])
+        return found is not None
+
+
+def _num_samples(targets: Value) -> int:
+    found = next((len(each) for each in flatten(targets)[1] if each.dim()), 0)
+    if not found:
+        raise CannotAskError("targets without samples")
+    return found
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _rounding(output: Value, loss: Tensor) -> float:
+    """The coarsest rounding of the numbers of which a loss is made, relative."""
+    return max(torch.finfo(each.dtype).eps for each in (loss, *flatten(output)[1]) if each.is_floating_point())
+
+
+def _some(value: Value, samples: Sequence[int], num_samples: int, *, with_graph: bool = False) -> Value:
+    """A copy of these samples of a value."""
+    layout, tensors = flatten(value)
+    some = []
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter) or (tensor.dim() and len(tensor) != num_samples):
+            raise CannotAskError(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}")
+        part = tensor.detach()[list(samples)] if tensor.dim() else tensor.detach().clone()
+        some.append(part.requires_grad_(with_graph and part.is_floating_point()))
+    return with_form(unflatten(layout, some), value)
