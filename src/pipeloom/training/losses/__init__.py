@@ -6,6 +6,8 @@ output_loss      the loss among the results of a model
 labels           names, counts and weights of a model's labels
 reductions       calls of losses of torch.nn.functional, means and divisions in a forward, of which a loss is made
 element_means    over how many elements a loss is a mean, and whether that differs between micro-batches
+sample_loops     terms of a loss that are of single samples
+nonlinear        losses that are a root, a ratio or a product of numbers that samples make
 term_rules       how calls in a forward show how losses of micro-batches combine
 loss_rule        how a model's own loss combines over micro-batches
 sample_halves    how a loss_fn follows from halves of a micro-batch's samples

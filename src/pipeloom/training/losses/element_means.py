@@ -8,14 +8,17 @@ with the numbers on the way from the loss to the elements, such as `numel()` of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipeloom.training.losses.reductions import LINEAR, Divisor, Reduction, Reductions, kind_of
+from pipeloom.training.losses.nonlinear import is_nonlinear
+from pipeloom.training.losses.reductions import LINEAR, Divisor, Reduction, Reductions, is_linear, kind_of
+from pipeloom.training.losses.sample_loops import LoopTerm, adds_up, sample_of
 
-_INSIDE = LINEAR - {"Mul", "Div", "Mean"}  # what a sum over elements may pass
+_SCALING = {"Mul", "Div", "Mean"}
+_INSIDE = LINEAR - _SCALING  # what a sum over elements may pass
 _TOLERANCE = 1e-5  # between numbers, relative
 
 
@@ -38,6 +41,20 @@ class Mean(NamedTuple):
         return self.name != "sum" or self.number != 1.0
 
 
+class Loop(NamedTuple):
+    """The terms of a loss that are of single samples.
+
+    Attributes:
+        adds: whether they are added up, rather than averaged; None: it is not known.
+        results: what the calls among them returned, by id.
+        is_all: whether the loss has no other terms.
+    """
+
+    adds: bool | None
+    results: Set[int]
+    is_all: bool
+
+
 class Means(NamedTuple):
     """The terms of a loss, in an order that depends on the program alone.
 
@@ -45,22 +62,47 @@ class Means(NamedTuple):
         terms: one for each call; of a loop over the samples, one for all of them.
         common: what all terms share: where the number of terms differs between micro-batches, this alone is compared.
         added: of a loss that is a sum of elements, which nothing divides, whether it adds up samples; else None.
+        loop: None: no terms are seen to be of single samples.
+        is_nonlinear: see the function of this name.
     """
 
     terms: tuple[Mean, ...]
     common: Mean
     added: bool | None = None
+    loop: Loop | None = None
+    is_nonlinear: bool = False
 
 
 class _Path(NamedTuple):
-    """The way from a loss to elements."""
+    """The way from a loss to elements.
+
+    Attributes:
+        divisors: on the way.
+        call: the loss function at its end.
+        node: of the graph, where the elements are reduced.
+        sample: of which they are; None: of several.
+    """
 
     divisors: tuple[Divisor, ...]
     call: Reduction | None
+    node: Any = None
+    sample: int | None = None
 
     def number(self) -> float:
         own = 1.0 if self.call is None or self.call.number is None else float(self.call.number)
         return own * math.prod(map(_number_of, self.divisors))
+
+    def term(self) -> LoopTerm:
+        """As one of a loop over samples."""
+        assert self.sample is not None
+        numbers = [_number_of(each) for each in self.divisors]
+        has_mean = self.divisors[-1].kind == "mean" if self.divisors else False
+        if self.call is None:
+            return LoopTerm(self.sample, math.prod(self.node._saved_self_sym_sizes), numbers, has_mean)
+        has_mean = not self.call.is_sum
+        target = self.call.target
+        num_elements = target.numel() if isinstance(target, Tensor) else math.nan
+        return LoopTerm(self.sample, num_elements, numbers + [float(self.call.number or 1.0)] * has_mean, has_mean)
 
     def mean(self) -> Mean:
         if self.call is not None:
@@ -78,7 +120,7 @@ def means_of(loss: Tensor, seen: Reductions, num_samples: int) -> Means:
     """
     if loss.grad_fn is None:  # of an evaluation: not known
         return Means((), Mean("sum", 1.0))
-    paths = [path for path in _paths(loss, seen) if 0.0 < path.number() < math.inf]
+    paths = [path for path in _paths(loss, seen, num_samples) if 0.0 < path.number() < math.inf]
     common = _Path(_common([path.divisors for path in paths]), None)
     names = {path.mean().name for path in paths}
     loops = len(paths) == num_samples and len(names) == 1
@@ -86,11 +128,20 @@ def means_of(loss: Tensor, seen: Reductions, num_samples: int) -> Means:
         (path,) = paths
         loops = len(path.divisors) + (path.call is not None) > 1 and float(path.divisors[0].number) == 1.0
         common = _Path(path.divisors[:1], None)
-    if loops:
-        return Means((common.mean(),), common.mean())
+    loop, bends = _loop(paths, num_samples), is_nonlinear(loss, {each.result.grad_fn for each in seen.found})
+    if loops or (loop is not None and loop.is_all):
+        return Means((common.mean(),), common.mean(), None, loop, bends)
     terms = tuple(path.mean() for path in paths)
     is_plain = bool(terms) and all(path.call is None and not path.divisors for path in paths)
-    return Means(terms, common.mean(), _adds_samples(loss, num_samples) if is_plain else None)
+    return Means(terms, common.mean(), _adds_samples(loss, num_samples) if is_plain else None, loop, bends)
+
+
+def _loop(paths: Sequence[_Path], num_samples: int) -> Loop | None:
+    single = [path for path in paths if path.sample is not None]
+    if not single:
+        return None
+    results = {id(path.call.result) for path in single if path.call is not None}
+    return Loop(adds_up([path.term() for path in single], num_samples), results, len(single) == len(paths))
 
 
 def _adds_samples(loss: Tensor, num_samples: int) -> bool:
@@ -101,34 +152,37 @@ def _adds_samples(loss: Tensor, num_samples: int) -> bool:
         node = todo.pop()
         if kind_of(node) == "Sum":
             shapes.append(node._saved_self_sym_sizes)
-        elif kind_of(node) in _INSIDE:
+        elif is_linear(node) and kind_of(node) not in _SCALING:
             todo += [each for each, _ in node.next_functions if each is not None]
     return bool(shapes) and all(shape and shape[0] == num_samples for shape in shapes)
 
 
-def _paths(loss: Tensor, seen: Reductions) -> list[_Path]:
+def _paths(loss: Tensor, seen: Reductions, num_samples: int) -> list[_Path]:
     calls = {each.result.grad_fn: each for each in seen.found if each.result.grad_fn is not None}
     found: dict[tuple[int, ...], _Path] = {}
-    todo: list[tuple[Any, tuple[Divisor, ...], bool]] = [(loss.grad_fn, (), False)]
+    todo: list[tuple[Any, tuple[Divisor, ...], Any]] = [(loss.grad_fn, (), None)]
     visited = set()
     while todo:
-        node, divisors, inside = todo.pop()
-        key = (node, *map(id, divisors), inside)
+        node, divisors, inside = todo.pop()  # inside of the function that reduces the elements
+        key = (node, *map(id, divisors), inside is None)
         if key in visited:
             continue
         visited.add(key)
         kind, divisor, call = kind_of(node), seen.divisors.get(node), calls.get(node)
         if call is not None:
             if call.number is not None:
-                found[(*map(id, divisors), id(call))] = _Path(divisors, call)
+                path = _Path(divisors, call, node, sample_of(node, num_samples))
+                found[(*map(id, divisors), id(call))] = path
             continue
         if divisor is not None:
-            divisors, inside = (*divisors, divisor), inside or divisor.kind == "mean"
-        elif kind not in (_INSIDE if inside else LINEAR):
-            if inside:  # the elements
-                found[tuple(map(id, divisors))] = _Path(divisors, None)
+            divisors = (*divisors, divisor)
+            inside = node if inside is None and divisor.kind == "mean" else inside
+        elif kind not in _INSIDE if inside is not None else not is_linear(node):
+            if inside is not None:  # the elements
+                sample = sample_of(inside, num_samples)
+                found[(*map(id, divisors), -1 if sample is None else sample)] = _Path(divisors, None, inside, sample)
             continue
-        inside |= kind == "Sum"
+        inside = node if inside is None and kind == "Sum" else inside
         followed = [each for each, _ in node.next_functions if each is not None]
         todo += [(each, divisors, inside) for each in reversed(followed)]
     return list(found.values())

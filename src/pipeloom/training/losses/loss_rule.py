@@ -33,6 +33,7 @@ from pipeloom.training.losses.term_rules import (
     no_labels_count,
     numbers_text,
     rule_of,
+    rule_of_loop,
     shows_nothing,
 )
 
@@ -123,23 +124,31 @@ class LossRule:
         by_value: Callable[[], Rule | None],
     ) -> None:
         """Find the rule, or tell that it cannot be known, as far as this micro-batch shows it."""
+        loop, all_terms = means.loop, terms
+        if loop is not None:
+            terms = [each for each in terms if id(each.result) not in loop.results]
+            others = None if others == SCALED_SUM and not any(each.is_sum for each in terms) else others
         rules_of = [rule_of(each, given) for each in terms]
-        by_terms = bool(terms) and others != SCALED_SUM
-        found = self._know(set(rules_of) if by_terms else {by_number(means, given) or by_value()})
+        rules = {*rules_of} if loop is None else {*rules_of, rule_of_loop(loop)}
+        by_terms = loop is not None or (bool(terms) and others != SCALED_SUM)
+        found = self._know(rules if by_terms else {by_number(means, given) or by_value()})
         agrees = found is not None and found is self.rule and (given.may_add or found is not Rule.SUM)
-        if agrees and not (by_terms and others):
+        if agrees and not means.is_nonlinear and not (by_terms and others):
             self._is_decided = not any(map(partial(may_change, given=given), terms, rules_of))
-        elif given.labels is None and not terms and means.added is None:
+        elif given.labels is None and not terms and means.added is None and loop is None and not means.is_nonlinear:
             self._is_decided = True  # the mean over samples, as documented
         elif (
             not given.is_even
             or given.labels is None
             or others == SCALED_SUM
             or means.added is not None
+            or means.is_nonlinear
+            or (loop is not None and loop.adds is None)
+            or (Rule.SUM in rules and len(rules) > 1)
             or (found is not None and not agrees)
             or any(map(is_another_mean, terms, rules_of))
         ):
-            self._tell("rule", self._unknown(terms, others, given))
+            self._tell("rule", self._unknown(all_terms, others, given))
             self._is_decided = True
 
     def _compare(self, means: Means, given: Given) -> bool:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 _SCALING = frozenset({"Mul", "Div", "Mean"})
 LINEAR = _SCALING | {"Add", "Sub", "Sum", "Stack", "Neg", "ToCopy", "Alias", "Clone", "View", "Squeeze", "Unsqueeze"}
+_PASSING = frozenset({"Where", "NanToNum", "Clamp", "ClampMin", "ClampMax"})  # numbers that stay as they are
 SCALED_SUM = "a sum with a factor"  # which may be the mean over what the factor counts
 _OF_ELEMENTS = frozenset(
     {
@@ -119,7 +120,7 @@ class Reductions(TorchFunctionMode):
             kind = kind_of(node)
             if node in nodes:
                 terms[id(node)] = nodes[node]
-            elif kind in LINEAR:
+            elif is_linear(node):
                 scaled |= kind in _SCALING
                 todo += [each for each, _ in node.next_functions if each is not None]
             else:
@@ -134,6 +135,12 @@ def kind_of(node: Any) -> str:
     """What a node of a graph is the backward of, such as "Mul"."""
     name: str = node.name()
     return name.rstrip("0123456789").removesuffix("Backward")
+
+
+def is_linear(node: Any) -> bool:
+    """Whether a node of a graph passes on sums and means, or one number that it leaves as it is."""
+    kind = kind_of(node)
+    return kind in LINEAR or (kind in _PASSING and not node._input_metadata[0].shape)
 
 
 def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeloom.training.losses.element_means import Means
+from pipeloom.training.losses.element_means import Loop, Means
 from pipeloom.training.losses.reductions import Reduction
 
 _IGNORED = -100
@@ -49,6 +49,11 @@ def rule_of(term: Reduction, given: Given) -> Rule | None:
     if term.classes() is None:
         return Rule.LABELS if given.labels is not None and given.labels.is_floating_point() else Rule.SAMPLES
     return counting(term, given)
+
+
+def rule_of_loop(loop: Loop) -> Rule | None:
+    """The rule of a loop over samples; None: it is not known."""
+    return None if loop.adds is None else Rule.SUM if loop.adds else Rule.SAMPLES
 
 
 def by_number(means: Means, given: Given) -> Rule | None:
