@@ -157,6 +157,61 @@ def test_a_pipeline_refuses_changes_of_memory_that_is_also_elsewhere(transport: 
                 pipe.step(*make_batch())
 
 
+SKIPS: dict[str, tuple[list[nn.Module], list[int], bool]] = {
+    "next stage": ([Begin(), nn.ReLU(inplace=True), nn.Linear(6, 6), End()], [2, 1, 1, 2], True),
+    "passed on": ([Begin(), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(6, 6), End()], [2, 1, 2, 2], True),
+    "same stage": ([Begin(), nn.ReLU(inplace=True), nn.Linear(6, 6), End()], [3, 1, 1, 1], False),
+    "another value": ([Begin(), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), End()], [2, 1, 2, 2], False),
+    "a copy": ([Begin(), Apply(Tensor.clone), nn.ReLU(inplace=True), nn.Linear(6, 6), End()], [2, 1, 2, 2], False),
+}
+
+
+@pytest.mark.parametrize("transport", ["loopback", "threads"])
+@pytest.mark.parametrize("name", SKIPS)
+def test_a_skip_of_a_pipeline_that_is_the_value_too(name: str, transport: str) -> None:
+    layers, cut, is_refused = SKIPS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *copy.deepcopy(layers), nn.Linear(6, 3)).to(F64)
+    schedule = pl.schedules.build("1f1b", num_ranks=4, num_microbatches=2)
+    with pl.Pipeline(copy.deepcopy(model), schedule, loss_fn=F.mse_loss, cut=cut, transport=transport) as pipe:
+        if not is_refused:
+            for _ in range(2):
+                torch.testing.assert_close(pipe.step(*make_batch()), run(model)[0], rtol=1e-12, atol=0)
+            return
+        with pytest.raises(RunError, match="changes an input in place that has memory in common with another value"):
+            pipe.step(*make_batch())
+
+
+class Outer(nn.Module):
+    """Uses a value again behind the layer that has changed it."""
+
+    def __init__(self, again: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.relu, self.b, self.c = nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        skip = self.again(x)
+        return self.c(self.b(self.relu(x)) + skip)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_layer_of_a_model_that_changes_an_earlier_result(num_ranks: int) -> None:
+    schedule = pl.schedules.build("1f1b", num_ranks=num_ranks, num_microbatches=2)
+    layers = ["a", "relu", "b", "c"]
+    for again in (lambda x: x, lambda x: x.view(-1, 6)):
+        with (
+            pl.Pipeline(Outer(again).to(F64), schedule, loss_fn=F.mse_loss, layers=layers) as pipe,
+            pytest.raises(RunError, match="'relu' changes the result of 'a' in place, and later stages use this"),
+        ):
+            pipe.step(*make_batch())
+    torch.manual_seed(0)
+    model = Outer(lambda _: torch.zeros((), dtype=F64)).to(F64)
+    with pl.Pipeline(copy.deepcopy(model), schedule, loss_fn=F.mse_loss, layers=layers) as pipe:
+        torch.testing.assert_close(pipe.step(*make_batch()), run(model)[0], rtol=1e-12, atol=0)
+
+
 def test_a_message_holds_a_repeated_tensor_once() -> None:
     x, y = torch.ones(3), torch.zeros(2, dtype=torch.int64)
     value = {"a": x, "b": [y, (x, 1.5)], "c": y}

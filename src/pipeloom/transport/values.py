@@ -96,7 +96,8 @@ def flatten(value: Value, what: str = "a stage returned", *, repeated: bool = Fa
 
 def with_overlapping(layout: Layout, positions: Sequence[int]) -> Layout:
     """The layout with these positions as `Layout.overlapping`."""
-    return _layout(json.dumps([_OVERLAPS, list(positions), _decoded(layout.structure)]), layout.specs)
+    structure = _TENSOR if layout.structure == _TENSOR else _decoded(layout.structure)
+    return _layout(json.dumps([_OVERLAPS, list(positions), structure]), layout.specs)
 
 
 def tensors_in(value: Value) -> list[Tensor]:

@@ -10,14 +10,14 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from pipeloom.autograd.loss_metrics import separate
-from pipeloom.autograd.overlaps import overlapping
+from pipeloom.autograd.overlaps import overlapping, share_storage
 from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, root_of, run_backward
 from pipeloom.engine.batch import Extent
 from pipeloom.engine.binders.auxiliary import add_declared, keep_declared, keep_metrics
 from pipeloom.engine.binders.inputs import StageInputs
 from pipeloom.engine.binders.sequence_parts import module_of_tokens
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
-from pipeloom.engine.binders.skips import bind_skip_gradients, bind_skip_values
+from pipeloom.engine.binders.skips import SkipValues, bind_skip_gradients, bind_skip_values
 from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.errors import RunError, one_line
 from pipeloom.ir import Action, Op, Program
@@ -43,9 +43,9 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     # A model that computes its own loss gets the targets among its arguments.
     joined = getattr(wiring.stages[stage], "joined", None) if getattr(wiring.loss_fn, "joins_targets", False) else None
     watching = getattr(wiring.loss_fn, "watching", nullcontext) if last else nullcontext
-    finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program)
     mover = wiring.mover if key in state.to_offload else None
     inputs = StageInputs(wiring, stage, training=training)
+    finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program, inputs, skips)
 
     def forward() -> None:
         value, leaves, shared = (state.batch.inputs[microbatch], [], ()) if first else arrived.pop(key)
@@ -143,7 +143,9 @@ def _fields(output: Mapping[str, Value]) -> str:
     )
 
 
-def _bind_output(state: RankState, action: Action, program: Program) -> Callable[[Value, Value], list[Root]]:
+def _bind_output(
+    state: RankState, action: Action, program: Program, inputs: StageInputs, skips: SkipValues | None
+) -> Callable[[Value, Value], list[Root]]:
     """The function that takes a stage's output: passes it to the next stage on this rank, or to its SEND."""
     stage, _, microbatch, piece = action
     assert microbatch is not None
@@ -155,8 +157,9 @@ def _bind_output(state: RankState, action: Action, program: Program) -> Callable
 
     def deliver(output: Value, _: Value) -> list[Root]:
         layout, tensors = flatten(output)
-        if len(tensors) > 1 and any(overlaps := overlapping(tensors)):
-            layout = with_overlapping(layout, [index for index, one in enumerate(overlaps) if one])
+        found = _overlapping(tensors, [] if skips is None else skips.leaving(), inputs.overlapping)
+        if found:
+            layout = with_overlapping(layout, found)
         detached, roots = [], []
         for tensor in tensors:
             detached.append(tensor.detach())
@@ -169,6 +172,18 @@ def _bind_output(state: RankState, action: Action, program: Program) -> Callable
         return roots
 
     return deliver
+
+
+def _overlapping(tensors: list[Tensor], skips: list[Tensor], shared: list[Tensor]) -> list[int]:
+    """The positions of tensors of which a change in place may change others, skips, or what `shared` inputs did."""
+    if len(tensors) < 2 and not skips and not shared:
+        return []
+    overlaps = overlapping([*tensors, *skips])
+    return [
+        index
+        for index, one in enumerate(tensors)
+        if overlaps[index] or any(one is skip for skip in skips) or any(share_storage(one, other) for other in shared)
+    ]
 
 
 def bind_entry(

@@ -32,6 +32,7 @@ class StageInputs:
         self._known, self._key = wiring.runs_known, (stage, training)
         self._given: list[tuple[Tensor, int]] = []  # tensors and their versions
         self._overlapping: Sequence[int] = ()
+        self.overlapping: list[Tensor] = []  # the tensors of the last run that must not be changed
 
     def take(self, value: Value, overlapping: Sequence[int] = ()) -> Value:
         """The value for a run that begins; `overlapping` tensors of it must not be changed (`Layout.overlapping`)."""
@@ -71,9 +72,9 @@ class StageInputs:
                 output = module(value)
         if self._overlapping and not set(self._overlapping).isdisjoint(self._changed()):
             raise RunError(
-                f"stage {self._stage} changes an input in place that has memory in common with another value that "
-                "arrived, such as a view of it, which would stay as it was. Copy the input before (x = x.clone()), or "
-                "cut elsewhere."
+                f"stage {self._stage} changes an input in place that has memory in common with another value between "
+                "stages, such as a view of it or a skip, which would stay as it was. Copy the input before "
+                "(x = x.clone()), or cut elsewhere."
             )
         if not self._copies[self._stage] and self._changed():
             self._copies[self._stage] = True
@@ -84,5 +85,6 @@ class StageInputs:
                     stacklevel=2,
                 )
         self._known.add(self._key)
+        self.overlapping = [self._given[index][0] for index in self._overlapping]
         self._given = []
         return output, collected

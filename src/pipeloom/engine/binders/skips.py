@@ -17,7 +17,7 @@ from pipeloom.engine.rank_state import RankState, Step
 from pipeloom.ir import Action, Op, Program
 from pipeloom.split.skips import without_stashed
 from pipeloom.transport.interface import Message
-from pipeloom.transport.values import Layout, Value, copied, flatten, unflatten
+from pipeloom.transport.values import Layout, Value, copied, flatten, tensors_in, unflatten
 
 
 class SkipValues:
@@ -72,6 +72,10 @@ class SkipValues:
             return output
         output, self._stashed = without_stashed(output, self._module.stashes)
         return output
+
+    def leaving(self) -> list[Tensor]:
+        """The tensors that `hand_out` will hand to other stages."""
+        return tensors_in(self._arrived | self._stashed) if self._leaving else []
 
     def hand_out(self) -> list[Root]:
         """Hand values to the stages that use them; returns their roots."""

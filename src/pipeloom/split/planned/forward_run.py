@@ -23,6 +23,7 @@ from pipeloom.split.planned.known import RESULT, Known
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.tracking.decisions import DecisionWatch
 from pipeloom.split.planned.tracking.draws import SharedDraws
+from pipeloom.split.planned.tracking.memory import ResultMemory
 from pipeloom.split.planned.tracking.origins import (
     EARLIER,
     LAST,
@@ -80,6 +81,7 @@ class ForwardRun:
         self.inputs, self.arrived = inputs, arrived
         self.origins = Origins() if known is None else None
         self._types = TypeWatch() if known is None else None
+        self._memory = ResultMemory()
         self.found: dict[str, Any] = {}
         self.done: list[int] = []
         self.result: Any = None
@@ -203,6 +205,7 @@ class ForwardRun:
             if self.origins.of(output) & EARLIER:
                 raise place.reads_earlier(self.origins.absent_in(self.origins.of(output)))
             self._check_decisions()
+            self._check_memory()
         return output
 
     def check_whole(self) -> None:
@@ -219,6 +222,7 @@ class ForwardRun:
         """Undo changes of buffers by the rest of the forward, and send the results that it branches on."""
         assert self.origins is not None
         self._add_results(self.origins.decided)
+        self._check_memory()
         if self._kept is not None:
             self._kept.restore()
 
@@ -321,8 +325,11 @@ class ForwardRun:
         """Raises SplitError where a part has changed an argument in place that it does not return."""
         returned = {id(leaf) for leaf in tree_leaves(result)}
         for where, tensor, version in versions:
-            if tensor._version != version and id(tensor) not in returned and self.place.elsewhere:
+            if tensor._version == version or not self.place.elsewhere:
+                continue
+            if id(tensor) not in returned:
                 raise self.place.changes_argument(name, where)
+            self._memory.change(name, tensor)
 
     def _end(self, result: Any) -> None:
         """Keep the last part's result, and leave the forward unless it explores.
@@ -349,9 +356,16 @@ class ForwardRun:
         given = tree_map_only(Tensor, Tensor.clone, result)
         if self.origins is not None:
             self.origins.replace(given, origin)
+            self._memory.add(name, result, given)
             if not self.origins.has_result(name):
                 self.origins.add_result(name, result, given)
         return given
+
+    def _check_memory(self) -> None:
+        """Raises SplitError where a part has changed a result in place that stages exchange as it was before."""
+        for name, part in self._memory.changed.items():
+            if RESULT + name in self.found or RESULT + name in self.extras:
+                raise self.place.changes_result(part, name)
 
     def in_another_order(self, name: str) -> SplitError:
         """The error for a part that runs twice, or in another order."""

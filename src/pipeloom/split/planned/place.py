@@ -198,6 +198,13 @@ class StagePlace:
             "Return the changed tensor",
         )
 
+    def changes_result(self, part: str, name: str) -> SplitError:
+        """The error for a part that changes a value in place that is also an earlier result."""
+        return self._cannot(
+            f"{part!r} changes the result of {name!r} in place, and later stages use this result as it was before",
+            "Let it work on a copy (x = x.clone())",
+        )
+
     def reads_given_module(self, part: str, name: str) -> SplitError:
         """The error for a part that reads or calls a module of another stage, which is among its arguments."""
         return self._cannot(
