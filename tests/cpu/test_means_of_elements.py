@@ -213,6 +213,39 @@ def test_counts_of_all_replicas() -> None:
     pl.run_threads(4, work, timeout_seconds=120)
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("mask", ["unequal", "equal"])
+def test_other_numbers_in_other_replicas_are_told(mask: str, own: bool, num_microbatches: int) -> None:
+    numbers = {"unequal": [[5, 5, 5, 5], [2, 2, 2, 2]], "equal": [[6, 1, 3, 4], [4, 3, 5, 2]]}[mask]
+
+    def work() -> None:
+        schedule = schedule_of("1f1b", num_microbatches=num_microbatches)
+        with pl.Mesh(pp=2, dp=2) as mesh:
+            replica = mesh.coordinate("dp")
+            rows, inside = (
+                slice(4 * replica, 4 * replica + 4),
+                torch.arange(6) < torch.tensor(numbers[replica])[:, None],
+            )
+            batch = {"x": X[rows], "mask": inside, "labels": Y[rows]}
+            options: dict[str, Any] = {"layers": ["a", "b"]}
+            if not own:
+                options = {"loss_fn": lambda o, t: LOSSES["mse"](o, t["mask"], t["y"])}
+            with pl.Pipeline(make("mse") if own else copy.deepcopy(NET), schedule, mesh=mesh, **options) as pipe:
+                for _ in range(4):
+                    pipe.step(batch) if own else pipe.step(X[rows], {"y": Y[rows], "mask": inside})
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        pl.run_threads(4, work, timeout_seconds=120)
+    texts = [str(each.message) for each in told]
+    unit = "label" if own else "sample"
+    assert len(texts) == (2 if mask == "unequal" else 0)  # the last stage of each replica
+    for text in texts:
+        assert f"per {unit} in this replica, " in text
+        assert "the pipeline trains the mean of their means" in text
+
+
 def test_counts_that_are_wrong_are_one_line() -> None:
     with pytest.raises(InputError, match="counts='mask': must be a function"):
         pl.mean_over_labels(over_weights, counts="mask")

@@ -129,7 +129,11 @@ def sample_mismatch(inputs: int, targets: int) -> str:
 
 
 class LabelWeights(Protocol):
-    """What a loss_fn, or the targets of a batch, may have: labels count over all micro-batches and replicas."""
+    """What a loss_fn, or the targets of a batch, may have: labels count over all micro-batches and replicas.
+
+    It may also have `elements`, called before `count`: two numbers of the last batch, added up over replicas, too.
+    Where one of them is not 0, `compare_replicas` gets them and their sums.
+    """
 
     def count(self, whole: Sequence[Any]) -> tuple[int, int]:
         """Two numbers that are added up over replicas, such as labels of this replica, and those that count.

@@ -31,12 +31,14 @@ class Agreed(NamedTuple):
         all_samples: of all replicas.
         labels: what is counted in the labels of all replicas, as the ranks with the stages of this one know them; see
             `pipeloom.engine.batch.LabelWeights`.
+        elements: of the last batches of all replicas, see there.
     """
 
     fewest: int
     most: int
     all_samples: int
     labels: tuple[int, int] = (0, 0)
+    elements: tuple[int, int] = (0, 0)
 
 
 class RankCall(NamedTuple):
@@ -59,6 +61,8 @@ class _Row(NamedTuple):
     samples: int
     labels: int
     counting: int
+    elements: int
+    weight: int
     inputs: int
     targets: int
     settings: int
@@ -197,7 +201,14 @@ class BatchAgreement:
         counted = {*(replica_ranks or [exchange.rank])}
         self._counted = [line for line in replicas if counted & {*line}]
 
-    def agree(self, batch: Batch, labels: tuple[int, int], refusal: Exception | None, call: RankCall) -> Agreed:
+    def agree(
+        self,
+        batch: Batch,
+        labels: tuple[int, int],
+        refusal: Exception | None,
+        call: RankCall,
+        elements: tuple[int, int] = (0, 0),
+    ) -> Agreed:
         """Exchange the size and the form of a batch; every rank calls it.
 
         Args:
@@ -205,6 +216,7 @@ class BatchAgreement:
             labels: what is counted in its labels.
             refusal: why it cannot use its batch.
             call: this process's.
+            elements: of its last batch.
 
         Raises:
             InputError: a rank cannot use its batch, those of one replica have different sizes or forms, ranks have
@@ -214,7 +226,7 @@ class BatchAgreement:
         text = "" if refusal is None else refused_by(self._exchange.rank, refusal)
         samples = batch.num_samples if refusal is None else _REFUSED
         inputs, targets, settings = (crc32(each.encode()) for each in (*batch.forms, call.settings))
-        own = _Row(samples, *labels, inputs, targets, settings, call.drawing)
+        own = _Row(samples, *labels, *elements, inputs, targets, settings, call.drawing)
         found, text = self._exchange.exchange(own, text, call.number)
         rows = [_Row(*row) for row in found]
         if any(row.samples == _REFUSED for row in rows):
@@ -244,6 +256,7 @@ class BatchAgreement:
             most=max(sizes),
             all_samples=sum(max(rows[rank].samples for rank in line) for line in self._counted),
             labels=(sum(rows[rank].labels for rank in self._alike), sum(rows[rank].counting for rank in self._alike)),
+            elements=(sum(rows[rank].elements for rank in self._alike), sum(rows[rank].weight for rank in self._alike)),
         )
 
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeloom.devices import Device
 from pipeloom.engine.batch import Batch, LabelWeights, form_of, label_weights, moved, prepared
@@ -58,12 +58,14 @@ class Read(NamedTuple):
         whole: targets, before context-parallel ranks share them out.
         weights: what weighs their labels; None: nothing does.
         labels: what `weights` counted in them.
+        elements: what it counted in the last batch, see `LabelWeights`.
     """
 
     batch: Batch
     whole: Sequence[Value] = ()
     weights: LabelWeights | None = None
     labels: tuple[int, int] = (0, 0)
+    elements: tuple[int, int] = (0, 0)
 
 
 class BatchReader:
@@ -128,7 +130,7 @@ class BatchReader:
                 refusal = error
             if agreement is None:
                 break
-            agreed = agreement.agree(found.batch, found.labels, refusal, call)
+            agreed = agreement.agree(found.batch, found.labels, refusal, call, found.elements)
             enough = training or min(count, agreed.most) <= agreed.fewest
             count = min(count, agreed.fewest)
             if enough:
@@ -139,6 +141,9 @@ class BatchReader:
             batch.all_samples = agreed.all_samples
             if self._has_replicas:
                 self._weigh(found, agreed.all_samples, agreed.labels)
+                if any(found.elements):
+                    compares: Any = found.weights
+                    compares.compare_replicas(found.elements, agreed.elements)
         for_inputs, for_targets = self._devices  # moved at the end: what was counted is on the host, without a wait
         if for_inputs is not None and for_inputs.is_asynchronous:
             batch.inputs = [moved(value, for_inputs) for value in batch.inputs]
@@ -178,7 +183,9 @@ class BatchReader:
             cut_sequences(batch, self._programs.train.schedule.num_slices, how.slice_lengths)
         how.check(batch)
         weights, whole = label_weights(how.loss_fn, targets) if needs_targets else None, batch.targets or ()
-        read = Read(batch, whole, weights, (0, 0) if weights is None else weights.count(whole))
+        counts_elements: Any = getattr(weights, "elements", None)
+        elements = (0, 0) if counts_elements is None else counts_elements()
+        read = Read(batch, whole, weights, (0, 0) if weights is None else weights.count(whole), elements)
         if how.parts is not None:
             cut_tokens(batch, how.parts)
         if not self._has_replicas:

@@ -20,6 +20,7 @@ from pipeloom.training.losses.sample_loops import LoopTerm, adds_up, sample_of
 _SCALING = {"Mul", "Div", "Mean"}
 _INSIDE = LINEAR - _SCALING  # what a sum over elements may pass
 _TOLERANCE = 1e-5  # between numbers, relative
+_UNIT = 2**20  # of numbers that replicas exchange
 
 
 class Mean(NamedTuple):
@@ -211,6 +212,18 @@ class UnequalMeans:
 
     def __init__(self) -> None:
         self._first: tuple[Means, int, Sequence[float]] | None = None
+        self._by = 0
+
+    def elements(self) -> tuple[int, int]:
+        """Of the first micro-batch of this batch: over how many elements its loss is a mean, and its weight.
+
+        Both in units of 2^-20, and 0 where the loss is no single mean.
+        """
+        if self._first is None:
+            return 0, 0
+        means, _, weights = self._first
+        term = means.terms[0] if len(means.terms) == 1 else means.common
+        return (round(term.number * _UNIT), round(weights[self._by] * _UNIT)) if term.divides else (0, 0)
 
     def begin_batch(self) -> None:
         """Another batch begins, in which factors of losses may be others."""
@@ -228,7 +241,7 @@ class UnequalMeans:
         if not weights[by]:
             return None
         if self._first is None or not self._first[2][by]:
-            self._first = means, num_samples, weights
+            self._first, self._by = (means, num_samples, weights), by
             return None
         first, samples, others = self._first
         pairs = list(zip(first.terms, means.terms, strict=False))
@@ -240,6 +253,20 @@ class UnequalMeans:
             if not is_same and not is_even:
                 return _text(one, samples, other, num_samples)
         return None
+
+
+def replicas_text(own: tuple[int, int], all_replicas: tuple[int, int], unit: str) -> str | None:
+    """What is a mean over other numbers of elements than in other replicas, in words; None: nothing is.
+
+    Args:
+        own: `UnequalMeans.elements` of this replica.
+        all_replicas: their sums.
+        unit: by whose number losses are weighted, such as "sample".
+    """
+    number, others = own[0] / own[1], all_replicas[0] / all_replicas[1]
+    if math.isclose(number, others, rel_tol=_TOLERANCE):
+        return None
+    return f"a mean (over {number:.6g} elements per {unit} in this replica, {others:.6g} in all)"
 
 
 def _text(one: Mean, samples: int, other: Mean, other_samples: int) -> str:

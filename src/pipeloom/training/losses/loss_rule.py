@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pipeloom.training.losses.element_means import Means, UnequalMeans, means_of
+from pipeloom.training.losses.element_means import Means, UnequalMeans, means_of, replicas_text
 from pipeloom.training.losses.reductions import SCALED_SUM, Reduction, Reductions
 from pipeloom.training.losses.term_rules import (
     Given,
@@ -161,14 +161,27 @@ class LossRule:
         weights = (*given.counts, given.num_samples, 1)
         text = self._unequal.compare(means._replace(terms=terms), given.num_samples, weights, by)
         if text is not None:
-            self._tell(
-                "rule",
-                f"{self._model} computes its own loss from {text}: the pipeline trains the mean of their means, "
-                f"weighted by their {self._by(given)}. For the mean over all elements, pass their mask as "
-                "targets and loss_fn=pipeloom.mean_over_labels(lambda output, mask: output['loss'], counts=lambda "
-                "mask: mask).",
-            )
+            self._tell_means(text, self._by(given))
         return text is None
+
+    def elements(self) -> tuple[int, int]:
+        """Over how many elements the loss of the last batch was a mean; see `LabelWeights`."""
+        return self._unequal.elements() if self.asks else (0, 0)
+
+    def compare_replicas(self, own: tuple[int, int], all_replicas: tuple[int, int]) -> None:
+        """Tell about a mean over other numbers of elements than in other replicas."""
+        by_labels = self.rule in (Rule.LABELS, Rule.SHIFTED)
+        text = replicas_text(own, all_replicas, "label" if by_labels else "sample")
+        if text is not None and "rule" not in self._told:
+            self._tell_means(text, "labels that count" if by_labels else "samples")
+
+    def _tell_means(self, text: str, by: str) -> None:
+        self._tell(
+            "rule",
+            f"{self._model} computes its own loss from {text}: the pipeline trains the mean of their means, weighted "
+            f"by their {by}. For the mean over all elements, pass their mask as targets and "
+            "loss_fn=pipeloom.mean_over_labels(lambda output, mask: output['loss'], counts=lambda mask: mask).",
+        )
 
     def begin_batch(self) -> None:
         """Another batch begins. Forwards are not watched for ever, on a GPU only in the first batches."""

@@ -56,7 +56,8 @@ class OwnLoss:
         self._decodes = "decoder_input_ids" in parameters
         self._takes_number = NUM_ITEMS in parameters or (takes_any and function is not None)
         self._shared_shifts = getattr(function, "__name__", "") == "ForCausalLMLoss"
-        self._rule = LossRule(model)
+        self._rule = rule = LossRule(model)
+        self.elements, self.compare_replicas = rule.elements, rule.compare_replicas  # see `LabelWeights`
         self._model, self._takes_any = type(model).__name__, takes_any
         self._returns_no_loss = not self._names and declares_no_loss(model)
 

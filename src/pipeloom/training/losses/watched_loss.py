@@ -15,7 +15,7 @@ from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError
-from pipeloom.training.losses.element_means import UnequalMeans, means_of
+from pipeloom.training.losses.element_means import UnequalMeans, means_of, replicas_text
 from pipeloom.training.losses.labels import labels_of
 from pipeloom.training.losses.reductions import Reductions
 from pipeloom.training.losses.sample_halves import CannotAskError, SampleHalves
@@ -24,6 +24,7 @@ from pipeloom.transport.values import tensors_in
 
 _MARK = "labels that count"  # marks the targets of a micro-batch in which not all do
 _IGNORED = -100
+_COUNTS = "counts=lambda targets: ...), with a function that returns the mask of these elements"
 _TOLERANCE = 1e-3
 _NUM_WATCHED = 100  # batches in which it is noticed over how many elements a loss is a mean
 _NUM_ASKED = 2  # batches in which the loss may also be evaluated for halves of a micro-batch
@@ -187,9 +188,19 @@ class WatchedLoss:
         if text is None:
             return
         ignored = next((each.ignored for each in terms if each.ignored is not None), None)
-        fix = "counts=lambda targets: ...), with a function that returns the mask of these elements"
-        if ignored is not None and has_labels:
-            fix = f"ignore_index={ignored})"
+        self._tell_means(text, f"ignore_index={ignored})" if ignored is not None and has_labels else _COUNTS)
+
+    def elements(self) -> tuple[int, int]:
+        """Over how many elements the loss of the last batch was a mean; see `LabelWeights`."""
+        return self._unequal.elements() if self._to_watch >= 0 else (0, 0)
+
+    def compare_replicas(self, own: tuple[int, int], all_replicas: tuple[int, int]) -> None:
+        """Tell about a mean over other numbers of elements than in other replicas."""
+        text = replicas_text(own, all_replicas, "token" if self._in_parts else "sample")
+        if text is not None:
+            self._tell_means(text, _COUNTS)
+
+    def _tell_means(self, text: str, fix: str) -> None:
         self._tell(
             f"loss_fn is a mean over different numbers of elements, {text}: the pipeline trains the mean of their "
             f"means. For the mean over all elements, pass loss_fn=pipeloom.mean_over_labels(loss_fn, {fix}."
