@@ -181,13 +181,24 @@ def told_once(pipe: pl.Pipeline, inputs: Any, targets: Any, fix: str) -> None:
 
 
 @pytest.mark.parametrize("num_slices", [1, 4])
-@pytest.mark.parametrize("kind", ["tensor", "dict", "metrics"])
+@pytest.mark.parametrize("kind", ["tensor", "dict", "key", "metrics"])
 def test_a_mean_of_means_is_told_once_and_is_a_number(kind: str, num_slices: int) -> None:
     words, labels = batch()
-    loss_fn = {"tensor": mean, "dict": own_labels, "metrics": lambda o, t: {"loss": mean(o, t) + 0.5, "x": 1.0}}[kind]
+    key: Any = lambda o, t: mean(o, t["ids"])  # noqa: E731
+    loss_fn = {
+        "tensor": mean,
+        "dict": own_labels,
+        "key": key,
+        "metrics": lambda o, t: {"loss": mean(o, t) + 0.5, "x": 1.0},
+    }[kind]
     schedule = schedule_of("seq1f1b", num_slices=num_slices) if num_slices > 1 else schedule_of("zb-h1")
     with pl.Pipeline(make_model(), schedule, loss_fn=loss_fn) as pipe:
-        told_once(pipe, words, {"labels": labels} if kind == "dict" else labels, "")
+        given = {"labels": labels, "ids": labels} if kind == "dict" else {"ids": labels} if kind == "key" else labels
+        told_once(pipe, words, given, ", counts=lambda targets: targets['ids'] != -100" if kind == "key" else "")
+    if kind == "key":
+        loss_fn = pl.mean_over_labels(key, counts=lambda targets: targets["ids"] != -100)
+        with pl.Pipeline(make_model(), schedule, loss_fn=loss_fn) as pipe:
+            compare(pipe, words, {"ids": labels})
 
 
 @pytest.mark.parametrize("loss_fn", [mean, pl.mean_over_labels(mean)])

@@ -90,6 +90,13 @@ def unlike_layers(model, x):
     return x
 
 
+def unlike_mapped_layers(model, x):
+    layers = [model.first, *model.blocks, model.last]
+    for layer, kind in zip(layers, map(type, layers), strict=True):
+        x = layer(x) * (2 if kind is nn.Linear else 3)
+    return x
+
+
 class Sums(nn.Linear):
     """Adds what is in its arguments."""
 
@@ -181,6 +188,7 @@ def test_what_one_stage_computes(run, ranks):
         (forces, r"computes its result with torch.autograd.grad through layers of other stages: .* one layer"),
         (gradient_past_layers, r"computes its result with torch.autograd.grad through layers of other stages"),
         (several_in_one_argument(Pair), r"'last' reads argument '0', which combines what several earlier stages"),
+        (unlike_mapped_layers, r"asks for map\(type, layers\) in test_planned_absent.py, line \d+: .* isinstance"),
         (unlike_layers, r"asks for type\(layer\) in test_planned_absent.py, line \d+: .* isinstance"),
     ],
 )

@@ -71,8 +71,17 @@ def is_label(name: Any) -> bool:
     return isinstance(name, str) and ("label" in name or name in ("targets", "start_positions", "end_positions"))
 
 
+def labels_key(targets: Mapping[str, Any]) -> str:
+    """The key of the labels: "labels", or that of the only tensor of integers."""
+    found = [key for key, value in targets.items() if _are_labels(value)]
+    return found[0] if len(found) == 1 else "labels"
+
+
 def labels_of(targets: Any) -> Any:
-    """Labels in targets: a tensor of integers, or the one under "labels"; None: there are none."""
-    labels = targets.get("labels") if isinstance(targets, Mapping) else targets
-    is_labels = isinstance(labels, Tensor) and labels.dtype in (torch.int64, torch.int32) and labels.dim() > 0
-    return labels if is_labels else None
+    """Labels in targets: a tensor of integers, or the one in a dict (`labels_key`); None: there are none."""
+    labels = targets.get(labels_key(targets)) if isinstance(targets, Mapping) else targets
+    return labels if _are_labels(labels) else None
+
+
+def _are_labels(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() > 0

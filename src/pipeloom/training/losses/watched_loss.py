@@ -16,7 +16,7 @@ from pipeloom.engine.batch import Batch
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.errors import InputError
 from pipeloom.training.losses.element_means import UnequalMeans, means_of, replicas_text
-from pipeloom.training.losses.labels import labels_of
+from pipeloom.training.losses.labels import labels_key, labels_of
 from pipeloom.training.losses.reductions import Reductions
 from pipeloom.training.losses.sample_halves import CannotAskError, SampleHalves
 from pipeloom.training.losses.term_rules import no_labels_count
@@ -222,12 +222,12 @@ class WatchedLoss:
         places = counted.nonzero().flatten()
         if len(places) < 2:
             return
-        parts = []
+        parts, key = [], labels_key(targets) if isinstance(targets, Mapping) else None
         for own in (places[: len(places) // 2], places[len(places) // 2 :]):
             part = torch.full_like(labels, self._ignored).flatten()
             part[own] = labels.flatten()[own]
             masked = part.view_as(labels)
-            given = {**targets, "labels": masked} if isinstance(targets, Mapping) else masked
+            given = masked if key is None else {**targets, key: masked}
             parts.append((len(own), float(loss_in(self.loss_fn(output, given)))))
         mean = sum(count * part for count, part in parts) / len(places)
         self._asks, bound = False, _TOLERANCE * abs(loss)
@@ -235,6 +235,8 @@ class WatchedLoss:
         if not abs(loss - mean) <= bound < abs(loss - (one + other)) or one == other:
             return
         argument = "" if self._ignored == _IGNORED else f", ignore_index={self._ignored}"
+        if key not in (None, "labels"):
+            argument = f", counts=lambda targets: targets[{key!r}] != {self._ignored}"
         self._tell(
             "loss_fn is the mean over the labels of a micro-batch, and micro-batches have different numbers of labels "
             f"other than {self._ignored}: the pipeline trains the mean of their means. For the mean over all labels, "

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 _SIMPLE = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.UnaryOp, ast.USub, ast.expr_context)
+_KEPT = (list, tuple, nn.ModuleList, nn.Sequential)  # which may be read again
 _OURS = os.path.dirname(__file__).removesuffix(os.path.join("split", "planned", "tracking"))
 _OTHERS = (os.path.dirname(torch.__file__), _OURS)
 
@@ -53,25 +54,27 @@ class TypeWatch:
         if event != "return" or "type" not in code.co_names or code.co_filename.startswith(_OTHERS):
             return
         lines = {line for *_, line in code.co_lines()}
-        for line, text, expression in _asked(code.co_filename):
+        for line, text, expression, is_mapped in _asked(code.co_filename):
             if line in lines and self.found is None:
                 try:
                     value = eval(expression, frame.f_globals, frame.f_locals)  # names, attributes and items
+                    values = [value] if not is_mapped else list(value) if isinstance(value, _KEPT) else []
                 except Exception:
                     continue
-                if issubclass(type(value), nn.Module) and value.__class__ is not type(value):
-                    self.found = f"type({text}) in {os.path.basename(code.co_filename)}, line {line}"
+                if any(issubclass(type(each), nn.Module) and each.__class__ is not type(each) for each in values):
+                    self.found = f"{text} in {os.path.basename(code.co_filename)}, line {line}"
 
 
 class _Calls(ast.NodeVisitor):
-    """The calls of `type` with one simple expression, except for messages."""
+    """The calls of `type`, or `map(type, ...)`, with one simple expression, except for messages."""
 
     def __init__(self) -> None:
         self.found: list[ast.Call] = []
 
     def visit_Call(self, node: ast.Call) -> None:
-        is_type = isinstance(node.func, ast.Name) and node.func.id == "type"
-        if is_type and len(node.args) == 1 and all(isinstance(each, _SIMPLE) for each in ast.walk(node.args[0])):
+        names = [each.id if isinstance(each, ast.Name) else "" for each in (node.func, *node.args)]
+        asks = names[:-1] in (["type"], ["map", "type"])
+        if asks and all(isinstance(each, _SIMPLE) for each in ast.walk(node.args[-1])):
             self.found.append(node)
         self.generic_visit(node)
 
@@ -83,8 +86,8 @@ class _Calls(ast.NodeVisitor):
 
 
 @lru_cache(maxsize=256)
-def _asked(path: str) -> tuple[tuple[int, str, CodeType], ...]:
-    """Where a file asks for the type of what: the line, the expression, and the same compiled."""
+def _asked(path: str) -> tuple[tuple[int, str, CodeType, bool], ...]:
+    """Where a file asks for types: the line, the call, its argument compiled, and whether it asks each item."""
     calls = _Calls()
     try:
         with _parsing:
@@ -92,5 +95,7 @@ def _asked(path: str) -> tuple[tuple[int, str, CodeType], ...]:
     except SyntaxError:
         return ()
     calls.visit(parsed)
-    arguments = [(call.lineno, call.args[0]) for call in calls.found]
-    return tuple((line, ast.unparse(a), compile(ast.Expression(a), path, "eval")) for line, a in arguments)
+    return tuple(
+        (call.lineno, ast.unparse(call), compile(ast.Expression(call.args[-1]), path, "eval"), len(call.args) > 1)
+        for call in calls.found
+    )
