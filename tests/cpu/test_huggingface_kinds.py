@@ -81,6 +81,8 @@ def test_weights_that_are_rescaled_in_an_evaluation_are_refused():
         pipe.step(batch)
         with pytest.raises(SplitError, match=r"^config.rescale_every=1: RwkvForCausalLM divides weights"):
             pipe.evaluate(batch)
+        with pytest.raises(SplitError, match=r"^config.rescale_every=1: RwkvForCausalLM divides weights"):
+            pipe.generate(ids, max_new_tokens=1)
         model.config.rescale_every = 0
         found = pipe.evaluate(batch).float()
     torch.testing.assert_close(found, model.eval()(**batch).loss.detach())

@@ -143,6 +143,8 @@ def test_a_model_that_declares_results_without_a_loss_needs_a_loss_fn():
         for targets, said in ((None, "takes no labels and returns no loss"), (batch["input_ids"], "takes no labels")):
             with pytest.raises(InputError, match=f"BertModel {said}\\. Pass loss_fn"):
                 pipe.step(batch, targets)
+        with pytest.raises(InputError, match=r"BertModel takes no labels and returns no loss\. Pass loss_fn"):
+            pipe.step({**batch, "labels": batch["input_ids"]})
         assert pipe.forward(batch).last_hidden_state.shape == (5, 9, 16)
 
 

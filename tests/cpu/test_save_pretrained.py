@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 from pathlib import Path
@@ -171,6 +172,16 @@ def test_processes_save_with_the_same_arguments(tmp_path):
 
     pl.run_threads(2, work)
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_processes_name_one_directory_in_other_words(tmp_path):
+    def work():
+        schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+        with pl.Pipeline(transformers.LlamaForCausalLM(config("llama")), schedule, mesh=pl.Mesh(pp=2)) as pipe:
+            pipe.save_pretrained(os.path.relpath(tmp_path / "a") if pipe.rank else tmp_path / "a")
+
+    pl.run_threads(2, work)
+    assert (tmp_path / "a" / "config.json").exists()
 
 
 def test_a_failure_on_one_process_is_an_error_on_all(tmp_path, monkeypatch):

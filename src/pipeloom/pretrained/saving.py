@@ -100,7 +100,7 @@ def _checked(whole: Any, directory: Any, tokenizer: Any, max_shard_bytes: Any, d
                 f"tokenizer={folded(each)}: must be a tokenizer or a processor, which writes its own files. Pass "
                 "AutoTokenizer.from_pretrained(NAME)."
             )
-    return {"directory": str(Path(directory)), "max_shard_bytes": max_shard_bytes, "dtype": str(dtype)}
+    return {"directory": os.path.abspath(directory), "max_shard_bytes": max_shard_bytes, "dtype": str(dtype)}
 
 
 def _tokenizers(tokenizer: Any) -> list[Any]:

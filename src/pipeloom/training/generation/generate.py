@@ -139,6 +139,7 @@ def generate(
 
     given = "no generator" if generator is None else "a generator"
     with torch.no_grad(), evaluation_mode(state.modules()):
+        state.check_around()
         executor.run(
             read,
             training=False,

@@ -59,7 +59,7 @@ class OwnLoss:
         self._rule = rule = LossRule(model)
         self.elements, self.compare_replicas = rule.elements, rule.compare_replicas  # see `LabelWeights`
         self._model, self._takes_any = type(model).__name__, takes_any
-        self._returns_no_loss = not self._names and declares_no_loss(model)
+        self.returns_no_loss = not self._names and declares_no_loss(model)
 
     @property
     def takes_labels(self) -> bool:
@@ -79,7 +79,7 @@ class OwnLoss:
         """
         if isinstance(batch, MicroBatches) or isinstance(targets, MicroBatches):
             return self._separate_each(batch, targets)
-        if targets is not None and not self._names and (self._returns_no_loss or not self._takes_any):
+        if targets is not None and not self._names and (self.returns_no_loss or not self._takes_any):
             raise InputError(
                 f"targets are given, and the pipeline has no loss_fn: the forward of {self._model} takes no labels. "
                 "Pass loss_fn to Pipeline, or the batch alone if the model computes a loss from it."
@@ -128,7 +128,7 @@ class OwnLoss:
         The model takes some, and is not asked for a loss without; or it takes none and declares results without one.
         """
         asks = isinstance(inputs, Mapping) and inputs.get("return_loss")
-        return not asks if self.takes_labels else self._returns_no_loss
+        return not asks if self.takes_labels else self.returns_no_loss
 
     def missing(self) -> str:
         """The error about a batch without labels."""
@@ -268,6 +268,8 @@ def separated(loss_fn: Any, inputs: Any, targets: Any, *, needs_targets: bool) -
             raise InputError(loss_fn.missing())
         elif inputs is not None:
             targets = _samples_alone(inputs)
+    elif needs_targets and isinstance(loss_fn, OwnLoss) and loss_fn.returns_no_loss:
+        raise InputError(loss_fn.missing())
     return inputs, targets
 
 
