@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipeloom as pl
-from pipeloom.errors import RunError
+from pipeloom.errors import InputError, RunError
+from pipeloom.pipe.batch_norm import DeferredBatchNorm
 from tests.cpu.pipe_models import CPU2, grads, layers, on_chunks
 
 
@@ -241,6 +242,26 @@ def test_a_layer_that_is_replaced_runs():
     setattr(pipe, "1", nn.Linear(2, 5))
     assert pipe(torch.ones(2, 2)).shape == (2, 5)
     assert pipe.partitions[1][0] is pipe[1]
+
+
+def test_a_layer_that_is_replaced_in_the_module_runs():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    for defers in (False, True):
+        pipe = pl.Pipe(model, [1, 2], chunks=2, devices=CPU2, deferred_batch_norm=defers)
+        x = torch.randn(4, 2)
+        pipe(x)
+        setattr(pipe, "0", nn.Linear(2, 2))
+        model[1], model[2] = nn.BatchNorm1d(2), nn.Linear(2, 5)
+        for each in (pipe, copy.deepcopy(pipe)):
+            assert each(x).shape == (4, 5)
+            assert isinstance(each[1], DeferredBatchNorm) == defers
+            assert each.partitions[1][1] is each[2]
+        assert pipe[2] is model[2]
+        assert pipe[0] is not model[0]
+        model[2] = nn.Linear(2, 2)
+    model.append(nn.Tanh())
+    with pytest.raises(InputError, match=r"the nn\.Sequential of this Pipe has 4 layers, and had 3: .* another Pipe\."):
+        pipe(x)
 
 
 def test_auxiliary_losses_are_means_over_the_batch():

@@ -80,6 +80,9 @@ class Pipe(nn.Module):
             check_value(sample, "sample")
         self._chunks = checked_chunks(chunks)
         self._checkpoint = checked_checkpoint(checkpoint)
+        # Not among the submodules: the user's module, and its layers as they were when they were last looked at.
+        self.__dict__["_source"] = module, dict(module._modules)
+        self._defers = deferred_batch_norm
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self._chunks)
         # Under their own names, which may be those of methods: an entry of state_dict keeps its name.
@@ -214,6 +217,7 @@ class Pipe(nn.Module):
         """Before a batch: measure what is not known, follow layers that were replaced, check where they are."""
         if self.__dict__["_partitions"] is None:
             self._place(self._measured(value))
+        self._follow_source()
         replaced = False
         for part in self.partitions:
             for name in part._modules:
@@ -225,6 +229,20 @@ class Pipe(nn.Module):
             self._learn()
         if self._workers is None or not self._workers.usable:
             self._workers = Workers(self._devices)
+
+    def _follow_source(self) -> None:
+        """Take the layers that the user has replaced in the module of which this pipe was made."""
+        source, seen = self.__dict__["_source"]
+        if source._modules.keys() != seen.keys():
+            raise InputError(
+                f"the nn.Sequential of this Pipe has {len(source)} layers, and had {len(seen)}: a Pipe follows layers "
+                "that are replaced alone. Make another Pipe."
+            )
+        for name, layer in source._modules.items():
+            if layer is not seen[name]:
+                seen[name] = layer
+                convert = DeferredBatchNorm.convert_deferred_batch_norm
+                self._modules[name] = convert(layer, self._chunks) if self._defers else layer
 
     # --- a batch -----------------------------------------------------------------------------------------------------
 
