@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
+from pipeloom.training.losses import sample_halves
 from pipeloom.training.losses.sample_halves import CannotAskError, SampleHalves
 
 F64 = torch.float64
@@ -40,8 +41,8 @@ def told(loss_fn: Loss, x: Tensor = X, y: Any = Y, *, num_microbatches: int = 4,
         return " | ".join(str(each.message) for each in found), [p.grad / steps for p in pipe.parameters()]
 
 
-def ask(loss_fn: Loss, x: Tensor = X[:3], y: Tensor = Y[:3]) -> str | None:
-    return SampleHalves(loss_fn, -100).ask(x, y, F.mse_loss(X[:3], Y[:3]), knows_means=True)
+def ask(loss_fn: Loss, x: Tensor = X[:5], y: Tensor = Y[:5]) -> str | None:
+    return SampleHalves(loss_fn, -100).ask(x, y, F.mse_loss(X[:5], Y[:5]), knows_means=True)
 
 
 def whole(loss_fn: Loss) -> list[Tensor]:
@@ -154,18 +155,47 @@ def test_samples_of_which_a_loss_takes_no_part() -> None:
 
 
 def test_states_of_a_loss_and_random_numbers_stay() -> None:
-    centre, x, y = Centre(), X[:3].clone(), Y[:3].clone()
+    centre, x, y = Centre(), X[:5].clone(), Y[:5].clone()
     with pytest.raises(CannotAskError):
         ask(centre)
     assert centre.calls == 0
     assert ask(in_place, x, y) is None
-    assert torch.equal(x, X[:3])
-    assert torch.equal(y, Y[:3])
+    assert torch.equal(x, X[:5])
+    assert torch.equal(y, Y[:5])
     before = torch.get_rng_state()
     for draws in (F.dropout, lambda each: each * torch.rand_like(each)):
         with pytest.raises(CannotAskError):
             ask(lambda o, t, draws=draws: F.mse_loss(draws(o), t))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 6])
+def test_a_loss_needs_several_samples(num_microbatches: int) -> None:
+    """No halves of one sample are made, of which the standard deviation warns."""
+
+    def normalized(o: Tensor, t: Tensor) -> Tensor:
+        return ((t[:, :1] - t[:, 0].mean()) / t[:, 0].std() * o).mean()
+
+    text, _ = told(normalized, num_microbatches=num_microbatches)
+    assert text.startswith("loss_fn is neither a mean nor a sum over samples, ")
+    assert " | " not in text
+
+
+def test_an_output_has_numbers_and_other_values() -> None:
+    output = {"out": X[:2], "number": torch.tensor(2.0), "name": "x"}
+    halves = SampleHalves(lambda o, t: SUMS["stack"](o["out"], t) * o["number"], -100)
+    losses = [2 * SUMS["stack"](x, y) for x, y in ((X[:2], Y[:2]), (X[2:5], Y[2:5]))]
+    assert halves.ask(output, Y[:2], losses[0], knows_means=True) is None
+    text = halves.ask({**output, "out": X[2:5]}, Y[2:5], losses[1], knows_means=True)
+    assert text is not None
+    assert "is a sum over samples" in text
+    assert "for 5 samples" in text
+
+
+def test_a_large_micro_batch_is_not_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_halves, "_MOST_BYTES", 8)
+    assert "is a sum" in told(SUMS["stack"], num_microbatches=6)[0]
+    assert told(SUMS["stack"], num_microbatches=12)[0] == ""
 
 
 def test_no_message_is_sent() -> None:

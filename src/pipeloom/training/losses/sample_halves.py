@@ -16,11 +16,13 @@ from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in
 from pipeloom.training.losses.element_means import UnequalMeans, means_of
 from pipeloom.training.losses.labels import labels_of
 from pipeloom.training.losses.reductions import Reductions
-from pipeloom.transport.values import Value, flatten, join_batch, unflatten, with_form
+from pipeloom.transport.values import Value, flatten, unflatten, with_form
 
 _NEAR, _NUM_EPS = 1e-5, 2  # between numbers that are equal: relative, and in units of the rounding
 _FAR, _MOST = 20, 0.2  # times as far, but no more than this, are numbers that differ
 _NUM_ASKED = 4  # micro-batches
+_FEW = 4  # samples of a micro-batch that has no halves of at least two, as a standard deviation needs
+_MOST_BYTES = 2**26  # of the output of a micro-batch that is kept until the next one
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 
@@ -55,7 +57,7 @@ def _storages(value: Any) -> set[int]:
 class SampleHalves:
     """Compares the loss of a micro-batch with those of the halves of its samples.
 
-    Micro-batches of one sample are compared in pairs. The function gets copies.
+    Of micro-batches of few samples two are compared, as the halves of both. The function gets copies.
 
     Args:
         loss_fn: ``loss_fn(output, targets)``.
@@ -64,7 +66,7 @@ class SampleHalves:
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], ignored: int) -> None:
         self._loss_fn, self._ignored = loss_fn, ignored
-        self._before: tuple[Value, Value] | None = None  # a micro-batch of one sample
+        self._before: tuple[Value, Value, float] | None = None  # a micro-batch of few samples, and its loss
         self._left = _NUM_ASKED
 
     @torch.no_grad()
@@ -80,6 +82,7 @@ class SampleHalves:
             CannotAskError: no micro-batch will tell, or enough were asked.
         """
         if not self._left:
+            self._before = None
             raise CannotAskError("enough were asked")
         self._left -= 1
         try:
@@ -91,18 +94,25 @@ class SampleHalves:
             raise CannotAskError(str(error)) from error
 
     def _compare(self, output: Value, targets: Value, loss: Tensor, knows_means: bool) -> str | None:
-        num_samples, value = _num_samples(targets), float(loss)
-        if num_samples == 1:
-            own = _some(output, [0], 1), _some(targets, [0], 1)
-            if self._before is None:
-                self._before = own
+        num_samples, given = _num_samples(targets), float(loss)
+        again, value = range(num_samples), given  # samples of which the loss is known, to evaluate again
+        if num_samples < _FEW and _num_bytes(output) <= _MOST_BYTES:
+            before, self._before = self._before, None
+            if before is None:
+                self._before = _some(output, again, num_samples), _some(targets, again, num_samples), given
                 return None
-            output, targets = (with_form(join_batch(pair), pair[0]) for pair in zip(self._before, own, strict=True))
-            self._before, num_samples = None, 2
-            value = self._evaluate(output, targets, range(2))
-        everything = range(num_samples)
-        halves = everything[: num_samples // 2], everything[num_samples // 2 :]
-        values = [self._evaluate(output, targets, half) for half in halves]
+            first = _num_samples(before[1])
+            output, targets = (
+                _joined(one, _some(other, again, num_samples))
+                for one, other in zip(before[:2], (output, targets), strict=True)
+            )
+            halves, num_samples = (range(first), range(first, first + num_samples)), first + num_samples
+            again, values, value = halves[1], [before[2], given], self._evaluate(output, targets, range(num_samples))
+        elif num_samples > 1:
+            halves = again[: num_samples // 2], again[num_samples // 2 :]
+            values = [self._evaluate(output, targets, half) for half in halves]
+        else:
+            raise CannotAskError("one large sample")
         scale = max(map(abs, (value, *values)))
         if not scale or not all(map(math.isfinite, (value, *values))):
             return None
@@ -116,7 +126,7 @@ class SampleHalves:
         from_sum = abs(value - sum(values))
         if from_mean <= far or near < from_sum <= far:
             return None
-        if abs(self._evaluate(output, targets, everything) - value) > near:
+        if abs(self._evaluate(output, targets, again) - given) > near:
             raise CannotAskError("another value for the same samples")
         text = f"{value:.6g} for {num_samples} samples, {values[0]:.6g} and {values[1]:.6g} for their halves"
         if from_sum <= near:
@@ -155,6 +165,17 @@ def _num_samples(targets: Value) -> int:
     if not found:
         raise CannotAskError("targets without samples")
     return found
+
+
+def _joined(one: Value, other: Value) -> Value:
+    """The samples of two values; numbers without dimensions are those of the first."""
+    layout, tensors = flatten(one)
+    pairs = zip(tensors, flatten(other)[1], strict=True)
+    return with_form(unflatten(layout, [torch.cat(pair) if pair[0].dim() else pair[0] for pair in pairs]), one)
+
+
+def _num_bytes(value: Value) -> int:
+    return sum(each.numel() * each.element_size() for each in flatten(value)[1])
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
