@@ -55,7 +55,7 @@ def systems(part: str, sizes: Sizes) -> dict[str, System]:
     for name in names[1:]:
         if name != "pipeloom":  # it declares a balance loss
             compare(f"{name}: gradient of the embedding", [gradients[name]], [of_embedding.grad])
-    return found
+    return {**found, EVEN: even_experts(sizes, gated=True)}
 
 
 def compare(name: str, found: list[Any], expected: list[Any]) -> None:
@@ -105,7 +105,7 @@ def headlines(part: str, results: dict[str, dict[str, list[float]]]) -> dict[str
         found |= {f"{part}, {label}: {name} / dense": ratio(seconds[name], seconds["dense"]) for name in names}
         if part == "gpt":
             found |= {f"{part}, {label}: {name} / {EVEN}": ratio(seconds[name], seconds[EVEN]) for name in names}
-        for name in MIXTURES if part == "layers" else ():
+        for name in (*MIXTURES, EVEN) if part == "layers" else ():
             if name in seconds:
                 found[f"{part}, {label}: pipeloom / {name}"] = ratio(seconds["pipeloom"], seconds[name])
     return found

@@ -109,24 +109,31 @@ class _EvenExperts(nn.Module):
     As many parameters and products as a mixture; what routing adds to it is what the mixture takes longer.
     """
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, *, gated: bool) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.empty(EXPERTS, inner, width))
+        self.up = nn.Parameter(torch.empty(EXPERTS, (1 + gated) * inner, width))
         self.down = nn.Parameter(torch.empty(EXPERTS, width, inner))
-        self._inner = inner
+        self._gated = gated
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).repeat(TOP_K, 1)
         counts = torch.full((EXPERTS,), rows.shape[0] // EXPERTS)
-        found = grouped_linear(F.gelu(grouped_linear(rows, self.up, counts)), self.down, counts)
-        return found.view(TOP_K, *x.shape).sum(0)
+        inside = grouped_linear(rows, self.up, counts)
+        if self._gated:
+            gate, up = inside.chunk(2, -1)
+            inside = F.silu(gate) * up
+        else:
+            inside = F.gelu(inside)
+        return grouped_linear(inside, self.down, counts).view(TOP_K, *x.shape).sum(0)
 
 
-def even_experts(sizes: Sizes) -> System:
+def even_experts(sizes: Sizes, *, gated: bool = False) -> System:
     """A GPT with even loads in place of routed experts."""
     model = GPT(sizes.config())
     inner = sizes.mlp_width // TOP_K
-    model.blocks = nn.ModuleList(_Block(sizes.config(), _EvenExperts(sizes.width, inner)) for _ in range(sizes.layers))
+    model.blocks = nn.ModuleList(
+        _Block(sizes.config(), _EvenExperts(sizes.width, inner, gated=gated)) for _ in range(sizes.layers)
+    )
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             parameter.copy_(_drawn(parameter.shape, index) if parameter.dim() > 1 else torch.ones(parameter.shape))
