@@ -196,6 +196,8 @@ def test_a_number_is_used_by_arithmetic_and_not_by_copies():
     number = NoticedNumber.of(torch.tensor(5.0))
     assert (number.dtype, number.device.type, number.shape) == (torch.float32, "cpu", ())
     copied = number.to(torch.float64).detach()
+    asked = (number.is_inference(), number.dim(), number.size(), number.numel(), torch.is_floating_point(number))
+    assert asked == (False, 0, (), 1, True)
     assert not number.was_read
     assert type(number.to("meta")) is Tensor
     assert not number.was_read

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -160,12 +162,18 @@ def test_what_layers_of_other_stages_do_not_allow(model, message):
 class ByValues(nn.Linear):
     """The shape of what it computes follows from its input, and without weights it does not compute."""
 
-    needs_weights = False
+    needs_weights, wraps = False, False
 
     def forward(self, x):
         if self.needs_weights and not self.weight.any():
             raise ValueError("no weights")
-        return super().forward(x) + x.new_ones(int((x == x).sum()) // x.numel())
+        found = super().forward(x) + x.new_ones(int((x == x).sum()) // x.numel())
+        return SimpleNamespace(value=found) if self.wraps else found
+
+
+class Unwraps(nn.Linear):
+    def forward(self, x):
+        return super().forward(getattr(x, "value", x))
 
 
 def test_layers_whose_shapes_follow_from_values():
@@ -177,8 +185,12 @@ def test_layers_whose_shapes_follow_from_values():
         pipe.step(x, x)
         model.zero_grad(), model.forget()
         assert compared(model, {"x": x}, x.flip(0), pipe) < 1e-12
-    model.blocks[0].needs_weights = True
-    pipe = pl.Pipeline(model, built, layers=layers, loss_fn=F.mse_loss)
+        model.blocks[0].needs_weights = True  # the stage that runs it sends the shape
+        model.zero_grad(), model.forget()
+        assert compared(model, {"x": x}, x.flip(0), pipe) < 1e-12
+    model.blocks[0].wraps, model.blocks[1] = True, Unwraps(4, 4)  # what cannot be sent
+    built = pl.schedules.build("gpipe", num_ranks=2, num_microbatches=4)
+    pipe = pl.Pipeline(model, built, layers=layers, loss_fn=F.mse_loss, cut=[3, 3])
     said = r"a ByValues of another stage returns is not known without values: .* in one stage"
     with pipe, pytest.raises(pl.PipeloomError, match=said) as raised:
         pipe.step(x, x)

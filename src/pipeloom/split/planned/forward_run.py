@@ -19,6 +19,7 @@ from pipeloom.split.planned.containers import (
     views_of,
     with_classes,
 )
+from pipeloom.split.planned.forms import ResultForms
 from pipeloom.split.planned.known import RESULT, Known
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.tracking.decisions import DecisionWatch
@@ -92,6 +93,7 @@ class ForwardRun:
         self._filled = "entries" not in arrived
         self._collected: dict[str, Any] = {}
         self._kept: KeptBuffers | None = None  # before the exploration
+        self.forms = ResultForms(arrived)
         self.left: Any = None  # the last own result, as the rest of the forward gets it
         self._received: dict[
             int, tuple[Tensor, Tensor]
@@ -157,6 +159,7 @@ class ForwardRun:
             "same": same,
             "entries": self.entries,
             "collected": self._collected,
+            "forms": self.forms.text(list(self.place.places)[: self.place.first], self.result),
             "seed": self.seed,
             "classes": classes_of({"value": self.result, "extras": extras}),
         }
@@ -312,6 +315,8 @@ class ForwardRun:
         if RESULT + name in self.sends:
             self.found[RESULT + name] = result
         ends = place.first + index == place.last < place.end
+        if place.last < place.end:
+            self.forms.add(name, result)
         if ends:
             self._end(result)
         self.left = self.given(name, result, LAST if ends else OWN)

@@ -1,5 +1,6 @@
 """What a planned stage knows of forwards: which values later stages need, by the form of inputs (`KnownForwards`)."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple, Self
 
 from pipeloom.split.planned.place import StagePlace
@@ -22,11 +23,25 @@ class Known(NamedTuple):
     decisions: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, place: StagePlace, sends: tuple[str, ...], decisions: tuple[Any, ...], lasting: int) -> Self:
-        """Knowledge of a stage at `place`, whose own part `lasting` is the first that leaves something behind."""
+    def of(
+        cls,
+        place: StagePlace,
+        sends: tuple[str, ...],
+        decisions: tuple[Any, ...],
+        lasting: int,
+        unlike: Collection[str] = (),
+    ) -> Self:
+        """Knowledge of a stage at `place`, whose own part `lasting` is the first that leaves something behind.
+
+        The forms of the results of `unlike` parts are sent.
+        """
         ends = place.last - place.first if place.last < place.end else None
         kept = {ends, lasting} if decisions else {ends}
-        plain = (i for i, name in enumerate(place.names) if i not in kept and RESULT + name not in sends)
+
+        def stays(name: str) -> bool:
+            return RESULT + name in sends or name in unlike
+
+        plain = (i for i, name in enumerate(place.names) if i not in kept and not stays(name))
         return cls(sends, frozenset(plain), decisions)
 
 

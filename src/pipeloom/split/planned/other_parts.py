@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeloom.split.planned.collected import collector
 from pipeloom.split.planned.containers import containers_of, has_tensors, shaped_like_result, zeros_like
+from pipeloom.split.planned.forms import ALIKE, form_of_result, zeros_of
 from pipeloom.split.planned.forward_run import ForwardRun
 from pipeloom.split.planned.known import RESULT
 from pipeloom.split.planned.module_copies import with_zeros
@@ -28,7 +29,8 @@ class OtherParts:
         self._run = run
         self._passed: set[str] = set()
         self._read: dict[str, Any] = {}  # attributes that arrived, as an exploring forward gets them
-        self._forms: dict[str, Any] = {}  # of what blocks of other stages return, by list
+        self._of_forms: dict[str, Any] = {}  # zeros by the form of what parts of earlier stages returned
+        self._of_later: dict[str, Any] = {}  # zeros by the first block of a later stage with a result of this form
 
     def read_absent(self, key: str, value: Any) -> Any:
         """What stands for an attribute of a module of another stage: what arrived, or zeros without memory for tensors.
@@ -93,7 +95,7 @@ class OtherParts:
             return run.given(name, run.arrived["value"], OWN)
         if RESULT + name in run.extras:
             return run.given(name, run.extras[RESULT + name], OWN)
-        return self._absent(name, twin, (args, settings), EARLIER)
+        return self._earlier(name, twin, args, settings)
 
     def pass_later(self, place: int, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         """Where a part of a later stage is called: keeps what it reads and is sent, and returns zeros.
@@ -128,7 +130,7 @@ class OtherParts:
             run.leave_if_complete()
         elif not here.combines and (place == here.end or place > here.last_block):
             raise Leave(run.stage)  # heads: their arguments follow from the result of the last block
-        return self._absent(name, twin, (args, settings), LATER)
+        return self._later(name, twin, args, settings)
 
     def _add_later_entries(self, containers: dict[str, Any]) -> None:
         """Where parts leave values in a dict or list, a later part will too: what reads it reads these values."""
@@ -139,51 +141,65 @@ class OtherParts:
             else:
                 container.update(zeros)
 
-    def _absent(self, name: str, twin: Any, call: tuple[tuple[Any, ...], dict[str, Any]], origin: int) -> Any:
-        """Zeros for what a part of another stage returns; blocks of one list return values of one form."""
+    def _earlier(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        """Zeros for what a part of an earlier stage returned, in the form that its stage has sent."""
         run = self._run
-        here, (args, settings) = run.place, call
-        if name not in here.blocks:
-            return self._zeros(twin, args, settings, origin)
-        siblings = here.list_of(name)
-        if siblings not in self._forms:
-            self._forms[siblings] = self._form_of_blocks(siblings, twin, call, origin)
-        form = self._forms[siblings]
-        return form if run.origins is None else self._marked(form, origin)
+        form = run.forms.arrived.get(name, ALIKE)
+        if form is None:
+            return self._zeros(twin, args, settings, EARLIER)
+        if form not in self._of_forms:
+            value = run.arrived["value"]
+            device = next((leaf.device for leaf in tree_leaves((value, run.inputs)) if isinstance(leaf, Tensor)), None)
+            self._of_forms[form] = zeros_like(value) if form == ALIKE else zeros_of(form, device)
+        found = self._of_forms[form]
+        return found if run.origins is None else self._marked(found, EARLIER)
 
-    def _form_of_blocks(
-        self, siblings: str, twin: Any, call: tuple[tuple[Any, ...], dict[str, Any]], origin: int
-    ) -> Any:
-        """A value in the form of what the blocks of a list return.
+    def _later(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        """Zeros for what a part of a later stage will return."""
+        run = self._run
+        if name not in run.place.blocks:
+            return self._zeros(twin, args, settings, LATER)
+        found = self._of_later_block(name, twin, args, settings)
+        return found if run.origins is None else self._marked(found, LATER)
 
-        That is the form of the last result, where it is a block's; else, in a forward that explores, it is compared
-        with what a block returns, such as behind a pooler.
+    def _of_later_block(self, name: str, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        """A value in the form of what a block of a later stage will return.
+
+        Blocks of the only list of a model return values of one form, as far as the stage needs it: at worst it does
+        not find what they read, and they are refused. Of other blocks, the first forward asks each.
         """
-        run, (args, settings) = self._run, call
-        here, unlike = run.place, run.stage.unlike_results
-        like, form = (here.names[-1], run.left) if origin == LATER else (here.before, run.arrived["value"])
-        is_block = settings.get("past_key_values") is not None or (like is not None and here.list_of(like) == siblings)
-        if not is_block and (here.combines or run.origins is not None or siblings in unlike):
+        run, alike = self._run, self._run.stage.alike
+        here = run.place
+        is_sibling = here.list_of(here.names[-1]) == here.list_of(name)
+        is_known = settings.get("past_key_values") is not None or (is_sibling and not here.combines)
+        if is_known or (name not in alike and run.origins is None and not here.combines):
+            return run.left
+        like = alike.get(name, name)
+        if like not in self._of_later:
             try:
-                found = self._zeros(twin, args, settings, origin)
+                found = self._zeros(twin, args, settings, LATER, may_compute=not is_sibling)
             except Exception:
-                if here.combines:
+                if here.combines and not is_sibling:
                     raise
-                found = zeros_like(form)
-            if _form(found) != _form(form):
-                unlike.add(siblings)
-            return found
-        return form if origin == LATER else zeros_like(form)
+                found = zeros_like(run.left)
+            if name not in alike:
+                form = form_of_result(found)
+                like = next((key for key, each in self._of_later.items() if form_of_result(each) == form), name)
+                alike[name] = like
+            self._of_later.setdefault(like, found)
+        return self._of_later[like]
 
-    def _zeros(self, twin: Any, args: tuple[Any, ...], settings: dict[str, Any], origin: int) -> Any:
-        """Zeros in the shapes of what a module of another stage returns."""
+    def _zeros(
+        self, twin: Any, args: tuple[Any, ...], settings: dict[str, Any], origin: int, *, may_compute: bool = True
+    ) -> Any:
+        """Zeros in the shapes of what a module of another stage returns; `may_compute`: with zeros for weights."""
         run = self._run
         origins = run.origins
         if origins is None:
-            return self._shaped(twin, args, settings)
+            return self._shaped(twin, args, settings, may_compute)
         origins.quiet = True
         try:
-            result = self._shaped(twin, args, settings)
+            result = self._shaped(twin, args, settings, may_compute)
         except Exception as error:
             if run.explores:
                 raise
@@ -193,14 +209,14 @@ class OtherParts:
         origins.mark(result, origin)
         return result
 
-    def _shaped(self, twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    def _shaped(self, twin: Any, args: tuple[Any, ...], settings: dict[str, Any], may_compute: bool) -> Any:
         run = self._run
         # What the module would draw is drawn inside of a part of another stage.
         with nullcontext() if run.draws is None else run.draws.paused():
             try:
                 return shaped_like_result(twin, args, settings, run.stage.parameter_formats())
             except Exception:
-                found = _by_values(twin, args, settings)
+                found = _by_values(twin, args, settings) if may_compute else None
                 if found is None:
                     raise
                 return found
@@ -214,12 +230,6 @@ class OtherParts:
         origins.quiet = False
         origins.mark(result, origin)
         return result
-
-
-def _form(value: Any) -> Any:
-    """The structure of a value, and the shapes and dtypes of its tensors."""
-    leaves, structure = tree_flatten(value)
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _by_values(twin: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> Any:

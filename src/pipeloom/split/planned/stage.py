@@ -66,7 +66,7 @@ class PlannedStage(StageModule):
         self._known = KnownForwards()
         lasting = (i for i, (name, part) in enumerate(layers) if name in self._where.blocks or _has_float_buffers(part))
         self._lasting = next(lasting, -1)
-        self.unlike_results: set[str] = set()  # lists whose blocks return another form than the part before the stage
+        self.alike: dict[str, str] = {}  # blocks of later stages, and the first with a result of the same form
         self.others_with_parameters: set[str] = set()  # modules that are no parts
         self.current_run: ForwardRun | None = None
         self._others: OtherParts | None = None  # in the current forward
@@ -210,6 +210,7 @@ class PlannedStage(StageModule):
             self._copy.train(self.training)
         if self._copy.attributes.update():  # the forward may go another way
             self._known.clear()
+            self.alike.clear()
         form = self._form(inputs)
         known = self._known.last_used(form)
         around = None if run is None and self.observer is None else partial(self._around, run)
@@ -298,7 +299,9 @@ class PlannedStage(StageModule):
     def _learn(self, form: Any, call: ForwardRun) -> None:
         """Keep what an exploring forward has found, unless the next one may go another way."""
         if call.origins is not None and self._copy.attributes.unchanged(call.origins) and not call.decides:
-            self._known.add(form, Known.of(self._where, tuple(call.found), call.decisions, self._lasting))
+            self._known.add(
+                form, Known.of(self._where, tuple(call.found), call.decisions, self._lasting, call.forms.unlike)
+            )
         if call.seed is not None:
             self._known.add_drawing(form)
 
