@@ -254,6 +254,62 @@ def test_equal_numbers_of_labels_are_not_warned_of_and_losses_are_soon_called_on
     assert calls == [2] * 5
 
 
+W = torch.linspace(0.1, 2.0, WORDS, dtype=F64)
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=W)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 5])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        weighted,
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="sum"),
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="none").mean(),
+    ],
+)
+def test_another_loss_in_mean_over_labels_is_told_once(loss_fn: Any, num_microbatches: int) -> None:
+    schedule = schedule_of("1f1b", num_microbatches=num_microbatches)
+    text = "mean_over_labels gets a loss_fn that is no mean over the labels that count"
+    with (
+        pl.Pipeline(make_model(), schedule, loss_fn=pl.mean_over_labels(loss_fn)) as pipe,
+        pytest.warns(UserWarning, match=text) as told,
+    ):
+        found = [pipe.step(*batch()) for _ in range(3)]
+    assert len(told) == 1
+    assert str(told[0].message).endswith("such as counts=lambda targets: w[targets] for class weights w.")
+    wanted = loss_fn(make_model()(batch()[0]), batch()[1]).detach()
+    assert abs(found[0] / wanted - 1) > 1e-5  # so it is to be told
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 5])
+def test_class_weights_as_counts(num_microbatches: int) -> None:
+    counts = lambda t: torch.where(t < 0, 0.0, W[t.clamp(min=0)])  # noqa: E731
+    model, schedule = make_model(), schedule_of("1f1b", num_microbatches=num_microbatches)
+    wanted = weighted(model(batch()[0]), batch()[1])
+    gradients = torch.autograd.grad(wanted, [*model.parameters()])
+    loss_fn = pl.mean_over_labels(weighted, counts=counts)
+    with warnings.catch_warnings(), pl.Pipeline(model, schedule, loss_fn=loss_fn) as pipe:
+        warnings.simplefilter("error")
+        torch.testing.assert_close(pipe.step(*batch()), wanted.detach(), rtol=1e-12, atol=0)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+
+
+def overlap(logits: Tensor, labels: Tensor) -> Tensor:
+    chosen, wanted = logits.softmax(-1)[..., 1], labels == 1
+    return 1 - 2 * (chosen * wanted).sum() / (chosen.sum() + wanted.sum())
+
+
+def test_a_mean_over_labels_beside_another_loss_is_told() -> None:
+    with pl.Pipeline(make_model(), schedule_of("1f1b"), loss_fn=lambda o, t: mean(o, t) + overlap(o, t)) as pipe:
+        with pytest.warns(UserWarning, match="loss_fn is neither a mean nor a sum over samples") as told:
+            pipe.step(*batch())
+        assert len(told) == 1
+
+
 def test_wrong_arguments_are_one_line() -> None:
     with pytest.raises(InputError, match="loss_fn='mean': must be a function"):
         pl.mean_over_labels("mean")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -223,3 +224,30 @@ def test_a_forward_with_targets_and_layers(ignored: int) -> None:
                 assert torch.allclose(parameter.grad, wanted[name], rtol=0, atol=1e-12), name
     with pl.Pipeline(model, schedule, layers=layers) as pipe, pytest.raises(InputError, match=r"'targets'\. Add them"):
         pipe.step({"ids": ids})
+
+
+@pytest.mark.parametrize(("loss", "is_told"), [("mean", False), ("labels", True), ("sum", True), ("root", True)])
+def test_a_loss_fn_that_returns_the_loss_of_the_model(loss: str, is_told: bool) -> None:
+    """Its halves are not known; the forward shows of how many elements it is a mean."""
+
+    class Model(_TakesTargets):
+        def forward(self, ids, class_labels=None, targets=None):
+            logits, found = super().forward(ids, class_labels, targets)
+            if loss == "mean":
+                return logits, F.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0).flatten())
+            return logits, {"labels": found, "sum": found * 0 + logits.square().sum(), "root": found.sqrt()}[loss]
+
+    torch.manual_seed(0)
+    model = Model(-100).double()
+    ids, targets, classes = torch.randint(0, 7, (6, 5)), torch.randint(0, 7, (6, 5)), torch.tensor([0, 1, 2, 2, 1, 0])
+    targets[0, 1:], targets[3] = -100, -100
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=3)
+    options = {"layers": ["tokens", "classes", "blocks.*", "head"], "loss_fn": lambda o, t: o[1]}
+    with warnings.catch_warnings(record=True) as told, pl.Pipeline(model, schedule, **options) as pipe:
+        warnings.simplefilter("always")
+        found = [pipe.step({"ids": ids, "class_labels": classes, "targets": targets}, targets) for _ in range(3)]
+    wanted = model(ids, classes, targets)[1].detach()
+    assert (abs(found[0] - wanted) > 1e-3) == is_told
+    assert [str(each.message).partition(",")[0] for each in told] == [
+        "loss_fn returns a loss that the model computed"
+    ] * is_told

@@ -85,7 +85,9 @@ def test_a_sum_over_samples_is_told_once(name: str, num_microbatches: int) -> No
 def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_told_once(name: str, num_microbatches: int) -> None:
     text, gradients = told(OTHERS[name], num_microbatches=num_microbatches)
     assert text.startswith("loss_fn is neither a mean nor a sum over samples, ")
-    assert text.endswith("counts=lambda targets: ...), with their mask or weights.")
+    assert text.endswith(
+        "counts=lambda targets: ...), with their mask or weights, such as w[targets] for class weights w."
+    )
     assert " | " not in text
     pairs = zip(gradients, whole(OTHERS[name]), strict=True)
     assert any(not torch.allclose(found, wanted, rtol=1e-3) for found, wanted in pairs)

@@ -1,5 +1,6 @@
 """`mean_over_labels`: a loss that is the mean over all labels of a step, however they are spread."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,6 +36,12 @@ class LabelMean:
             raise InputError("counts with shift or ignore_index: counts alone says what counts. Remove the others.")
         self._loss_fn, self._ignored, self._shift, self._counts_fn = loss_fn, ignore_index, shift, counts
         self._is_empty, self._was_told = False, False
+
+    def of(self, watch: Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]]) -> "LabelMean":
+        """The same mean, of another function that `watch` makes from its `loss_fn`."""
+        found = copy.copy(self)
+        found._loss_fn = watch(self._loss_fn)
+        return found
 
     def prepare(self, targets: Any) -> Any:
         """The targets of a full batch, with labels shifted by one position where that is asked for."""
@@ -95,8 +102,8 @@ class LabelMean:
             raise InputError(f"counts returned weights with the sum {wrong:g}: must be finite and not below 0.")
         return [each for each, _ in found]
 
-    def _number(self, targets: Any) -> float:
-        """How much counts in a slice, or a part of a sequence."""
+    def number(self, targets: Any) -> float:
+        """How much counts in some samples, a slice or a part of a sequence."""
         counted = self._counted(targets)
         return float(counted.double().sum() if self._counts_fn is not None else (counted != self._ignored).sum())
 
@@ -121,7 +128,7 @@ class LabelMean:
             return self._loss_fn(output, targets if not self._shift else self.prepare(targets)["targets"])
         size = self._counted(targets["targets"]).numel()
         is_whole = size == targets["size"]  # of a slice or a part of a sequence, the labels are not known yet
-        count = targets["count"] if is_whole else self._number(targets["targets"])
+        count = targets["count"] if is_whole else self.number(targets["targets"])
         result = self._loss_fn(output, targets["targets"])
         given = dict(result) if isinstance(result, Mapping) else {"loss": result}
         metrics = {

@@ -43,9 +43,10 @@ from pipeloom.training.argument_checks import (
     check_recompute,
     context_of,
 )
+from pipeloom.training.elsewhere import parameters_elsewhere
 from pipeloom.training.losses.own_loss import OwnLoss
 from pipeloom.training.losses.traced_loss import TracedLoss
-from pipeloom.training.losses.watched_loss import WatchedLoss, parameters_elsewhere
+from pipeloom.training.losses.watched_loss import WatchedLoss
 from pipeloom.training.plan_options import Model, PipelineOptions
 from pipeloom.training.stage_buffers import StageBuffers
 from pipeloom.transport.connect import Connection, connect

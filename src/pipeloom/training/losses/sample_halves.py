@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in
-from pipeloom.training.losses.element_means import UnequalMeans, means_of
+from pipeloom.training.losses.element_means import Means, UnequalMeans, means_of
 from pipeloom.training.losses.labels import labels_of
 from pipeloom.training.losses.reductions import Reductions
 from pipeloom.transport.values import Value, flatten, unflatten, with_form
@@ -62,10 +62,13 @@ class SampleHalves:
     Args:
         loss_fn: ``loss_fn(output, targets)``.
         ignored: the label that does not count.
+        weigh: what the targets of samples weigh in the mean that `loss_fn` is said to be; None: it is not said.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Any], ignored: int) -> None:
-        self._loss_fn, self._ignored = loss_fn, ignored
+    def __init__(
+        self, loss_fn: Callable[[Any, Any], Any], ignored: int, weigh: Callable[[Value], float] | None = None
+    ) -> None:
+        self._loss_fn, self._ignored, self._weigh = loss_fn, ignored, weigh
         self._before: tuple[Value, Value, float] | None = None  # a micro-batch of few samples, and its loss
         self._left = _NUM_ASKED
 
@@ -120,7 +123,9 @@ class SampleHalves:
         near, far = scale * near, scale * min(_FAR * near, _MOST)
         weights: list[Sequence[float]] = [[len(half) for half in halves]]
         labels = labels_of(targets)
-        if labels is not None:
+        if self._weigh is not None:
+            weights = [[self._weigh(_some(targets, half, num_samples)) for half in halves]]
+        elif labels is not None:
             weights.append(counts_of_labels([labels[list(half)] for half in halves], self._ignored))
         from_mean = min(abs(value - _mean(values, each)) for each in weights if any(each))
         from_sum = abs(value - sum(values))
@@ -129,6 +134,12 @@ class SampleHalves:
         if abs(self._evaluate(output, targets, again) - given) > near:
             raise CannotAskError("another value for the same samples")
         text = f"{value:.6g} for {num_samples} samples, {values[0]:.6g} and {values[1]:.6g} for their halves"
+        if self._weigh is not None:
+            return (
+                f"mean_over_labels gets a loss_fn that is no mean over the labels that count, {text}: the loss of the "
+                "whole batch is another. Pass the weights of its elements as counts, such as counts=lambda targets: "
+                "w[targets] for class weights w."
+            )
         if from_sum <= near:
             return (
                 f"loss_fn is a sum over samples, {text}: the pipeline trains the mean of the micro-batches' sums. For "
@@ -141,7 +152,8 @@ class SampleHalves:
             f"loss_fn is neither a mean nor a sum over samples, {text}: the pipeline trains the mean of the "
             "micro-batches' losses, and the loss of the whole batch is another. Let loss_fn be a mean over samples "
             "that do not depend on each other; for a mean over some elements, pass "
-            "loss_fn=pipeloom.mean_over_labels(loss_fn, counts=lambda targets: ...), with their mask or weights."
+            "loss_fn=pipeloom.mean_over_labels(loss_fn, counts=lambda targets: ...), with their mask or weights, such "
+            "as w[targets] for class weights w."
         )
 
     def _evaluate(self, output: Value, targets: Value, samples: Sequence[int]) -> float:
@@ -156,8 +168,16 @@ class SampleHalves:
             given = _some(output, half, num_samples, with_graph=True), _some(targets, half, num_samples)
             with Reductions() as seen:
                 loss = loss_in(self._loss_fn(*given))
-            found = unequal.compare(means_of(loss, seen, len(half)), len(half), [len(half)])
+            means = without_labels(means_of(loss, seen, len(half)), given[1], self._ignored)
+            found = unequal.compare(means, len(half), [len(half)])
         return found is not None
+
+
+def without_labels(means: Means, targets: Value, ignored: int) -> Means:
+    """The terms of a loss that are no means over the labels in its targets, which are counted otherwise."""
+    if labels_of(targets) is None:
+        return means
+    return means._replace(terms=tuple(each for each in means.terms if each.ignored != ignored))
 
 
 def _num_samples(targets: Value) -> int:

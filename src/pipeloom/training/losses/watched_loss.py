@@ -3,23 +3,26 @@
 import functools
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from threading import local
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in, zero_of
 from pipeloom.engine.batch import Batch
 from pipeloom.engine.rank_state import LossFn
-from pipeloom.errors import InputError
+from pipeloom.models.label_mean import LabelMean
+from pipeloom.training.elsewhere import Elsewhere, check_leaves
 from pipeloom.training.losses.element_means import UnequalMeans, means_of, replicas_text
 from pipeloom.training.losses.labels import labels_key, labels_of
+from pipeloom.training.losses.output_loss import is_of_output, or_zero
 from pipeloom.training.losses.reductions import Reductions
-from pipeloom.training.losses.sample_halves import CannotAskError, SampleHalves
+from pipeloom.training.losses.sample_halves import CannotAskError, SampleHalves, without_labels
 from pipeloom.training.losses.term_rules import no_labels_count
+from pipeloom.training.losses.watched_mean import WatchedMean
 from pipeloom.transport.values import tensors_in
 
 _MARK = "labels that count"  # marks the targets of a micro-batch in which not all do
@@ -56,7 +59,7 @@ class WatchedLoss:
         *,
         is_asynchronous: bool,
         in_parts: bool = False,
-        elsewhere: "Elsewhere",
+        elsewhere: Elsewhere,
     ) -> None:
         self.loss_fn, self._elsewhere = loss_fn, elsewhere
         self._left = _NUM_COUNTED if is_asynchronous else math.inf
@@ -72,6 +75,8 @@ class WatchedLoss:
         self._to_ask = _NUM_ASKED
         self._halves = SampleHalves(loss_fn, self._ignored)
         self._is_part = False  # whether a micro-batch is a part of the batch
+        self._is_own: bool | None = None  # whether the loss is one that the model computed; None: not known yet
+        self._forward = local()  # of each thread, with what is seen in it
 
     @staticmethod
     def of(
@@ -79,9 +84,11 @@ class WatchedLoss:
         *,
         is_asynchronous: bool = False,
         in_parts: bool = False,
-        elsewhere: "Elsewhere | None" = None,
+        elsewhere: Elsewhere | None = None,
     ) -> LossFn | None:
         """The loss to run: a loss that weighs labels itself stays."""
+        if isinstance(loss_fn, LabelMean):
+            return WatchedMean(loss_fn)
         if loss_fn is None or hasattr(loss_fn, "weigh"):
             return loss_fn
         return WatchedLoss(loss_fn, is_asynchronous=is_asynchronous, in_parts=in_parts, elsewhere=elsewhere or {})
@@ -125,14 +132,14 @@ class WatchedLoss:
         if self._elsewhere:
             loss = loss_in(result)
             if isinstance(loss, Tensor) and loss.grad_fn is not None:
-                _check_leaves(loss, self._elsewhere)
+                check_leaves(loss, self._elsewhere)
                 self._elsewhere = {}
         return result
 
     def _loss(self, output: Any, targets: Any) -> Any:
         if not (isinstance(targets, Mapping) and _MARK in targets):
             result = self._watched(output, targets)
-            return self._or_zero(result, labels_of(targets)) if self._left < 0 else result
+            return or_zero(result, labels_of(targets), self._ignored) if self._left < 0 else result
         known, given = targets, targets["targets"]
         labels, count = labels_of(given), known[_MARK]
         if labels.numel() != known["labels"]:  # a slice, or a part of the sequences
@@ -155,11 +162,40 @@ class WatchedLoss:
             result = self.loss_fn(output, targets)
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
+            if self._is_own is None:
+                self._is_own = is_of_output(loss, output)
+            if self._is_own:
+                self._compare_own(loss, targets)
+                return result
             if seen is not None:
                 self._compare(loss, targets, seen)
             if self._to_ask >= 0 and self._is_part:
                 self._ask_halves(output, targets, loss)
         return result
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the engine runs the forward of a micro-batch with its loss."""
+        self._forward.seen = seen = Reductions() if self._is_own and self._to_watch >= 0 else None
+        with seen or nullcontext():
+            yield
+
+    @torch.no_grad()
+    def _compare_own(self, loss: Tensor, targets: Any) -> None:
+        """Compare the numbers of elements of a loss that the model computed, which labels do not show."""
+        seen: Reductions | None = getattr(self._forward, "seen", None)
+        sizes = [each.shape for each in tensors_in(targets) if each.dim()]
+        self._forward.seen = None
+        if seen is None or not sizes or not self._is_part:
+            return
+        means = means_of(loss, seen, sizes[0][0])
+        adds = means.loop is not None and means.loop.adds is not False
+        if means.is_nonlinear or adds or not any(each.divides for each in means.terms):
+            self._tell_own("which is not seen to be a mean over samples")
+            return
+        text = self._unequal.compare(means, sizes[0][0], [sizes[0][0]])
+        if text is not None:
+            self._tell_own(text)
 
     def _ask_halves(self, output: Any, targets: Any, loss: Tensor) -> None:
         """Tell about a loss that is no mean over samples, labels or other elements."""
@@ -178,17 +214,16 @@ class WatchedLoss:
         if not sizes:
             return
         num_samples, tokens = sizes[0][0], sizes[0][1] if self._in_parts else 1
-        has_labels = labels_of(targets) is not None  # those are counted otherwise
-        means = means_of(loss, seen, num_samples)
-        terms = tuple(each for each in means.terms if not has_labels or each.ignored != self._ignored)
-        if not any(each.divides for each in terms):
+        means = without_labels(means_of(loss, seen, num_samples), targets, self._ignored)
+        if not any(each.divides for each in means.terms):
             self._to_watch = -1
             return
-        text = self._unequal.compare(means._replace(terms=terms), num_samples, [num_samples * tokens])
+        text = self._unequal.compare(means, num_samples, [num_samples * tokens])
         if text is None:
             return
-        ignored = next((each.ignored for each in terms if each.ignored is not None), None)
-        self._tell_means(text, f"ignore_index={ignored})" if ignored is not None and has_labels else _COUNTS)
+        ignored = next((each.ignored for each in means.terms if each.ignored is not None), None)
+        by_labels = ignored is not None and labels_of(targets) is not None
+        self._tell_means(text, f"ignore_index={ignored})" if by_labels else _COUNTS)
 
     def elements(self) -> tuple[int, int]:
         """Over how many elements the loss of the last batch was a mean; see `LabelWeights`."""
@@ -197,22 +232,24 @@ class WatchedLoss:
     def compare_replicas(self, own: tuple[int, int], all_replicas: tuple[int, int]) -> None:
         """Tell about a mean over other numbers of elements than in other replicas."""
         text = replicas_text(own, all_replicas, "token" if self._in_parts else "sample")
-        if text is not None:
+        if text is not None and self._is_own:
+            self._tell_own(text)
+        elif text is not None:
             self._tell_means(text, _COUNTS)
+
+    def _tell_own(self, text: str) -> None:
+        self._tell(
+            f"loss_fn returns a loss that the model computed, {text}: the pipeline trains the mean of the "
+            "micro-batches' losses. Leave out loss_fn, and micro-batches are weighted by their labels. For the mean "
+            "over the elements of a mask, pass the mask as targets and loss_fn=pipeloom.mean_over_labels(loss_fn, "
+            "counts=lambda mask: mask)."
+        )
 
     def _tell_means(self, text: str, fix: str) -> None:
         self._tell(
             f"loss_fn is a mean over different numbers of elements, {text}: the pipeline trains the mean of their "
             f"means. For the mean over all elements, pass loss_fn=pipeloom.mean_over_labels(loss_fn, {fix}."
         )
-
-    def _or_zero(self, result: Any, labels: Tensor | None) -> Any:
-        """The result with a loss of 0 where no label counts, which the host does not know."""
-        loss = loss_in(result)
-        if labels is None or not isinstance(loss, Tensor) or loss.numel() != 1:
-            return result
-        loss = torch.where((labels != self._ignored).any(), loss, torch.zeros_like(loss))
-        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     @torch.no_grad()
     def _ask(self, output: Any, targets: Any, loss: float) -> None:
@@ -252,41 +289,6 @@ class WatchedLoss:
         """The text about a mean of means, once."""
         text, self._to_tell = self._to_tell, ""
         return text or None
-
-
-# Weak references by identity of the parameter, with its name.
-Elsewhere = Mapping[int, tuple["weakref.ref[nn.Parameter]", str]]
-
-
-def parameters_elsewhere(stages: Sequence[nn.Module], own: Sequence[int]) -> Elsewhere:
-    """The parameters of the model that no stage of this process has.
-
-    Args:
-        stages: of the whole model.
-        own: those of this process.
-    """
-    held = {id(parameter) for stage in own for parameter in stages[stage].parameters()}
-    named = (item for stage in stages for item in stage.named_parameters())
-    return {id(parameter): (weakref.ref(parameter), name) for name, parameter in named if id(parameter) not in held}
-
-
-def _check_leaves(loss: Tensor, elsewhere: Elsewhere) -> None:
-    """Raises InputError where a loss follows from one of these parameters: its gradient would be lost."""
-    todo: list[Any] = [loss.grad_fn]
-    seen = {loss.grad_fn}
-    while todo:
-        node = todo.pop()
-        leaf = getattr(node, "variable", None)
-        parameter, name = elsewhere.get(id(leaf), (None, ""))
-        if parameter is not None and parameter() is leaf:
-            raise InputError(
-                f"loss_fn reads the parameter {name!r}, which is on another rank: its gradient would be lost. Add the "
-                "term in the layers that have the parameters, with pl.auxiliary_loss, or use the optimizer's "
-                "weight_decay."
-            )
-        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
-        seen.update(new)
-        todo += new
 
 
 def tell(loss_fn: LossFn | None) -> None:
