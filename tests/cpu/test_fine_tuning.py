@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaForCausalLM,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
+)
 
 import pipeloom as pl
 from pipeloom.cli import checkpoint, main
@@ -23,7 +31,7 @@ from pipeloom.train import checkpoint as ck
 from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.data.documents import Documents, prepare_documents
 from pipeloom.train.optimizers import learning_rate
-from tests.cpu.fine_tuning import records, save_llama, write_lines
+from tests.cpu.fine_tuning import byte_tokenizer, records, save_llama, write_lines
 
 from .train_runs import story
 
@@ -269,6 +277,37 @@ def test_other_mistakes_are_one_line(
     capsys.readouterr()
     more = [f"--model.pretrained={other}", f"--resume_from_checkpoint={padded / 'checkpoint-2'}"]
     assert "num_hidden_layers=2, and checkpoint" in refusal(home, tmp_path, capsys, *more)
+
+
+def test_a_directory_of_another_kind_of_model_is_refused(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers makes a decoder of an encoder-decoder, without its encoder and with a new head."""
+    other, tokenizer = tmp_path / "other", byte_tokenizer()
+    sizes = {
+        f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+    }
+    config = PegasusConfig(vocab_size=len(tokenizer), d_model=8, max_position_embeddings=128, **sizes)
+    PegasusForConditionalGeneration(config).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    capsys.readouterr()
+    found = refusal(home, tmp_path, capsys, f"--model.pretrained={other}")
+    assert "holds a PegasusForConditionalGeneration, of which a PegasusForCausalLM would be another model" in found
+
+
+def test_a_model_that_only_python_can_cut(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, tokenizer = tmp_path / "other", byte_tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    mamba = {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_d_conv": 2, "num_experts": 2}
+    config = JambaConfig(
+        vocab_size=len(tokenizer), num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, **sizes, **mamba
+    )
+    JambaForCausalLM(config).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    capsys.readouterr()
+    found = refusal(home, tmp_path, capsys, f"--model.pretrained={other}")
+    assert "JambaForCausalLM" in found
+    assert found.endswith("Options cannot: train the model from Python, with pipeloom.Pipeline.\n")
 
 
 def test_a_model_that_mixes_packed_documents_is_refused(
