@@ -251,3 +251,41 @@ def test_a_loss_fn_that_returns_the_loss_of_the_model(loss: str, is_told: bool) 
     assert [str(each.message).partition(",")[0] for each in told] == [
         "loss_fn returns a loss that the model computed"
     ] * is_told
+
+
+def test_labels_that_cannot_be_cut_or_are_given_twice() -> None:
+    schedule, layers = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2), ["tokens", "blocks.*", "head"]
+    model = _TakesTargets(-100)
+    model.classes = None
+    ids, targets = torch.randint(0, 7, (6, 5)), torch.randint(0, 7, (6, 5))
+    with pl.Pipeline(model, schedule, layers=layers) as pipe:
+        with pytest.raises(InputError, match=r"targets is a list of dicts: .*compute the loss in a loss_fn\.$"):
+            pipe.step({"ids": ids, "targets": [{"boxes": targets[0]}] * 6})
+        with pytest.raises(InputError, match=r"'targets' is in the batch, and other values of it are targets"):
+            pipe.step({"ids": ids, "targets": targets}, targets.clamp(max=3))
+        twice = pipe.step({"ids": ids, "targets": targets}, targets.clone())
+        assert torch.equal(twice, pipe.step(ids, targets))
+    parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    text = r"have 6 samples and targets 9: .* select in loss_fn\.$"
+    with pl.Pipeline(parts, schedule, loss_fn=F.cross_entropy) as pipe, pytest.raises(InputError, match=text):
+        pipe.step(torch.randn(6, 4), targets.flatten()[:9])
+
+
+def test_a_forward_that_is_annotated_otherwise_may_return_a_loss() -> None:
+    """As that of TimeSeriesTransformerForPrediction, whose arguments are no labels by their names."""
+    one = torch.rand(6, 8, 1), torch.rand(6, 4, 1)
+    batch = {"past_values": torch.rand(6, 8), "past_time_features": one[0], "past_observed_mask": torch.ones(6, 8)}
+    batch |= {"future_values": torch.rand(6, 4), "future_time_features": one[1]}
+    sizes = {
+        f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+    }
+    config = transformers.TimeSeriesTransformerConfig(
+        prediction_length=4, context_length=6, lags_sequence=[1, 2], num_time_features=1, d_model=8, **sizes,
+        dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, attention_dropout=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.TimeSeriesTransformerForPrediction(config).double()
+    batch = {name: value.double() for name, value in batch.items()}
+    wanted = model(**batch).loss.detach()
+    with pl.Pipeline(model, schedule_of(2)) as pipe:
+        torch.testing.assert_close(pipe.step(batch), wanted, rtol=1e-6, atol=0)

@@ -137,6 +137,22 @@ def test_copies_that_an_optimizer_does_not_know_are_noticed() -> None:
         pipe.step(*tokens(8))  # not a number, but the same
 
 
+@pytest.mark.parametrize("change", ["type", "shape"])
+def test_a_tied_parameter_that_is_changed_afterwards_is_one_line(change: str) -> None:
+    """As `model.float()` and `model.resize_token_embeddings()` do: the copy on another stage is not the model's."""
+    model = make_gpt(tied=True)
+    with pl.Pipeline(model, _schedule(), loss_fn=language_loss) as pipe:
+        pipe.step(*tokens(8))
+        if change == "type":
+            model.bfloat16()
+        else:
+            weight = dict(model.named_parameters())["embedding.weight"]
+            weight.data = torch.cat([weight.data, weight.data])
+        with pytest.raises(InputError, match=r"is a torch\..* on rank 0, a torch\..* on rank 1: a model must") as error:
+            pipe.step(*tokens(8))
+        _one_line(error.value)
+
+
 def _other_values(rank: int) -> str:
     model = make_gpt(tied=True)
     if rank:

@@ -122,10 +122,12 @@ def _cut(value: Value, num_microbatches: int, what: str, where: str) -> tuple[li
 
 def sample_mismatch(inputs: int, targets: int) -> str:
     """The error text for inputs and targets with different numbers of samples."""
-    return (
-        f"inputs have {inputs} samples and targets {targets}: every sample needs a target. Pass inputs and targets of "
-        "the same batch, on every process."
-    )
+    fix = "Pass inputs and targets of the same batch, on every process."
+    if targets > inputs:
+        fix += (
+            " Of targets of selected elements, such as masked patches, pass all [samples, ...], and select in loss_fn."
+        )
+    return f"inputs have {inputs} samples and targets {targets}: every sample needs a target. {fix}"
 
 
 class LabelWeights(Protocol):

@@ -134,6 +134,12 @@ class ModelState:
                 if held[lowest[name]][name] is parameter:
                     continue
                 one, other = (self.stores[holder].value(name) for holder in (lowest[name], rank))
+                if one.shape != other.shape or one.dtype != other.dtype:
+                    kinds = [f"a {each.dtype} of shape {tuple(each.shape)}" for each in (one, other)]
+                    raise InputError(
+                        f"parameter {name!r} is {kinds[0]} on rank {lowest[name]}, {kinds[1]} on rank {rank}: a model "
+                        "must keep its types and shapes. Change it before the Pipeline is made, and make another one."
+                    )
                 if not (torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)):
                     raise InputError(
                         f"parameter {name!r} differs on ranks {lowest[name]} and {rank}: all ranks that hold a "

@@ -1,5 +1,6 @@
 """What is known of the labels of a model that computes its own loss: names, counts and weights in a micro-batch."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
@@ -7,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import InputError, folded
 from pipeloom.training.losses.noticed_number import NoticedNumber
 from pipeloom.training.losses.output_loss import values_of
 
@@ -49,15 +51,48 @@ class MicroBatchLabels(dict[str, Any]):
 
 
 def declares_no_loss(model: Any) -> bool:
-    """Whether the forward is annotated to return dataclasses, as models of transformers are, all without a loss."""
+    """Whether the forward is annotated to return dataclasses, as models of transformers are, all without a loss.
+
+    One that names a loss in its code may return it nevertheless.
+    """
     if not isinstance(model, nn.Module):
         return False
     try:
         declared = get_type_hints(type(model).forward).get("return")
     except (NameError, TypeError, AttributeError):  # names that are imported for a type checker alone
         return False
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is not None and any("loss" in name for name in (*code.co_varnames, *code.co_names)):
+        return False
     kinds: list[Any] = [each for each in (declared, *get_args(declared)) if is_dataclass(each)]
     return bool(kinds) and not any("loss" in each.name for kind in kinds for each in fields(kind))
+
+
+def check_tensors(labels: Mapping[str, Any]) -> None:
+    """Raises InputError for labels that are no tensors."""
+    for name, value in sorted(labels.items()):
+        if isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
+            raise InputError(
+                f"{name} is a {type(value).__name__} of dicts: the pipeline cuts labels along dimension 0 of tensors. "
+                "Pad them to tensors [samples, ...], pass these as targets, and compute the loss in a loss_fn."
+            )
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{name}: {folded(value)}: must be a tensor. Convert it, or make the batch with return_tensors='pt'."
+            )
+
+
+def check_given_once(name: str, value: Any, targets: Mapping[str, Any]) -> None:
+    """Raises InputError for labels in a batch that differ from those of the same name in its targets."""
+    other = targets.get(name)
+    if other is None or value is None or other is value or _equal(other, value):
+        return
+    raise InputError(f"{name!r} is in the batch, and other values of it are targets: the model takes one. Remove one.")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return one.shape == other.shape and bool(torch.eq(one, other.to(one.device)).all()) if tensors else one == other
 
 
 def num_samples_of(targets: Any) -> int:

@@ -13,8 +13,16 @@ from torch.nn import functional as F
 
 from pipeloom.autograd.loss_metrics import Mean, zero_of
 from pipeloom.engine.batch import Batch
-from pipeloom.errors import InputError, folded
-from pipeloom.training.losses.labels import NUM_ITEMS, MicroBatchLabels, declares_no_loss, is_label, num_samples_of
+from pipeloom.errors import InputError
+from pipeloom.training.losses.labels import (
+    NUM_ITEMS,
+    MicroBatchLabels,
+    check_given_once,
+    check_tensors,
+    declares_no_loss,
+    is_label,
+    num_samples_of,
+)
 from pipeloom.training.losses.loss_rule import LossRule
 from pipeloom.training.losses.output_loss import is_scalar, loss_of_output, values_of
 from pipeloom.training.losses.term_rules import Given, Rule
@@ -89,14 +97,12 @@ class OwnLoss:
             inputs = {}
             for name, value in batch.items():
                 if is_label(name) or name == NUM_ITEMS:
+                    check_given_once(name, value, given)
                     given.setdefault(name, value)
                 else:
                     inputs[name] = value
-            if (
-                self._decodes
-                and "labels" in given
-                and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
-            ):
+            of_decoder = inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
+            if self._decodes and "labels" in given and not of_decoder:
                 inputs["labels"] = given["labels"]  # every stage makes the decoder's input from them
             batch = inputs
         if self._shows_labels and batch is not None:
@@ -106,12 +112,7 @@ class OwnLoss:
         if isinstance(number, Tensor):
             given[NUM_ITEMS] = number.item()
         given = {name: value for name, value in given.items() if value is not None}
-        wrong = next((name for name in self._names & given.keys() if not isinstance(given[name], Tensor)), None)
-        if wrong is not None:
-            raise InputError(
-                f"{wrong}: {folded(given[wrong])}: must be a tensor. Convert it, or make the batch with "
-                "return_tensors='pt'."
-            )
+        check_tensors({name: given[name] for name in self._names & given.keys()})
         return batch, given if any(isinstance(value, Tensor) for value in given.values()) else None
 
     def _separate_each(self, batch: Any, targets: Any) -> tuple[Any, Any]:
