@@ -289,3 +289,27 @@ def test_a_forward_that_is_annotated_otherwise_may_return_a_loss() -> None:
     wanted = model(**batch).loss.detach()
     with pl.Pipeline(model, schedule_of(2)) as pipe:
         torch.testing.assert_close(pipe.step(batch), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_contrastive_loss_without_labels_is_told_once(num_microbatches: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.blocks = nn.Embedding(7, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, ids, labels=None, return_loss=None):
+            x = self.tokens(ids).mean(1)
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return {"loss": F.cross_entropy(x @ x.T, torch.arange(len(x)))} if return_loss else {"logits": x}
+
+    model, ids = Model().double(), torch.randint(0, 7, (6, 5))
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=num_microbatches)
+    with warnings.catch_warnings(record=True) as told, pl.Pipeline(model, schedule, layers=["tokens", "blocks.*"]) as p:
+        warnings.simplefilter("always")
+        found = [p.step({"ids": ids, "return_loss": True}) for _ in range(2)]
+    texts = [str(each.message) for each in told]
+    is_whole = num_microbatches == 1
+    assert texts == [] if is_whole else ["return_loss=True: Model compares" in text for text in texts] == [True]
+    assert torch.allclose(found[0], model(ids, return_loss=True)["loss"].detach(), rtol=1e-3) == is_whole

@@ -40,9 +40,9 @@ from pipeloom.transport.values import MicroBatches
 class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
     """transformers' Trainer on a pipeline: change the class, add a schedule, and start the script with torchrun.
 
-    The model needs a pipeline plan or a layout (`pipeloom.register_layout`). Arguments, callbacks, logging, evaluation,
-    checkpoint directories and learning rate schedulers are those of Trainer, and so are losses and updates. Each
-    process keeps its stages on its device; `compute_loss`, also overridden, runs inside the last stage.
+    A model that `Pipeline` does not cut by itself needs a layout (`pipeloom.register_layout`). Arguments, callbacks,
+    logging, evaluation, checkpoint directories and learning rate schedulers are those of Trainer, and so are losses and
+    updates. Each process keeps its stages on its device; `compute_loss`, also overridden, runs inside the last stage.
 
     An update's batches run as the micro-batches of one step of the schedule. Process 0 loads them. Methods that use the
     model, such as `train`, `evaluate`, `predict` and `save_model`, are called by every process.

@@ -52,13 +52,14 @@ class LossRule:
         rule: None: not known yet.
         ignored: the label from 0 on that does not count; None: all of them count. Negative labels never do.
         asks: whether forwards are watched.
+        contrasts: whether the model is asked for a loss without labels, of which samples are compared with each other.
     """
 
     def __init__(self, model: Any) -> None:
         self.rule: Rule | None = None
         self.ignored = ignored_label(model)
         self._model = type(model).__name__
-        self.asks, self._num_batches = True, 0
+        self.asks, self.contrasts, self._num_batches = True, False, 0
         self._is_decided, self._unequal = False, UnequalMeans()
         self._thread, self._to_tell, self._told = local(), "", set[str]()
 
@@ -183,8 +184,14 @@ class LossRule:
             "loss_fn=pipeloom.mean_over_labels(lambda output, mask: output['loss'], counts=lambda mask: mask).",
         )
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, *, in_parts: bool = False) -> None:
         """Another batch begins. Forwards are not watched for ever, on a GPU only in the first batches."""
+        if self.contrasts and in_parts:
+            self._tell(
+                "contrasts",
+                f"return_loss=True: {self._model} compares the samples of each micro-batch alone, so the loss of the "
+                "whole batch is another. Use fewer, larger micro-batches, or one.",
+            )
         self._num_batches += 1
         self._unequal.begin_batch()
 

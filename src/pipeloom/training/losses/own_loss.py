@@ -128,7 +128,7 @@ class OwnLoss:
 
         The model takes some, and is not asked for a loss without; or it takes none and declares results without one.
         """
-        asks = isinstance(inputs, Mapping) and inputs.get("return_loss")
+        asks = self._rule.contrasts = isinstance(inputs, Mapping) and bool(inputs.get("return_loss"))
         return not asks if self.takes_labels else self.returns_no_loss
 
     def missing(self) -> str:
@@ -153,7 +153,7 @@ class OwnLoss:
 
     def weigh(self, batch: Batch, whole: Sequence[Any], counts: tuple[int, int]) -> None:
         """Add what a micro-batch's loss needs to its targets, so that its weighted loss is its part of the whole."""
-        self._rule.begin_batch()
+        self._rule.begin_batch(in_parts=len(batch.weights) > 1)
         if not batch.targets or not self._labelled(batch.targets[0]):
             return
         number = batch.targets[0].get(NUM_ITEMS)
