@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import cache
 from typing import Any
 
@@ -332,3 +333,44 @@ def _small(dropout: float = 0.0) -> nn.Module:
 def test_cuts_that_cannot_be(num_stages: int, cut: Any, message: str) -> None:
     with pytest.raises(SplitError, match=message):
         split(_small(), num_stages, example=torch.randn(2, 4), cut=cut)
+
+
+class _Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4),
+            nn.Dropout(0.5),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.norm(self.first(x))) + x)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "model.eval": (lambda model, pipe: model.eval(), "the model got training=False"),
+    "norm.eval": (lambda model, pipe: model.norm.eval(), "module 'norm' of the model got training=False"),
+    "rate": (lambda model, pipe: setattr(model.drop, "p", 0.0), "module 'drop' of the model got p=0.0"),
+    "both": (lambda model, pipe: (model.eval(), pipe.eval()), ""),
+    "pipe.eval": (lambda model, pipe: pipe.eval(), ""),
+    "back": (lambda model, pipe: (model.eval(), model.train()), ""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_modes_that_change_after_the_trace_are_told_once(change: str) -> None:
+    model, x = _Drops(), torch.randn(8, 4)
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(model, schedule, loss_fn=F.mse_loss, example=x[:4], cut="parameters") as pipe:
+        pipe.step(x, x)
+        CHANGES[change][0](model, pipe)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                pipe.step(x, x)
+    texts = [str(each.message) for each in told]
+    assert [text.partition(" after the pipeline")[0] for text in texts] == [CHANGES[change][1]] * bool(
+        CHANGES[change][1]
+    )

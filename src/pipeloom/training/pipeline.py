@@ -38,6 +38,7 @@ from pipeloom.training.model_check import ModelCheck
 from pipeloom.training.observations import AuxiliaryValue, Observations
 from pipeloom.training.plan_options import Model, PipelineOptions, options_of_plan
 from pipeloom.training.stage_buffers import StageBuffers
+from pipeloom.training.traced_modes import TracedModes
 from pipeloom.transport.interface import Transport
 from pipeloom.transport.values import Value, join_batch, with_form
 
@@ -170,6 +171,7 @@ class Pipeline:
         if expected is not None:
             self._compare(expected)
         self._dropouts = [] if self.executor.batching.parts is None else with_dropout(self.modules())
+        self._modes = TracedModes(model, self.modules())
 
     def _compare(self, expected: ModelCheck) -> None:
         found: dict[str, Any] = {}
@@ -224,6 +226,7 @@ class Pipeline:
             check_trains(self.schedule, self.executor.batching.loss_fn)
             self._trains = True
         check_dropout(self._dropouts)
+        self._modes.check()
         if self.state.has_copies and warm_up is None:  # before its validation, ranks may still differ
             self.state.check_equal()
         self._begin()
