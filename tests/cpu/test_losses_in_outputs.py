@@ -313,3 +313,25 @@ def test_a_contrastive_loss_without_labels_is_told_once(num_microbatches: int) -
     is_whole = num_microbatches == 1
     assert texts == [] if is_whole else ["return_loss=True: Model compares" in text for text in texts] == [True]
     assert torch.allclose(found[0], model(ids, return_loss=True)["loss"].detach(), rtol=1e-3) == is_whole
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+def test_mean_over_labels_of_the_loss_of_the_model(shifts: bool) -> None:
+    class Model(_TakesTargets):
+        def forward(self, ids, class_labels=None, targets=None):
+            logits, found = super().forward(ids, class_labels, targets)
+            return logits, F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten()) if shifts else found
+
+    torch.manual_seed(0)
+    model = Model(-100).double()
+    ids, targets, classes = torch.randint(0, 7, (6, 5)), torch.randint(0, 7, (6, 5)), torch.tensor([0, 1, 2, 2, 1, 0])
+    targets[0, 2:], targets[3], targets[4, 0] = -100, -100, -100
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=3)
+    options = {"layers": ["tokens", "classes", "blocks.*", "head"]}
+    options["loss_fn"] = pl.mean_over_labels(lambda output, labels: output[1])
+    with warnings.catch_warnings(record=True) as told, pl.Pipeline(model, schedule, **options) as pipe:
+        warnings.simplefilter("always")
+        found = [pipe.step({"ids": ids, "class_labels": classes, "targets": targets}, targets) for _ in range(3)]
+    assert (abs(found[0] - model(ids, classes, targets)[1].detach()) > 1e-6) == shifts
+    texts = [str(each.message).partition(",")[0] for each in told]
+    assert texts == ["mean_over_labels gets a loss that the model computed"] * shifts
