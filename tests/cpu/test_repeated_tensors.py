@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
-from pipeloom.autograd.overlaps import overlapping
+from pipeloom.common.overlaps import overlapping
 from pipeloom.errors import RunError
 from pipeloom.pipe import pop, skippable, stash
 from pipeloom.transport.values import decode, flatten, tensors_in, unflatten, with_overlapping

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import DeclaredLoss, auxiliary_loss, collecting, observe
-from pipeloom.autograd.overlaps import overlapping
+from pipeloom.common.overlaps import overlapping
 from pipeloom.errors import InputError, RunError
 from pipeloom.pipe.batch_graph import BatchGraph, connect
 from pipeloom.pipe.calls.buffers import Norm

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from pipeloom.autograd.loss_metrics import separate
-from pipeloom.autograd.overlaps import overlapping, share_storage
 from pipeloom.autograd.split_backward import Root, WeightGradients, backward_input, root_of, run_backward
+from pipeloom.common.overlaps import overlapping, share_storage
 from pipeloom.engine.batch import Extent
 from pipeloom.engine.binders.auxiliary import add_declared, keep_declared, keep_metrics
 from pipeloom.engine.binders.inputs import StageInputs

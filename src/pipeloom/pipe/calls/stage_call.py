@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from pipeloom.autograd.auxiliary_losses import Collected
-from pipeloom.autograd.overlaps import overlapping, share_storage
+from pipeloom.common.overlaps import overlapping, share_storage
 from pipeloom.errors import PipeTypeError, RunError
 from pipeloom.pipe.calls.buffers import BufferCheck, kept_statistics
 from pipeloom.pipe.calls.devices import Mark, Receiver, mark

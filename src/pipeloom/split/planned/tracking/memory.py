@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipeloom.autograd.overlaps import share_storage
+from pipeloom.common.overlaps import share_storage
 
 
 class _Result(NamedTuple):
