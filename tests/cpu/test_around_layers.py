@@ -55,6 +55,78 @@ def test_hooks_around_a_chain_are_told():
         pipe.step(X, X)
 
 
+def test_other_layers_are_told():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+    with pipeline(model) as pipe:
+        pipe.step(X, X)
+        model.append(nn.Tanh())
+        with pytest.raises(pl.PipeloomError, match=r"^Sequential has other modules than when .* make another Pipeline"):
+            pipe.step(X, X)
+        del model[2]
+        pipe.step(X, X)
+
+
+class Tied(Net):
+    """The first and the last rank share a weight, so the last rank of a process has a copy of the last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.through(self.first(x)))
+
+
+def doubles(module, args, settings):
+    return tuple(2 * each for each in args), {name: 2 * each for name, each in settings.items()}
+
+
+@pytest.mark.parametrize("name", ["", "blocks.2", "last"])
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_apply_to_copies_for_tied_weights(name, before):
+    model, whole = Tied().double(), Tied().double()
+    x = X.double()
+
+    def register():
+        for each in (model, whole):
+            part = each.get_submodule(name)
+            part.register_forward_hook(lambda module, args, result: 3 * result)
+            part.register_forward_pre_hook(doubles, with_kwargs=True)
+
+    if before:
+        register()
+    with pipeline(model) as pipe:
+        pipe.step(x, x)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        if not before:
+            register()
+        loss = pipe.step(x, x)
+        gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    expected = F.mse_loss(whole(x), x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for key, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_changes_of_copied_layers_are_told():
+    model = Tied()
+    with pipeline(model) as pipe:
+        expected = pipe.step(X, X)
+        model.last.forward = lambda x: x
+        with pytest.raises(pl.PipeloomError, match=r"^module 'last' of Tied has another forward than"):
+            pipe.step(X, X)
+        del model.last.forward
+        model.last.extra = nn.Identity()
+        with pytest.raises(pl.PipeloomError, match=r"^module 'last' of Tied has other modules than"):
+            pipe.step(X, X)
+        del model.last.extra
+        assert torch.equal(pipe.step(X, X), expected)
+        model.blocks[2].forward = lambda x: x + 1  # runs as it is: only the last layer is a copy
+        assert not torch.equal(pipe.step(X, X), expected)
+
+
 @pytest.mark.parametrize(
     ("home", "name"), [("config", "config.encoder_layerdrop"), ("blocks", "blocks.layerdrop")], ids=["config", "module"]
 )

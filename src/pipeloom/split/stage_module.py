@@ -101,6 +101,11 @@ class StageModule(nn.Module):
         return value
 
 
+def is_of_stage(module: nn.Module) -> bool:
+    """Whether a module is a stage or a container of its layers, and none of the model."""
+    return isinstance(module, StageModule | _Namespace)
+
+
 def composite_blocks(stage: StageModule) -> list[nn.Module]:
     """The blocks of a stage that have modules of their own, in order."""
     layers = [modules[name] for modules, name in stage._chain]

@@ -7,6 +7,7 @@ modules and parameters that several ranks hold (tied parameters, replicas of a s
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import nn
@@ -16,13 +17,15 @@ from pipeloom.engine.stores.shared_buffers import BufferHome, SharedBuffers
 from pipeloom.errors import InputError, unwrapped
 from pipeloom.ir import Program
 from pipeloom.split import Stages
+from pipeloom.split.stage_module import is_of_stage
 
 
 def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dict[int, dict[int, nn.Module]]:
     """For each of a process's ranks, the modules of its stages. The model itself is not changed.
 
     Modules are the model's own, with two exceptions. A module with a parameter of an earlier rank is a shallow copy
-    that has a copy of this parameter and its hooks. A module that an earlier rank runs is copied completely.
+    that has a copy of this parameter and its hooks; hooks that are set on the module later are its copy's too. A module
+    that an earlier rank runs is copied completely.
 
     Raises:
         InputError: a module has to be copied and `copy.deepcopy` fails.
@@ -30,6 +33,7 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
     taken_modules: set[int] = set()
     taken_parameters: set[int] = set()
     result: dict[int, dict[int, nn.Module]] = {}
+    copied: dict[int, tuple[str, nn.Module, bool]] = {}
     for rank in ranks:
         modules = {stage: cut_model.modules[stage] for stage in program.placement.stages_of[rank]}
         copies: dict[int, nn.Parameter] = {}  # by the identity of the original
@@ -39,13 +43,13 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
                     copies[id(parameter)] = _copied(parameter)
         memo: dict[int, Any] = {}  # one per rank, so that copies of two of its stages share what the stages share
         result[rank] = {
-            stage: _with_parameters(module, copies, memo, whole=any(id(m) in taken_modules for m in module.modules()))
-            for stage, module in modules.items()
+            stage: _with_parameters(module, copies, memo, taken_modules, copied) for stage, module in modules.items()
         }
         for module in modules.values():
             taken_modules.update(map(id, module.modules()))
         for module in result[rank].values():
             taken_parameters.update(map(id, module.parameters()))
+    cut_model.around.add_copied(copied.values())
     return result
 
 
@@ -60,18 +64,29 @@ def _copied(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _with_parameters(
-    module: nn.Module, copies: dict[int, nn.Parameter], memo: dict[int, Any], *, whole: bool
+    module: nn.Module,
+    copies: dict[int, nn.Parameter],
+    memo: dict[int, Any],
+    taken: AbstractSet[int],
+    found: dict[int, tuple[str, nn.Module, bool]],
 ) -> nn.Module:
-    """`module`, or a copy of it, with some parameters replaced; `memo` is `copy.deepcopy`'s."""
-    if not (whole or any(id(parameter) in copies for parameter in module.parameters())):
+    """`module`, or a copy of it, with some parameters replaced and modules with an identity in `taken` copied.
+
+    `memo` is `copy.deepcopy`'s; `found` gets the model's modules that are copied, with their names.
+    """
+    copied = [part for part in module.modules() if _is_copied(part, copies, taken)]
+    if not copied:
         return module
     memo.update({id(parameter): parameter for parameter in module.parameters()})
-    for part in () if whole else module.modules():
-        if not any(id(parameter) in copies for parameter in part.parameters()):
-            memo[id(part)] = part
-        memo.update({id(buffer): buffer for buffer in part.buffers(recurse=False)})
-        # Hooks are not copied: what they record is for the user who registered them.
-        memo.update({id(value): value for name, value in vars(part).items() if name.endswith("_hooks")})
+    inside = set(map(id, copied))
+    named = ((name, part) for name, part in module.named_modules() if id(part) in inside)
+    found.update({id(part): (name, part, id(part) not in taken) for name, part in named if not is_of_stage(part)})
+    memo.update({id(part): part for part in module.modules() if id(part) not in inside})
+    for part in copied:
+        if id(part) not in taken:
+            memo.update({id(buffer): buffer for buffer in part.buffers(recurse=False)})
+            # Hooks are not copied: what they record is for the user who registered them.
+            memo.update({id(value): value for name, value in vars(part).items() if "_hooks" in name})
     memo.update(copies)
     try:
         return copy.deepcopy(module, memo)
@@ -81,6 +96,10 @@ def _with_parameters(
             f"({unwrapped(str(error))}): each rank in a process needs its own copy. Run the ranks as processes, or "
             "make copy.deepcopy work on it."
         ) from error
+
+
+def _is_copied(module: nn.Module, copies: dict[int, nn.Parameter], taken: AbstractSet[int]) -> bool:
+    return any(id(part) in taken for part in module.modules()) or any(id(p) in copies for p in module.parameters())
 
 
 class Ownership:

@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from pipeloom.errors import SplitError
+from pipeloom.split.planned.collected import collecting_hooks
 
 STANDS_FOR = "stands_for"  # attribute of a forward that replaces another one while a model is cut
 
@@ -31,8 +32,8 @@ class AroundLayers:
         parts = list(stages)
         inside = {id(part) for stage in parts for part in stage.modules()}
         around = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
-        self._keeps_hooks, self._model = keeps_hooks, type(model).__name__
-        self._seen = [(name, weakref.ref(module), self._found(module)) for name, module in around]
+        self._model = type(model).__name__
+        self._seen = [(name, weakref.ref(module), keeps_hooks, _found(module, keeps_hooks)) for name, module in around]
         self._chances = list(_layer_drops(around))
         configs = [vars(module).get("config") for _, module in around] if len(parts) > 1 else []
         self._rescaled = next((config for config in configs if hasattr(config, "rescale_every")), None)
@@ -48,10 +49,12 @@ class AroundLayers:
         Args:
             training: whether the stages are in training mode, where a model may drop layers.
         """
-        for name, module_of, before in self._seen:
+        for name, module_of, keeps_hooks, before in self._seen:
             module = module_of()
-            if module is not None and self._found(module) != before:
-                what = "has another forward" if self._found(module)[0] != before[0] else "has other forward hooks"
+            now = None if module is None else _found(module, keeps_hooks)
+            if now is not None and now != before:
+                changes = zip(("another forward", "other forward hooks", "other modules"), now, before, strict=True)
+                what = next(f"has {what}" for what, one, other in changes if one != other)
                 where = f"module {name!r} of {self._model}" if name else self._model
                 raise SplitError(
                     f"{where} {what} than when the model was cut, and stages run the earlier ones. Change them before "
@@ -71,11 +74,17 @@ class AroundLayers:
                     "layers once. Set it to 0 before training."
                 )
 
-    def _found(self, module: nn.Module) -> tuple[int, int]:
-        """What identifies a forward that is set on a module, and the number of its forward hooks."""
-        own = set_forward(module)
-        hooks = 0 if self._keeps_hooks else len(module._forward_hooks) + len(module._forward_pre_hooks)
-        return (0 if own is None else id(own), hooks)
+    def add_copied(self, modules: Iterable[tuple[str, nn.Module, bool]]) -> None:
+        """Watch modules of which a stage runs a copy: name, module, and whether the copy runs its hooks of the time."""
+        self._seen += [(name, weakref.ref(module), keeps, _found(module, keeps)) for name, module, keeps in modules]
+
+
+def _found(module: nn.Module, keeps_hooks: bool) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+    """What identifies a forward that is set on a module, the number of its own forward hooks, and its modules."""
+    own = set_forward(module)
+    hooks = 0 if keeps_hooks else len(module._forward_hooks) + len(module._forward_pre_hooks)
+    hooks -= 0 if keeps_hooks else len(collecting_hooks(module))
+    return (0 if own is None else id(own), hooks, tuple((name, id(part)) for name, part in module._modules.items()))
 
 
 def _layer_drops(around: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[Callable[[], Any], str, str]]:

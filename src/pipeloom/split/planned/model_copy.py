@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -62,6 +62,15 @@ class ModelCopy:
         for container in self._containers:
             if INSTALLED in vars(container):
                 vars(container)[INSTALLED] = on_demand
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy whose containers have the same hooks: also those that are set on the model later."""
+        for container in self._containers:
+            memo.update({id(value): value for name, value in vars(container).items() if "_hooks" in name})
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
     def train(self, training: bool) -> None:
         """Set the mode of the containers: training or evaluation."""
