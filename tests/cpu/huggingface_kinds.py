@@ -74,6 +74,18 @@ _DISTIL = {"vocab_size": 64, "dim": 16, "n_layers": 4, "n_heads": 2, "hidden_dim
 _DISTIL_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
 _DEBERTA = {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"], "pooler_hidden_size": 16}
 _DEBERTA |= {"conv_kernel_size": 3, "conv_act": "gelu", "norm_rel_ebd": "layer_norm"}  # as the largest have
+_JAMBA = {**_TOWER, "num_hidden_layers": 4, "vocab_size": 64, "num_key_value_heads": 1, "num_experts": 2}
+_JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+_JAMBA |= {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_d_conv": 2, "experts_implementation": "eager"}
+_FUNNEL = {"vocab_size": 64, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "block_sizes": [2, 2]}
+_FUNNEL |= dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0)
+_MODERN = {**_TOWER, "num_hidden_layers": 4, "vocab_size": 64, "max_position_embeddings": 40, "pad_token_id": 1}
+_MODERN |= dict.fromkeys(("cls_token_id", "bos_token_id", "sep_token_id", "eos_token_id"), 2)
+_XLM = {"vocab_size": 64, "emb_dim": 16, "n_layers": 4, "n_heads": 2, "max_position_embeddings": 64, "layerdrop": 0.0}
+_XLM |= {"dropout": 0.0, "attention_dropout": 0.0}
+_PVT = {"image_size": 32, "depths": [1, 2, 1, 1], "hidden_sizes": [8] * 4, "num_attention_heads": [1, 2, 2, 2]}
+_PVT |= {"sequence_reduction_ratios": [2, 2, 1, 1], "mlp_ratios": [2] * 4}
+_PVT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1, 1], "num_heads": [2, 2, 2]}
 
 
@@ -167,6 +179,17 @@ KINDS = {
         ),
         "ids, tokens",
     ),
+    "jamba": Kind("JambaForCausalLM", ("JambaConfig", _JAMBA), "text, tokens"),
+    "funnel": Kind("FunnelForTokenClassification", ("FunnelConfig", _FUNNEL), "text, tags"),
+    "modernbert": Kind("ModernBertForMaskedLM", ("ModernBertConfig", _MODERN), "text, tokens"),
+    "xlm": Kind("XLMWithLMHeadModel", ("XLMConfig", _XLM), "text, tokens"),
+    "flaubert": Kind("FlaubertForTokenClassification", ("FlaubertConfig", _XLM), "text, tags"),
+    "poolformer": Kind(
+        "PoolFormerForImageClassification",
+        ("PoolFormerConfig", {"hidden_sizes": [8] * 4, "depths": [1, 1, 2, 1], "drop_path_rate": 0.0}),
+        "image, classes",
+    ),
+    "pvt": Kind("PvtForImageClassification", ("PvtConfig", _PVT), "image, classes"),
 }
 RUNS = ((2, "1f1b"), (2, "zb-h1"), (3, "zb-h1"))
 

@@ -73,8 +73,7 @@ class PlannedStage(StageModule):
         self._cache: Any = None
         self._copy = ModelCopy(self, self._where, model)
         base: Any = model.get_submodule(layout.base)
-        taken = inspect.signature(base.forward).parameters
-        self._without_caches = {name: False for name in ("use_cache", "use_mems") if name in taken}
+        self._without_caches = {name: False for name in ("use_cache", "use_mems") if _takes(name, base, model)}
         self._arguments = ModelArguments(self.whole_model.forward)
         self._format_of_model = format_of(self)
         self._shared = SharedAttributes(model, self._where)
@@ -350,6 +349,15 @@ class PlannedStage(StageModule):
         if self._cache is not None:
             kinds.append(any(lengths_of(self._cache)))
         return (*kinds, *form_of(inputs, shapes=self._cache is None))
+
+
+def _takes(name: str, base: Any, model: Any) -> bool:
+    """Whether a model has an option: its forward names it, or hands all options on and its configuration has it."""
+    if name in inspect.signature(base.forward).parameters:
+        return True
+    forwards = [inspect.signature(forward).parameters.values() for forward in (model.forward, type(model).forward)]
+    hands_on = all(any(each.kind is each.VAR_KEYWORD for each in taken) for taken in forwards)
+    return hands_on and getattr(getattr(model, "config", None), name, None) is not None
 
 
 def _has_float_buffers(module: nn.Module) -> bool:

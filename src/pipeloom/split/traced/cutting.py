@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from pipeloom.errors import SplitError
+from pipeloom.split.planned.collected import hooks_installed
 from pipeloom.split.traced.buffers import changed_buffers, read_at_home
 from pipeloom.split.traced.export import Trace, trace_modes
 from pipeloom.split.traced.segments import (
@@ -70,7 +71,8 @@ def traced_stages(
             f"{type(model).__name__} is on the meta device and the example is not: torch.export runs the model on it. "
             "Give the model values before, or pass an example on the meta device (x.to('meta')) and cut='parameters'."
         )
-    traces = trace_modes(model, example)
+    with hooks_installed(model):  # transformers would install them in the first forward
+        traces = trace_modes(model, example)
     first = operations(traces[True].graph_module.graph)
     starts: list[int] = []
     if num_stages > 1:
