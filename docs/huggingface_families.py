@@ -45,8 +45,9 @@ KINDS = """\
 ## Families without a plan
 
 Models of transformers without a pipeline plan are cut as found in their source: lists of blocks, in turn where one loop
-runs several, and the modules around them in the order in which the forward names them. Stages run the model's own forward; one that runs modules otherwise
-is refused in the first step. A model whose layers share parameters, such as ALBERT, is traced with `example=`.
+runs several, and the modules around them in the order in which the forward names them. Stages run the model's own
+forward; one that runs modules otherwise is refused in the first step. A model whose layers share parameters, such as
+ALBERT, is traced with `example=`.
 Pipelines of 2 ranks (`1f1b`, `zb-h1`) and of 3 (`zb-h1`), compared as above.
 
 | kind | model | pp |

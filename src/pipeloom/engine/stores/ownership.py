@@ -86,7 +86,8 @@ def _with_parameters(
         if id(part) not in taken:
             memo.update({id(buffer): buffer for buffer in part.buffers(recurse=False)})
             # Hooks are not copied: what they record is for the user who registered them.
-            memo.update({id(value): value for name, value in vars(part).items() if "_hooks" in name})
+            hooks = (vars(part)[name] for name in vars(part) if "_hooks" in name)
+            memo.update({id(each): each for each in hooks if isinstance(each, dict)})
     memo.update(copies)
     try:
         return copy.deepcopy(module, memo)

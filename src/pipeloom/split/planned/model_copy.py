@@ -66,7 +66,8 @@ class ModelCopy:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy whose containers have the same hooks: also those that are set on the model later."""
         for container in self._containers:
-            memo.update({id(value): value for name, value in vars(container).items() if "_hooks" in name})
+            hooks = (vars(container)[name] for name in vars(container) if "_hooks" in name)
+            memo.update({id(each): each for each in hooks if isinstance(each, dict)})
         made = object.__new__(type(self))
         memo[id(self)] = made
         vars(made).update(copy.deepcopy(vars(self), memo))
