@@ -1,1 +1,1 @@
-"""Shared helpers: dataclass type checks, quantities as text, whole-number division, JSON, file writes, cores, memory."""
+"""Shared helpers: dataclass types, quantities as text, whole-number division, JSON, file writes, cores, memory."""
