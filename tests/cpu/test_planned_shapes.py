@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipeloom as pl
-from pipeloom.split.planned.forms import ResultForms, encoded, zeros_of
+from pipeloom.split.planned.tracking.forms import ResultForms, encoded, zeros_of
 
 LAYERS = ["first", *(f"{name}.{i}" for name in ("down", "up") for i in range(3)), "last"]
 STARRED = ["first", "down.*", "up.*", "last"]

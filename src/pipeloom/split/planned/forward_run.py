@@ -19,11 +19,11 @@ from pipeloom.split.planned.containers import (
     views_of,
     with_classes,
 )
-from pipeloom.split.planned.forms import ResultForms
 from pipeloom.split.planned.known import RESULT, Known
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.tracking.decisions import DecisionWatch
 from pipeloom.split.planned.tracking.draws import SharedDraws
+from pipeloom.split.planned.tracking.forms import ResultForms
 from pipeloom.split.planned.tracking.memory import ResultMemory
 from pipeloom.split.planned.tracking.origins import (
     EARLIER,

@@ -9,12 +9,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeloom.split.planned.collected import collector
 from pipeloom.split.planned.containers import containers_of, has_tensors, shaped_like_result, zeros_like
-from pipeloom.split.planned.forms import ALIKE, form_of_result, zeros_of
 from pipeloom.split.planned.forward_run import ForwardRun
 from pipeloom.split.planned.known import RESULT
 from pipeloom.split.planned.module_copies import with_zeros
 from pipeloom.split.planned.other_modules import numbered
 from pipeloom.split.planned.place import Leave
+from pipeloom.split.planned.tracking.forms import ALIKE, form_of_result, zeros_of
 from pipeloom.split.planned.tracking.origins import EARLIER, LAST, LATER, OWN, tensors_of
 
 
