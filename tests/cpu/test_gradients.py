@@ -292,7 +292,8 @@ def test_autocast_reaches_every_rank(transport: str) -> None:
     with pl.Pipeline(model, schedule, loss_fn=loss_fn, transport=transport) as pipe:
         with torch.autocast("cpu", torch.bfloat16):
             pipe.step(inputs, targets)
-        assert seen == [torch.bfloat16] * 2
+        assert len(seen) >= 2  # the first steps ask more often
+        assert {*seen} == {torch.bfloat16}
 
 
 def test_what_a_step_cannot_do_is_refused_at_once() -> None:

@@ -87,7 +87,7 @@ def _accumulated_leaf(node: Any) -> Tensor | None:
 
 
 def _adds_in_place(leaf: Tensor, gradient: Tensor) -> bool:
-    """Whether the products can add to the leaf's ``.grad``: nobody else adds to it or sees the gradient on its way.
+    """Whether the products can add to the leaf's ``.grad``: no hook and no other thread needs the gradient itself.
 
     Autograd locks a leaf while it adds to it. Without that lock only one thread may do so.
     """

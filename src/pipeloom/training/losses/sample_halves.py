@@ -22,7 +22,7 @@ _NEAR, _NUM_EPS = 1e-5, 2  # between numbers that are equal: relative, and in un
 _FAR, _MOST = 20, 0.2  # times as far, but no more than this, are numbers that differ
 _NUM_ASKED = 4  # micro-batches
 _FEW = 4  # samples of a micro-batch that has no halves of at least two, as a standard deviation needs
-_MOST_BYTES = 2**26  # of the output of a micro-batch that is kept until the next one
+_MOST_BYTES = 2**26  # of the output of a micro-batch
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 
@@ -57,12 +57,13 @@ def _storages(value: Any) -> set[int]:
 class SampleHalves:
     """Compares the loss of a micro-batch with those of the halves of its samples.
 
-    Of micro-batches of few samples two are compared, as the halves of both. The function gets copies.
+    Of micro-batches of few samples two are compared, as the halves of both. The function gets copies. Micro-batches
+    with an output of more than 64 MiB are not compared.
 
     Args:
         loss_fn: ``loss_fn(output, targets)``.
         ignored: the label that does not count.
-        weigh: what the targets of samples weigh in the mean that `loss_fn` is said to be; None: it is not said.
+        weigh: what the targets of samples weigh in the mean that `loss_fn` is said to be; None: nothing is said.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class SampleHalves:
         Args:
             output, targets: of a micro-batch. All tensors with dimensions have the samples along dimension 0.
             loss: of the micro-batch.
-            knows_means: whether a loss that is seen to be a mean over some elements is told otherwise.
+            knows_means: whether a loss that is seen to be a mean over some elements is reported elsewhere.
 
         Raises:
             CannotAskError: no micro-batch will tell, or enough were asked.
@@ -111,11 +112,11 @@ class SampleHalves:
             )
             halves, num_samples = (range(first), range(first, first + num_samples)), first + num_samples
             again, values, value = halves[1], [before[2], given], self._evaluate(output, targets, range(num_samples))
-        elif num_samples > 1:
+        elif num_samples > 1 and _num_bytes(output) <= _MOST_BYTES:  # the halves are memory that no forecast knows
             halves = again[: num_samples // 2], again[num_samples // 2 :]
             values = [self._evaluate(output, targets, half) for half in halves]
         else:
-            raise CannotAskError("one large sample")
+            raise CannotAskError("a large output")
         scale = max(map(abs, (value, *values)))
         if not scale or not all(map(math.isfinite, (value, *values))):
             return None
