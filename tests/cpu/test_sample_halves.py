@@ -1,4 +1,4 @@
-"""A loss_fn that is no mean over samples is told, whatever it calls; other losses are not."""
+"""Losses that are no mean over samples produce one warning, whatever functions they call; other losses produce none."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_states_of_a_loss_and_random_numbers_stay() -> None:
 
 @pytest.mark.parametrize("num_microbatches", [2, 4, 6])
 def test_a_loss_needs_several_samples(num_microbatches: int) -> None:
-    """No halves of one sample are made, of which the standard deviation warns."""
+    """Halves have at least two samples: the standard deviation of one sample raises a warning in torch."""
 
     def normalized(o: Tensor, t: Tensor) -> Tensor:
         return ((t[:, :1] - t[:, 0].mean()) / t[:, 0].std() * o).mean()

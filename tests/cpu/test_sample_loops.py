@@ -1,4 +1,4 @@
-"""A model's own loss that adds up the losses of its samples is trained as a sum; what cannot be known is told."""
+"""A model whose own loss adds up the losses of its samples trains their sum; where this is unknown, it warns."""
 
 from __future__ import annotations
 

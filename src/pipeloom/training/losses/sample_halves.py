@@ -99,7 +99,7 @@ class SampleHalves:
 
     def _compare(self, output: Value, targets: Value, loss: Tensor, knows_means: bool) -> str | None:
         num_samples, given = _num_samples(targets), float(loss)
-        again, value = range(num_samples), given  # samples of which the loss is known, to evaluate again
+        again, value = range(num_samples), given  # samples whose loss is known; it is evaluated once more
         if num_samples < _FEW and _num_bytes(output) <= _MOST_BYTES:
             before, self._before = self._before, None
             if before is None:
