@@ -22,8 +22,10 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
 from pipeloom.plan.local.references import References, Shape, lower_quartile
+from pipeloom.plan.local.trials import STEPS, WARM_UP, fastest, passes_of, tried
 
-KINDS = ("profile", "layers", "tables")
+KINDS = ("profile", "layers", "tables")  # of predictions
+CHOICES = ("trials", *KINDS)
 _QUIET = 0.1  # of the cores' time that others may use during a measurement
 _WARM_UP = 2  # steps of a configuration in a round before those that count
 _MOST_TRIES = 3  # rounds over those that count
@@ -39,7 +41,7 @@ def measure(case: Case, crew: Crew, cluster: Cluster, arguments: argparse.Namesp
     ]
     layers, references = take_turns(case, crew, cluster, rows, arguments)
     predict(case, cluster, layers, references, rows)
-    measure_finalists(case, crew, rows, arguments, cluster.measured.cores if cluster.measured else 1)
+    measure_best(case, crew, cluster, rows, arguments)
     profile = {"layers": layers.to_mapping(), "references": references.to_mapping()}
     return {"summary": summary(rows), **profile, "rows": rows}
 
@@ -123,12 +125,11 @@ def seconds_of(row: dict[str, Any]) -> float:
 
 
 def measure_bytes(case: Case, crew: Crew, rows: list[dict[str, Any]]) -> None:
-    """Measure the bytes of configurations that are saved without them."""
+    """Measure the bytes of all configurations."""
     for of, row in zip(configurations(case), rows, strict=True):
-        if "bytes" not in row:
-            crew.call("build", row["label"], case.config, of)
-            row["bytes"] = max(crew.call("memory", row["label"]))
-            crew.call("close_all")
+        crew.call("build", row["label"], case.config, of)
+        row["bytes"] = max(crew.call("memory", row["label"]))
+        crew.call("close_all")
 
 
 def measure_references(case: Case, crew: Crew, shapes: list[Shape], cores: int) -> References:
@@ -148,8 +149,45 @@ def others_part(answers: list[dict[str, Any]], cores: int) -> float:
 
 
 def chosen_row(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The row with the least predicted seconds."""
+    """The row with the least predicted seconds, or the one that trial steps choose."""
+    several = [row for row in rows if "trial" in row] if kind == "trials" else []
+    if several:
+        return several[fastest([row["trial"] for row in several])]
+    kind = _predictions(kind)
     return min(rows, key=lambda row: float(row["predicted"][kind]))
+
+
+def measure_best(
+    case: Case, crew: Crew, cluster: Cluster, rows: list[dict[str, Any]], arguments: argparse.Namespace
+) -> None:
+    """Choose by trial steps, and measure what was chosen beside the fastest."""
+    measure_trials(case, crew, rows)
+    measure_finalists(case, crew, rows, arguments, cluster.measured.cores if cluster.measured else 1)
+
+
+def measure_trials(case: Case, crew: Crew, rows: list[dict[str, Any]]) -> None:
+    """Trial steps of the configurations that are predicted to be the fastest, as `pipeloom train --parallel auto`."""
+    of_label = {label(of): of for of in configurations(case)}
+    for row in rows:
+        row.pop("trial", None)
+    ordered = sorted(rows, key=lambda row: float(row["predicted"][KINDS[0]]))
+    # Orders of the same shape that are predicted to take the same time are the same.
+    distinct = {(*_without_schedule(row["label"]), row["predicted"][KINDS[0]]): row for row in reversed(ordered)}
+    best = list(distinct.values())[::-1]
+    predicted = [row["predicted"][KINDS[0]] for row in best]
+    best = best[: tried(predicted)]
+    for _ in range(passes_of(predicted[: len(best)])):
+        for row in best:
+            crew.call("build", row["label"], case.config, of_label[row["label"]])
+            answers = crew.call("steps", row["label"], WARM_UP, STEPS)
+            row.setdefault("trial", []).extend(map(max, zip(*(each["steps"] for each in answers), strict=True)))
+            crew.call("close_all")
+
+
+def _without_schedule(name: str) -> list[str]:
+    """The words of a label but for the schedule."""
+    words = name.split()
+    return [*words[:4], *words[5:]]
 
 
 def measure_finalists(
@@ -160,9 +198,11 @@ def measure_finalists(
     The fastest of many that were measured a few times each is often one that was lucky.
     """
     of_label = {label(of): of for of in configurations(case)}
-    chosen = {chosen_row(rows, kind)["label"] for kind in KINDS}
-    fastest = {row["label"] for row in sorted(rows, key=seconds_of)[:_FINALISTS]}
-    finalists = [row for row in rows if row["label"] in chosen | fastest]
+    chosen = {chosen_row(rows, kind)["label"] for kind in CHOICES}
+    least = {row["label"] for row in sorted(rows, key=seconds_of)[:_FINALISTS]}
+    for row in rows:
+        row.pop("final", None)
+    finalists = [row for row in rows if row["label"] in chosen | least]
     for row in finalists:
         row["final"] = {"measured": [], "disturbed": [], "others": [], "parts": []}
     for _ in range(_MOST_TRIES * arguments.rounds):
@@ -190,21 +230,26 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     measured = [seconds_of(row) for row in rows]
     finals = {row["label"]: seconds_of(row["final"]) for row in rows if "final" in row}
     finals = finals or {row["label"]: seconds for row, seconds in zip(rows, measured, strict=True)}
-    fastest = min(finals, key=lambda each: finals[each])
+    least = min(finals, key=lambda each: finals[each])
     shown: dict[str, Any] = {
-        "fastest": fastest,
+        "fastest": least,
         "configurations": len(rows),
         "disturbed": sum(not row["measured"] for row in rows),
         "bytes": _spread([row["predicted_bytes"] / row["bytes"] for row in rows if "bytes" in row]),
     }
-    for kind in KINDS:
-        predicted, chosen = [row["predicted"][kind] for row in rows], chosen_row(rows, kind)
+    for kind in CHOICES:
+        predicted, chosen = [row["predicted"][_predictions(kind)] for row in rows], chosen_row(rows, kind)
         shown[kind] = {
             "chosen": chosen["label"],
-            "over_fastest": finals.get(chosen["label"], seconds_of(chosen)) / finals[fastest],
+            "over_fastest": finals.get(chosen["label"], seconds_of(chosen)) / finals[least],
             "ratios": _spread([a / b for a, b in zip(predicted, measured, strict=True)]),
         }
     return shown
+
+
+def _predictions(choice: str) -> str:
+    """The kind of predictions with which a plan is chosen."""
+    return KINDS[0] if choice == "trials" else choice
 
 
 def _spread(ratios: list[float]) -> list[float]:
@@ -217,12 +262,12 @@ def tables(results: dict[str, Any]) -> Parts:
     rows = []
     for name, of_case in results.items():
         shown = of_case["summary"]
-        for kind in KINDS:
+        for kind in CHOICES:
             found = shown[kind]
             cells = found["chosen"], shown["fastest"], f"{found['over_fastest']:.3f}", _words(found["ratios"])
             rows.append((name, kind, *cells, _words(shown["bytes"])))
     return [
-        *(f"{kind}: {_all(results, kind)}" for kind in KINDS),
+        *(f"{kind}: {_all(results, kind)}" for kind in CHOICES),
         "*steps*, *bytes*: predicted over measured: least, median, most of all configurations.",
         table(header, rows),
     ]
@@ -244,7 +289,7 @@ def _all(results: dict[str, Any], kind: str) -> str:
 
 def _ratios(results: dict[str, Any], kind: str) -> list[float]:
     rows = [row for each in results.values() for row in each["rows"]]
-    return [row["predicted"][kind] / seconds_of(row) for row in rows]
+    return [row["predicted"][_predictions(kind)] / seconds_of(row) for row in rows]
 
 
 def write(path: Path, settings: dict[str, Any], machine: dict[str, Any], known: dict[str, Any]) -> None:
@@ -264,7 +309,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="their numbers")
     parser.add_argument("--again", action="store_true", help="measure cases that the output has already")
     parser.add_argument("--cluster", default="local", help="local, or a cluster file")
-    parser.add_argument("--only", choices=("steps", "bytes"), help="bytes: of saved cases that have none yet")
+    parser.add_argument("--only", choices=("steps", "bytes", "best"), help="bytes, best: of saved cases")
     parser.add_argument("--predict", action="store_true", help="predict again what was measured; measure nothing")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no case begins after this many")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "plan_local.json")
@@ -272,9 +317,11 @@ def main() -> None:
     machine, cluster, start = environment(), find_cluster(arguments.cluster, "--cluster"), time.monotonic()
     settings = {"rounds": arguments.rounds, "steps": arguments.steps, "cluster": cluster.to_json()}
     saved = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"results": {}}
+    for of_case in saved["results"].values():
+        of_case["summary"] = summary(of_case["rows"])
     known, wanted = saved["results"], [CASES[number] for number in arguments.cases]
     missing = [case for case in wanted if arguments.again or case.name not in known]
-    if arguments.only == "bytes":
+    if arguments.only in ("bytes", "best"):
         machine, settings = saved["environment"], saved["settings"]
         missing = [case for case in wanted if case.name in known]
     if arguments.predict:
@@ -290,8 +337,11 @@ def main() -> None:
             for case in missing:
                 if case.processes != processes or time.monotonic() - start > arguments.seconds:
                     continue
-                if arguments.only == "bytes":
-                    measure_bytes(case, crew, known[case.name]["rows"])
+                if arguments.only in ("bytes", "best"):
+                    if arguments.only == "bytes":
+                        measure_bytes(case, crew, known[case.name]["rows"])
+                    else:
+                        measure_best(case, crew, cluster, known[case.name]["rows"], arguments)
                     known[case.name]["summary"] = summary(known[case.name]["rows"])
                 else:
                     known[case.name] = measure(case, crew, cluster, arguments)

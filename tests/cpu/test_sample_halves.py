@@ -197,8 +197,26 @@ def test_an_output_has_numbers_and_other_values() -> None:
 @pytest.mark.parametrize("num_microbatches", [6, 12])  # compared by halves, and in pairs
 def test_large_outputs_are_not_compared(num_microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is a sum" in told(SUMS["stack"], num_microbatches=num_microbatches)[0]
-    monkeypatch.setattr(sample_halves, "_MOST_BYTES", 8)
+    for name in ("_MOST_BYTES", "_FEW_BYTES"):
+        monkeypatch.setattr(sample_halves, name, 8)
     assert told(SUMS["stack"], num_microbatches=num_microbatches)[0] == ""
+
+
+def test_outputs_that_are_not_small_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_place(o: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(o.mul_(2.0), t, reduction="sum")
+
+    with torch.no_grad():
+        output, loss = X.clone(), in_place(X.clone(), Y)
+    assert "is a sum" in str(SampleHalves(in_place, -100).ask(output, Y, loss, knows_means=True))
+    monkeypatch.setattr(sample_halves, "_FEW_BYTES", 8)
+    with pytest.raises(CannotAskError):
+        SampleHalves(in_place, -100).ask(output, Y, loss, knows_means=True)
+    assert torch.equal(output, X)
+    given: list[Tensor] = []
+    rows = SampleHalves(lambda o, t: given.append(o) or SUMS["rows"](o, t), -100)
+    assert "is a sum" in str(rows.ask(output, Y, SUMS["rows"](X, Y), knows_means=True))
+    assert all(each.untyped_storage()._cdata == output.untyped_storage()._cdata for each in given[:2])
 
 
 def test_no_message_is_sent() -> None:

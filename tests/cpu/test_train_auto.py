@@ -21,6 +21,7 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
 from pipeloom.plan.local.references import References
 from pipeloom.plan.local.saved import torch_version
+from pipeloom.plan.local.trials import MOST_PLANS
 from pipeloom.train.auto import run_planner
 from pipeloom.train.config.automatic import for_processes
 from pipeloom.train.data.opening import run_tokenizer
@@ -50,6 +51,8 @@ def test_a_run_plans_itself(text: Path, tmp_path: Path, monkeypatch: pytest.Monk
     lines = done.stdout.splitlines()
     (chosen,) = (line for line in lines if line.startswith("plan for 2 processes: "))
     assert " per step predicted" in chosen
+    (trials,) = (line for line in lines if line.startswith("plan trials: "))
+    assert 2 <= trials.count(" predicted ") <= MOST_PLANS
     assert sum(line.startswith("plan after 10 steps: step ") for line in lines) == 1
     plan = pl.Plan.load(out / "plan.json")
     assert plan.num_processes == 2

@@ -19,9 +19,10 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
 from pipeloom.plan.local.references import MOST_SAMPLES
 from pipeloom.plan.local.saved import local_path, notices
+from pipeloom.plan.local.trials import fastest, passes_of, tried
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
-from pipeloom.train.auto.best_plan import Chosen, best_plan, predicted_times
+from pipeloom.train.auto.best_plans import Chosen, best_plans, predicted_times, trials_text
 from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.auto.same_losses import same_losses
 from pipeloom.train.config.rules.settings import validate_settings
@@ -31,6 +32,7 @@ from pipeloom.train.data.written import PLAN_NAME, PLAN_TIMES_NAME
 from pipeloom.train.machine.layers import measure_layers
 from pipeloom.train.machine.measure import measure_machine
 from pipeloom.train.machine.reference_steps import measure_references
+from pipeloom.train.machine.trial_steps import measure_trials
 from pipeloom.train.output.directory import writing
 from pipeloom.train.process_group import Group
 from pipeloom.train.run_parts import RunParts
@@ -73,13 +75,34 @@ class RunPlanner:
             return self._asked
         self._costs, said = self._measured_costs()
         found: dict[str, Any] | None = None
+        best: list[Chosen] = []
         if self._group.rank == 0:
             try:
-                chosen = best_plan(self._asked, self._costs, self._group.size, self._refusal)
-                found = self._answer(chosen, [*said, f"plan for {_processes(self._group.size)}: {chosen.words}"])
+                best = best_plans(self._asked, self._costs, self._group.size, self._refusal)
+                found = {"tried": [each.plan.to_json() for each in best[: self._tried(best)]]}
             except PipeloomError as error:  # the others wait for an answer
                 found = {"error": str(error)}
+        plans = [Plan.from_json(each) for each in self._agreed(found)["tried"]]
+        trials = self._trials(plans)
+        if self._group.rank == 0:
+            number = fastest(trials) if trials else 0
+            said.append(f"plan for {_processes(self._group.size)}: {best[number].words}")
+            if trials:
+                said.append(f"plan trials: {trials_text(best, trials)}")
+            found = self._answer(best[number], said)
         return self._taken(found)
+
+    def _tried(self, best: Sequence[Chosen]) -> int:
+        """How many of the best plans are tried: one where a first step compiles or captures, which takes long."""
+        return 1 if self._asked.compile or self._asked.graphs else tried([each.times.step for each in best])
+
+    def _trials(self, plans: Sequence[Plan]) -> list[list[float]]:
+        """Seconds of trial steps of each plan, if there are several; a collective call."""
+        if len(plans) < 2:
+            return []
+        configs = [planned_config(self._asked, plan) for plan in plans]
+        passes = passes_of([plan.predicted_step_seconds or 0.0 for plan in plans])
+        return measure_trials(configs, self._group, run_tokenizer(self._asked).vocabulary_size, passes=passes)
 
     def _answer(self, chosen: Chosen, notes: Sequence[str]) -> dict[str, Any]:
         self._of = chosen.of
@@ -87,13 +110,18 @@ class RunPlanner:
 
     def _taken(self, found: dict[str, Any] | None) -> TrainConfig:
         """The configuration that process 0 found, on every process."""
-        answer = self._group.gather_json(found)[0]
-        if "error" in answer:
-            raise InputError(answer["error"])
+        answer = self._agreed(found)
         self._plan, self.notes = Plan.from_json(answer["plan"]), answer["notes"]
         self._times = PlanTimes.from_mapping(answer["times"])
         self._config = planned_config(self._asked, self._plan)
         return self._config
+
+    def _agreed(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        """What process 0 found, on every process. Raises InputError if it found an error."""
+        answer: dict[str, Any] = self._group.gather_json(found)[0]
+        if "error" in answer:
+            raise InputError(answer["error"])
+        return answer
 
     def _refusal(self, plan: Plan) -> str | None:
         if isinstance(plan.schedule, Schedule):
@@ -219,7 +247,7 @@ class RunPlanner:
             return None if same_losses(self._config, planned_config(self._asked, plan)) else "other losses"
 
         try:
-            chosen = best_plan(self._asked, costs, self._group.size, refusal, fixed)
+            chosen = best_plans(self._asked, costs, self._group.size, refusal, fixed)[0]
         except InputError:
             return None
         gain = 1 - chosen.times.step / running.step

@@ -22,7 +22,9 @@ _NEAR, _NUM_EPS = 1e-5, 2  # between numbers that are equal: relative, and in un
 _FAR, _MOST = 20, 0.2  # times as far, but no more than this, are numbers that differ
 _NUM_ASKED = 4  # micro-batches
 _FEW = 4  # samples of a micro-batch that has no halves of at least two, as a standard deviation needs
-_MOST_BYTES = 2**26  # of the output of a micro-batch
+# Bytes of the output of a micro-batch. The halves are memory that no forecast knows: two micro-batches that are joined,
+# and copies, have to be small; the loss of half a micro-batch takes less than the backward that follows.
+_MOST_BYTES, _FEW_BYTES = 2**26, 2**18
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 
@@ -57,8 +59,8 @@ def _storages(value: Any) -> set[int]:
 class SampleHalves:
     """Compares the loss of a micro-batch with those of the halves of its samples.
 
-    Of micro-batches of few samples two are compared, as the halves of both. The function gets copies. Micro-batches
-    with an output of more than 64 MiB are not compared.
+    Of micro-batches of few samples two are compared, as the halves of both. The function may change small tensors: it
+    gets copies. Micro-batches with an output of more than 64 MiB, of few samples 256 KiB, are not compared.
 
     Args:
         loss_fn: ``loss_fn(output, targets)``.
@@ -100,7 +102,7 @@ class SampleHalves:
     def _compare(self, output: Value, targets: Value, loss: Tensor, knows_means: bool) -> str | None:
         num_samples, given = _num_samples(targets), float(loss)
         again, value = range(num_samples), given  # samples whose loss is known; it is evaluated once more
-        if num_samples < _FEW and _num_bytes(output) <= _MOST_BYTES:
+        if num_samples < _FEW and _num_bytes(output) <= _FEW_BYTES:
             before, self._before = self._before, None
             if before is None:
                 self._before = _some(output, again, num_samples), _some(targets, again, num_samples), given
@@ -112,7 +114,7 @@ class SampleHalves:
             )
             halves, num_samples = (range(first), range(first, first + num_samples)), first + num_samples
             again, values, value = halves[1], [before[2], given], self._evaluate(output, targets, range(num_samples))
-        elif num_samples > 1 and _num_bytes(output) <= _MOST_BYTES:  # the halves are memory that no forecast knows
+        elif num_samples >= _FEW and _num_bytes(output) <= _MOST_BYTES:
             halves = again[: num_samples // 2], again[num_samples // 2 :]
             values = [self._evaluate(output, targets, half) for half in halves]
         else:
@@ -209,12 +211,13 @@ def _rounding(output: Value, loss: Tensor) -> float:
 
 
 def _some(value: Value, samples: Sequence[int], num_samples: int, *, with_graph: bool = False) -> Value:
-    """A copy of these samples of a value."""
+    """These samples, one after another, of a value: a copy where they are small."""
     layout, tensors = flatten(value)
     some = []
     for tensor in tensors:
         if type(tensor) not in (Tensor, nn.Parameter) or (tensor.dim() and len(tensor) != num_samples):
             raise CannotAskError(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}")
-        part = tensor.detach()[list(samples)] if tensor.dim() else tensor.detach().clone()
+        part = tensor.detach()[samples[0] : samples[-1] + 1] if tensor.dim() else tensor.detach()
+        part = part.clone() if part.nbytes <= _FEW_BYTES else part
         some.append(part.requires_grad_(with_graph and part.is_floating_point()))
     return with_form(unflatten(layout, some), value)

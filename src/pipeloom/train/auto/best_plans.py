@@ -1,6 +1,6 @@
-"""The best plan that a run can have on its processes, by the search of `pipeloom.plan.search`. No torch here."""
+"""The best plans that a run can have on its processes, by the search of `pipeloom.plan.search`. No torch here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,8 @@ from pipeloom.common.quantities import percent_text, seconds_text
 from pipeloom.errors import PipeloomError
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.local.references import lower_quartile
+from pipeloom.plan.local.trials import MOST_PLANS
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.answer import plan_of, predicted
 from pipeloom.plan.search.best_first import find_plans
@@ -17,12 +19,11 @@ from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.config.train_config import TrainConfig
 
 _UNMEASURED = frozenset({"slices", "context", "offload"})  # whose times on a machine are not measured
-_TOP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The best plan.
+    """A plan.
 
     Attributes:
         plan: it.
@@ -37,14 +38,16 @@ class Chosen:
     words: str
 
 
-def best_plan(
+def best_plans(
     asked: TrainConfig,
     costs: CostModel,
     processes: int,
     refusal: Callable[[Plan], str | None],
     fixed: dict[str, Any] | None = None,
-) -> Chosen:
-    """Search for it.
+) -> list[Chosen]:
+    """Search for the `MOST_PLANS` best, the one with the least predicted seconds first.
+
+    Schedules of the same orders, such as 1f1b and gpipe with one micro-batch, are one plan.
 
     Args:
         asked: the configuration, with the options that the plan must keep.
@@ -64,16 +67,38 @@ def best_plan(
             return str(error)
 
     answer = find_plans(costs, _request(asked, costs, processes, fixed or {}), accept=accept)
-    best, *others = answer.plans
+    plans = list({_orders_of(found): found for found in reversed(answer.plans)}.values())[::-1][:MOST_PLANS]
+    return [_chosen(costs, found, plans, answer.considered) for found in plans]
+
+
+def _orders_of(found: Simulated) -> tuple[Any, ...]:
+    """Equal for plans that run the same actions in the same order."""
+    of = found.of
+    return of.pipeline, of.data, of.inside, of.strategy, of.microbatches, of.chunks, found.step_seconds
+
+
+def _chosen(costs: CostModel, found: Simulated, plans: Sequence[Simulated], considered: int) -> Chosen:
     words = (
-        f"{words_of(best.of)}: {seconds_text(best.step_seconds)} per step predicted, bubble "
-        f"{percent_text(best.timeline.bubble_fraction)}"
+        f"{words_of(found.of)}: {seconds_text(found.step_seconds)} per step predicted, bubble "
+        f"{percent_text(found.timeline.bubble_fraction)}"
     )
+    others = [each for each in plans if each is not found]
     if others:
-        slower = others[0].step_seconds / best.step_seconds - 1
-        words += f"; next of {answer.considered:,}: {words_of(others[0].of)}, {percent_text(slower)} slower"
-    plan = plan_of(costs, best.of, best.schedule_limit, why=(f"{words}.",), **predicted(best))
-    return Chosen(plan=plan, of=best.of, times=predicted_times(costs, best.of), words=words)
+        ratio = others[0].step_seconds / found.step_seconds
+        by = percent_text(abs(ratio - 1))
+        before = f"next of {considered:,}" if others[0] is not plans[0] else "predicted best"
+        words += f"; {before}: {words_of(others[0].of)}, {by} {'slower' if ratio >= 1 else 'faster'}"
+    plan = plan_of(costs, found.of, found.schedule_limit, why=(f"{words}.",), **predicted(found))
+    return Chosen(plan=plan, of=found.of, times=predicted_times(costs, found.of), words=words)
+
+
+def trials_text(best: Sequence[Chosen], trials: Sequence[Sequence[float]]) -> str:
+    """What trial steps of some of the best plans took: ``1f1b: 5.2 ms, predicted 5.0; ..``, fastest first."""
+    measured = sorted(zip(map(lower_quartile, trials), best, strict=False), key=lambda pair: pair[0])
+    return "; ".join(
+        f"{words_of(each.of)}: {seconds_text(seconds)}, predicted {seconds_text(each.times.step)}"
+        for seconds, each in measured
+    )
 
 
 def predicted_times(costs: CostModel, of: Configuration) -> PlanTimes:
@@ -99,7 +124,7 @@ def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[s
         fixed=fixed,
         forbidden=_UNMEASURED,
         optimizer=asked.optimizer.name,
-        top=_TOP,
+        top=2 * MOST_PLANS,
         ends_alone=False,
     )
 

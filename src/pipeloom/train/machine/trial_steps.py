@@ -1,0 +1,65 @@
+"""Measures trial steps (`pipeloom.plan.local.trials`) with all processes of a run."""
+
+import gc
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from pipeloom.plan.local.trials import STEPS, WARM_UP
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.optimizers import make_optimizer
+from pipeloom.train.process_group import Group, with_layout
+from pipeloom.train.run_model import RunModel, hidden_prefixes
+from pipeloom.training import BarrierStep
+
+
+def measure_trials(
+    configs: Sequence[TrainConfig], group: Group, vocabulary_size: int, *, passes: int
+) -> list[list[float]]:
+    """Seconds of steps of each configuration on random tokens; every process calls it.
+
+    Args:
+        configs: of a run whose processes are in no mesh yet.
+        group: its processes.
+        vocabulary_size: of the model.
+        passes: the configurations take turns so often. One has memory at a time.
+
+    Returns:
+        Of each step the seconds of the slowest process, the same on every process.
+    """
+    found: list[list[float]] = [[] for _ in configs]
+    for _ in range(passes):
+        for times, config in zip(found, configs, strict=True):
+            layout = with_layout(group, config)
+            every = group.gather_json(_seconds(RunModel(config, layout, vocabulary_size), config, group))
+            times += map(max, zip(*every, strict=True))
+            if layout.mesh is not None:
+                layout.mesh.close()
+            gc.collect()
+    return found
+
+
+def _seconds(run: RunModel, config: TrainConfig, group: Group) -> list[float]:
+    """Of this process: of the steps behind those that warm up."""
+    pipeline = run.pipeline
+    shapes = {name: part.shape for name, part in pipeline.state.ranges.items()}
+    optimizer = make_optimizer(
+        pipeline.named_parameters(),
+        config.optimizer,
+        shapes,
+        pipeline.state.sharing.blocks,
+        hidden_prefixes(run.stages),
+    )
+    stepper = BarrierStep(pipeline, optimizer, max_norm=config.optimizer.clip_norm or float("inf"))
+    model, draws = run.model_state, torch.Generator().manual_seed(run.group.replica)
+    sizes = 2, config.batch.size // config.data_degree, model["sequence_length"]
+    inputs, targets = torch.randint(model["vocabulary_size"], sizes, generator=draws).to(group.device)
+    found = []
+    for _ in range(WARM_UP + STEPS):
+        group.gather_json(None)  # a barrier
+        start = perf_counter()
+        stepper.step(inputs, targets)
+        found.append(perf_counter() - start)
+    pipeline.close()
+    return found[WARM_UP:]
