@@ -6,14 +6,16 @@ import gc
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_SECONDS_AFTER_FAILURE = 20.0
 # Forking is twenty times faster than a fresh interpreter with torch; CUDA does not survive it.
 _CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
 
@@ -33,26 +35,33 @@ def run_ranks(
             process.start()
         for _, writer in pipes:
             writer.close()
+        answers: dict[int, tuple[bool, Any]] = {}
         try:
-            answers = [_answer(reader, timeout_seconds, rank) for rank, (reader, _) in enumerate(pipes)]
+            _receive(answers, [reader for reader, _ in pipes], timeout_seconds)
         finally:
-            for process in processes:
-                process.join(timeout=30)
+            for rank, process in enumerate(processes):
+                process.join(timeout=30 if rank in answers else 0)
                 if process.is_alive():
                     process.kill()
                     process.join()
-    failures = [text for failed, text in answers if failed]
+    failures = [text for failed, text in answers.values() if failed]
+    failures += [f"rank {rank} did not answer" for rank in range(num_ranks) if rank not in answers]
     assert not failures, "\n".join(failures)
-    return [value for _, value in answers]
+    return [answers[rank][1] for rank in range(num_ranks)]
 
 
-def _answer(reader: Connection, timeout_seconds: float, rank: int) -> tuple[bool, Any]:
-    if not reader.poll(timeout_seconds):
-        return True, f"rank {rank} did not answer within {timeout_seconds} s"
-    try:
-        return reader.recv()
-    except EOFError:
-        return True, f"rank {rank} ended without an answer"
+def _receive(answers: dict[int, tuple[bool, Any]], readers: list[Connection], timeout_seconds: float) -> None:
+    """What each rank returned, or the text of its failure. After a failure the others have few seconds left."""
+    deadline, waiting = time.monotonic() + timeout_seconds, {reader: rank for rank, reader in enumerate(readers)}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for reader in wait(list(waiting), left):
+            rank = waiting.pop(reader)  # type: ignore[arg-type]
+            try:
+                answers[rank] = reader.recv()  # type: ignore[union-attr]
+            except EOFError:
+                answers[rank] = True, f"rank {rank} ended without an answer"
+            if answers[rank][0]:
+                deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_FAILURE)
 
 
 def _run(

@@ -116,3 +116,19 @@ def test_an_interrupt_ends_all_threads() -> None:
     with pytest.raises(KeyboardInterrupt):
         pl.run_threads(2, work)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("pipeloom-rank")]
+
+
+def _one_after_another(rank: int) -> list[float]:
+    sums = []
+    for number in range(20):
+        with pl.Mesh(dp=2, tp=2) as mesh:
+            value = torch.tensor([float(number + rank)])
+            dist.all_reduce(value, group=mesh._groups.along_all(("dp", "tp")))
+            sums.append(value.item())
+    return sums
+
+
+def test_meshes_that_are_made_one_after_another_have_groups_of_their_own() -> None:
+    """Its processes alone make the group of a line: they do not meet a closed group of an earlier mesh."""
+    for sums in run_ranks(_one_after_another, 4, timeout_seconds=60):
+        assert sums == [4 * number + 6 for number in range(20)]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeloom.errors import InputError
@@ -25,6 +26,7 @@ class MeshGroups:
     def __init__(self, shape: MeshShape, rank: int) -> None:
         self._shape, self._rank = shape, rank
         self._made: tuple[dist.ProcessGroup, ...] = ()
+        self._number = 0  # of the mesh, the same on every process
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._left: set[str] = set()  # names of groups that `leave` has closed
         self.device_mesh: DeviceMesh | None = None
@@ -35,6 +37,7 @@ class MeshGroups:
         used = [axis for axis in self._shape.axes if axis in ("pp", "dp") or self._shape.degree(axis) > 1]
         device, sizes = "cuda" if "nccl" in dist.get_backend_config() else "cpu", tuple(map(self._shape.degree, used))
         self.device_mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(used))
+        self._number = distributed_c10d._world.group_count  # of all processes together, so far
         for axis in used:
             group, several = self.device_mesh.get_group(axis), self._shape.degree(axis) > 1
             # Not the user's own group: a collective that times out leaves a group of gloo closed.
@@ -72,9 +75,25 @@ class MeshGroups:
             self.check_open()
             if name in self._left:  # the others may be gone
                 raise InputError(self._without(name))
-            self._groups[name] = dist.new_group(sorted(line), use_local_synchronization=True)
+            self._groups[name] = self._new_group(sorted(line))
             self._made += (self._groups[name],)
         return self._groups[name]
+
+    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A group that its members alone make.
+
+        torch names it by the ranks and by how many groups the process has. A later mesh has as many, and would find
+        the addresses of a closed group in the store, so each mesh has keys of its own there.
+        """
+        whole, known = dist.group.WORLD, distributed_c10d._world.pg_map
+        assert whole is not None
+        backend, store = known[whole]
+        known[whole] = backend, dist.PrefixStore(f"mesh-{self._number}", store)
+        try:
+            group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        finally:
+            known[whole] = backend, store
+        return group
 
     def check_open(self) -> None:
         """Raises InputError after `close`."""
