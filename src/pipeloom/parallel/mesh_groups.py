@@ -88,7 +88,7 @@ class MeshGroups:
         whole, known = dist.group.WORLD, distributed_c10d._world.pg_map
         assert whole is not None
         backend, store = known[whole]
-        known[whole] = backend, dist.PrefixStore(f"mesh-{self._number}", store)
+        known[whole] = backend, distributed_c10d.PrefixStore(f"mesh-{self._number}", store)
         try:
             group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
         finally:
