@@ -36,9 +36,7 @@ _FINALISTS = 4  # configurations measured fastest, which are measured again besi
 
 def measure(case: Case, crew: Crew, cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
     """The layers of a model as measured, and for each configuration predicted seconds and bytes, and measured ones."""
-    rows = [
-        {"label": label(of), "measured": [], "disturbed": [], "others": [], "parts": []} for of in configurations(case)
-    ]
+    rows = [{"label": label(of), "measured": [], "disturbed": [], "others": []} for of in configurations(case)]
     layers, references = take_turns(case, crew, cluster, rows, arguments)
     predict(case, cluster, layers, references, rows)
     measure_best(case, crew, cluster, rows, arguments)
@@ -204,7 +202,7 @@ def measure_finalists(
         row.pop("final", None)
     finalists = [row for row in rows if row["label"] in chosen | least]
     for row in finalists:
-        row["final"] = {"measured": [], "disturbed": [], "others": [], "parts": []}
+        row["final"] = {"measured": [], "disturbed": [], "others": []}
     for _ in range(_MOST_TRIES * arguments.rounds):
         for row in finalists:
             if len(row["final"]["measured"]) < arguments.rounds * arguments.final_steps:
@@ -216,10 +214,8 @@ def measure_finalists(
 def measure_steps(crew: Crew, row: dict[str, Any], name: str, count: int, cores: int) -> None:
     """Measure some steps of a configuration that is built, into a row."""
     answers = crew.call("steps", name, _WARM_UP, count)
-    whole = max(each["whole"] for each in answers)
     others = others_part(answers, cores)
     row["others"].append(others)
-    row["parts"].append([each["parts"] | {"own": each["own"] / whole} for each in answers])
     key = "measured" if others < _QUIET else "disturbed"
     slowest = [max(each) for each in zip(*(answer["steps"] for answer in answers), strict=True)]
     row[key] += slowest

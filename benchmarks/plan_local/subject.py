@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import defaultdict
 from typing import Any
 
 import torch.distributed as dist
@@ -52,11 +51,9 @@ class Trainer:
     def steps(self, name: str, warm_up: int, count: int) -> dict[str, Any]:
         """Seconds of `count` steps, from a barrier to the end of the update, after those for warm-up.
 
-        And the mean seconds of their parts: before the first action, of all actions by op, of the time from the first
-        to the end of the last ("span"), and behind it. And the CPU time of `_Use`, warm-up included.
+        And the CPU time of `_Use`, warm-up included.
         """
-        run = self._made[name]
-        found, parts = list[float](), defaultdict[str, float](float)
+        run, found = self._made[name], list[float]()
         dist.barrier()
         use = _Use()
         for number in range(warm_up + count):
@@ -64,17 +61,9 @@ class Trainer:
             start = time.perf_counter()
             run.step()
             end = time.perf_counter()
-            if number < warm_up:
-                continue
-            found.append(end - start)
-            ((_, row),) = run.pipeline.records
-            first, last = min(began for _, began, _ in row), max(ended for _, _, ended in row)
-            parts["before"] += (first - start) / count
-            parts["span"] += (last - first) / count
-            parts["behind"] += (end - last) / count
-            for action, began, ended in row:
-                parts[action.op] += (ended - began) / count
-        return {"steps": found, "parts": dict(parts), **use.end()}
+            if number >= warm_up:
+                found.append(end - start)
+        return {"steps": found, **use.end()}
 
     def memory(self, name: str) -> int:
         """Most bytes at once: parameters and optimizer states, and what a step allocates."""
