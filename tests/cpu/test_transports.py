@@ -274,6 +274,33 @@ def test_a_silent_peer_is_reported_after_the_timeout() -> None:
     run_ranks(_times_out, 2, "shared-memory")
 
 
+def _waits_in_a_second_replica(process: int, kind: str) -> None:
+    replicas, rank = ((0, 1), (2, 3)), process % 2
+    mine, channel = replicas[process // 2], Channel(1, 0, Lane.PIPELINE)
+    transport: SharedMemoryTransport | TorchDistributedTransport
+    if kind == "shared-memory":
+        transport = SharedMemoryTransport(rank, all_gather_bytes, processes=mine, timeout_seconds=120)
+        transport.open([channel])
+        transport.timeout_seconds = 0.2
+    else:
+        transport = TorchDistributedTransport(rank, device=torch.device("cpu"), replicas=replicas, timeout_seconds=0.2)
+        transport.open([channel])
+    if process == 2:
+        with pytest.raises(PeerLost, match=r"^rank 0 waited 0\.2 s for rank 1 \(global rank 3\)$"):
+            transport.incoming(channel).receive()
+    all_gather_bytes(b"")
+    if kind == "shared-memory" and process == 2:
+        transport.timeout_seconds = 120
+        with pytest.raises(PeerLost, match=r"^rank 1 \(global rank 3\) ended while rank 0 waited for it$"):
+            transport.incoming(channel).receive()
+    transport.close()
+
+
+@pytest.mark.parametrize("kind", ["shared-memory", "gloo"])
+def test_a_peer_is_named_by_its_global_rank_too_where_that_is_another_number(kind: str) -> None:
+    run_ranks(_waits_in_a_second_replica, 4, kind)
+
+
 def test_loopback_hands_over_references() -> None:
     transport = LoopbackTransport()
     channel = Channel(0, 1, Lane.PIPELINE)

@@ -40,9 +40,13 @@ class Channel(NamedTuple):
     target: int
     lane: Lane
 
-    def timed_out(self, seconds: float) -> PeerLost:
-        """The error of a receive that waited this long."""
-        return PeerLost(f"rank {self.target} waited {seconds:g} s for rank {self.source}")
+    def sender(self, process: int | None = None) -> str:
+        """Names the sender in errors; `process`: its rank in the default group, which replicas make another number."""
+        return f"rank {self.source}" + ("" if process in (None, self.source) else f" (global rank {process})")
+
+    def timed_out(self, seconds: float, process: int | None = None) -> PeerLost:
+        """The error of a receive that waited this long; `process` as in `sender`."""
+        return PeerLost(f"rank {self.target} waited {seconds:g} s for {self.sender(process)}")
 
 
 def lane_of(action: Action) -> Lane:

@@ -295,7 +295,8 @@ class SharedIncoming(Incoming):
             except ConnectionResetError:
                 data, ancillary = b"", []
             if not data:
-                raise PeerLost(f"rank {self._channel.source} ended while rank {self._channel.target} waited for it")
+                sender = self._channel.sender(self.source_process)
+                raise PeerLost(f"{sender} ended while rank {self._channel.target} waited for it")
             if ancillary:
                 return data, struct.unpack(f"{len(ancillary[0][2]) // 4}i", ancillary[0][2])
             return data, ()
@@ -303,7 +304,7 @@ class SharedIncoming(Incoming):
     def _prepare_wait(self, seconds: float) -> int:
         """The flags of a receive that sleeps at most this long and gets its message by one system call."""
         if seconds <= 0:
-            raise self._channel.timed_out(self._transport.timeout_seconds)
+            raise self._channel.timed_out(self._transport.timeout_seconds, self.source_process)
         if not self._transport.flush():
             self._poll.poll(1)
             return _NO_WAIT

@@ -142,16 +142,15 @@ class _TorchIncoming(Incoming):
         try:
             found = self._messages.get(timeout=self._timeout_seconds)
         except Empty:
-            raise self._channel.timed_out(self._timeout_seconds) from None
+            raise self._channel.timed_out(self._timeout_seconds, self.source_process) from None
         if isinstance(found, Exception):
             self._messages.put(found)  # the next call raises it too
             if not isinstance(found, ConnectionError) and not is_lost_peer(found):
                 raise found
             words = first_line(found)
             happened = "ended" if "timed out" not in words else "could not be reached"  # the kernel's words
-            raise PeerLost(
-                f"rank {self._channel.source} {happened} while rank {self._channel.target} waited for it ({words})"
-            ) from found
+            sender = self._channel.sender(self.source_process)
+            raise PeerLost(f"{sender} {happened} while rank {self._channel.target} waited for it ({words})") from found
         message, arrived = found
         if arrived is None:
             return message
