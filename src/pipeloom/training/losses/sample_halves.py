@@ -22,8 +22,8 @@ _NEAR, _NUM_EPS = 1e-5, 2  # between numbers that are equal: relative, and in un
 _FAR, _MOST = 20, 0.2  # times as far, but no more than this, are numbers that differ
 _NUM_ASKED = 4  # micro-batches
 _FEW = 4  # samples of a micro-batch that has no halves of at least two, as a standard deviation needs
-# Bytes of the output of a micro-batch. The halves are memory that no forecast knows: two micro-batches that are joined,
-# and copies, have to be small; the loss of half a micro-batch takes less than the backward that follows.
+# Bytes of the output of a micro-batch. What a comparison takes is memory that no forecast knows: two micro-batches that
+# are joined, and copies, have to be small; of a large micro-batch, few samples are enough.
 _MOST_BYTES, _FEW_BYTES = 2**26, 2**18
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
@@ -59,7 +59,8 @@ def _storages(value: Any) -> set[int]:
 class SampleHalves:
     """Compares the loss of a micro-batch with those of the halves of its samples.
 
-    Of micro-batches of few samples two are compared, as the halves of both. The function may change small tensors: it
+    Of micro-batches with a large output, the first samples are compared. Of micro-batches of few samples two are
+    compared, as the halves of both. The function may change small tensors: it
     gets copies. Micro-batches with an output of more than 64 MiB, of few samples 256 KiB, are not compared.
 
     Args:
@@ -115,7 +116,11 @@ class SampleHalves:
             halves, num_samples = (range(first), range(first, first + num_samples)), first + num_samples
             again, values, value = halves[1], [before[2], given], self._evaluate(output, targets, range(num_samples))
         elif num_samples >= _FEW and _num_bytes(output) <= _MOST_BYTES:
-            halves = again[: num_samples // 2], again[num_samples // 2 :]
+            enough = max(_FEW, num_samples * _FEW_BYTES // max(1, _num_bytes(output)))
+            if enough < num_samples:
+                again = range(enough)
+                value = given = self._evaluate(output, targets, again)
+            halves = again[: len(again) // 2], again[len(again) // 2 :]
             values = [self._evaluate(output, targets, half) for half in halves]
         else:
             raise CannotAskError("a large output")
@@ -136,7 +141,8 @@ class SampleHalves:
             return None
         if abs(self._evaluate(output, targets, again) - given) > near:
             raise CannotAskError("another value for the same samples")
-        text = f"{value:.6g} for {num_samples} samples, {values[0]:.6g} and {values[1]:.6g} for their halves"
+        number = num_samples if halves[-1] == again else len(again)
+        text = f"{value:.6g} for {number} samples, {values[0]:.6g} and {values[1]:.6g} for their halves"
         if self._weigh is not None:
             return (
                 f"mean_over_labels gets a loss_fn that is no mean over the labels that count, {text}: the loss of the "
