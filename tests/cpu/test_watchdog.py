@@ -109,6 +109,7 @@ def test_a_rank_that_hangs_is_named_by_all(text: Path, tmp_path: Path, kind: str
 def _forks(function: Callable[[int], None], directory: Path, size: int = 2) -> tuple[list[int], str]:
     """``function(rank)`` in forks; their exit codes, and what they print on standard error."""
     errors, children = directory / "errors", []
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo, which takes seconds
     for rank in range(size):
         if not (child := os.fork()):
             code = 99
@@ -215,6 +216,20 @@ def test_a_rank_whose_parent_has_ended_ends(tmp_path: Path) -> None:
     agent.kill()
     _, error = agent.communicate(timeout=300)  # the pipe is closed when the rank has ended
     assert error == "pipeloom: rank 0: its parent process has ended, and this process ends too\n"
+
+
+def test_the_limit_of_a_phase_holds_as_it_begins() -> None:
+    """The launcher reads it in the black box, also of a rank that is stopped before the watchdog looks again."""
+    with Watchdog(100.0, always=True) as watchdog:
+        box = watchdog.black_box
+        box.enter("setup", patient=True)
+        patient = box.limit_seconds
+        box.count_step()
+        box.count_step()
+        box.enter("step 3", patient=False)
+        assert box.limit_seconds == 100.0
+        box.enter("checkpoint after step 3", patient=True)
+        assert box.limit_seconds == patient == 1000.0
 
 
 def test_a_process_forked_after_a_run_watches_its_own_run(tmp_path: Path) -> None:

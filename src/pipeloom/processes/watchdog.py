@@ -102,7 +102,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         self._thread.start()
         if self._always:
-            self.black_box.on_progress = self._dump_earlier
+            self.black_box.on_progress = self._renew_limit
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -123,7 +123,7 @@ class Watchdog:
         finally:
             self.black_box.patient, self.black_box.clock = before, time.perf_counter()
             if self._always:
-                self._dump_earlier()
+                self._renew_limit()
 
     # The thread
 
@@ -184,9 +184,10 @@ class Watchdog:
             if limit < math.inf:
                 faulthandler.dump_traceback_later(limit + _LAST_SECONDS, file=2)
 
-    def _dump_earlier(self) -> None:
-        """As a phase ends that may last longer: the next call of its thread may hold the interpreter lock."""
-        if (limit := self._limit) < self._dump_limit:
+    def _renew_limit(self) -> None:
+        """As a phase begins: its limit holds at once, also if its first call stops this thread too."""
+        limit = self.black_box.limit_seconds = self._limit
+        if limit < self._dump_limit:
             self._dump_later(limit)
 
     def _confer(self) -> None:
