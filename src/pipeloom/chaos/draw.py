@@ -11,6 +11,7 @@ from pipeloom.errors import InputError
 
 _HANG_STEPS = 2  # completed before a hang: the watchdog is patient in a process's first steps
 _SLOW_STEPS = 12  # completed before a rank becomes slow, so that it has a history
+_SLOWER_STEPS = 12  # then still to come, so that it can be noticed
 _FLIP_SAVES = 2  # begun before a flip, so that an earlier checkpoint is good
 _LONGEST_DELAY_SECONDS = 0.003
 _PAUSE_SECONDS = 0.002
@@ -79,7 +80,8 @@ def _places(kind: str, record: Record, rank: int, sizes: Mapping[str, int]) -> l
         case "stop" | "loop" | "lock":
             found = record.actions(rank, in_steps=True, least_steps=_HANG_STEPS)
         case "slow":
-            found = record.actions(rank, in_steps=True, least_steps=_SLOW_STEPS)
+            latest = record.num_steps - _SLOWER_STEPS
+            found = record.actions(rank, in_steps=True, least_steps=_SLOW_STEPS, most_steps=latest)
             found = found or record.actions(rank, in_steps=True)
         case "flip" | "late-flip":
             found = record.actions(rank, after_saves=_FLIP_SAVES)

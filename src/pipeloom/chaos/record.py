@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,18 +55,25 @@ class Record:
         words = [row["phase"].replace(",", "").split() for row in self._rows if "phase" in row and row["at"] < until]
         return max((int(each[1]) for each in words if each[0] == "step"), default=0)
 
-    def actions(self, rank: int, *, in_steps: bool = False, least_steps: int = 0, after_saves: int = 0) -> list[range]:
+    @property
+    def num_steps(self) -> int:
+        """How many steps a rank has completed at most."""
+        return max((row.get("steps", 0) for row in self._rows), default=0)
+
+    def actions(
+        self, rank: int, *, in_steps: bool = False, least_steps: int = 0, most_steps: float = inf, after_saves: int = 0
+    ) -> list[range]:
         """The numbers of a rank's actions, from 1.
 
         Args:
             in_steps: leave out evaluations and other phases.
-            least_steps: that the rank has completed before.
+            least_steps, most_steps: that the rank has completed before.
             after_saves: that it has begun before.
         """
         found, saves = [], 0
         for row, after in self._phases(rank):
             saves += row["phase"].startswith("checkpoint")
-            wanted = row["steps"] >= least_steps and saves >= after_saves
+            wanted = least_steps <= row["steps"] <= most_steps and saves >= after_saves
             if wanted and (not in_steps or row["phase"].startswith("step")):
                 found.append(range(row["actions"] + 1, after["actions"] + 1))
         return [each for each in found if each]
