@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import yaml
 
 from pipeloom.chaos import attempt
-from pipeloom.chaos.fault import KINDS
+from pipeloom.chaos.campaign import Campaign, Result
+from pipeloom.chaos.fault import KINDS, Fault
 from pipeloom.cli import main
 from tests.cpu.train_runs import Fork, text  # noqa: F401
 
@@ -59,6 +61,22 @@ def test_a_small_campaign(job: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"rank {fault['fault']['rank']} was killed by SIGKILL" in killed.read_text()
     assert not list((job.parent / "out").glob("fault-*"))  # what came out right is deleted
     assert "1 of 1 runs came out bitwise" in shown
+
+
+def test_an_interrupted_campaign_shows_the_faults_before(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> Iterator[Result]:
+        fault = Fault(kind="kill", rank=1, at=7)
+        yield Result(1, fault, "step 2, action 1B0", "launcher", 0.1, "killed", 0.3, "resumed", 4.0, 2, None, ())
+        raise KeyboardInterrupt
+
+    (job.parent / "out").mkdir()
+    monkeypatch.setattr(Campaign, "run", interrupted)
+    code, found = campaign(job, "--kills=2", "--kinds=kill")
+    assert code == 130
+    assert [fault["number"] for fault in found["faults"]] == [1]
+    assert "0 of 1 runs came out bitwise" in capsys.readouterr().out
 
 
 WIDER = {

@@ -44,15 +44,18 @@ def main(argv: Sequence[str]) -> int:
                 raise InputError(f"--out={given['out']}: is not an empty directory. Name another one.")
         campaign = Campaign(Job(options, config.num_processes, given["launcher"]), out)
         results: list[Result] = []
-        for result in campaign.run(given["kills"], given["seed"], kinds):
-            results.append(result)
-            if not given["json"]:
-                _, kind, rank, where, *others = row(result)
-                print(
-                    f"{result.number}/{given['kills']}  {kind} of rank {rank} in {where}: {', '.join(others)}",
-                    flush=True,
-                )
-        _show(given, campaign, results)
+        try:
+            for result in campaign.run(given["kills"], given["seed"], kinds):
+                results.append(result)
+                if not given["json"]:
+                    _, kind, rank, where, *others = row(result)
+                    print(
+                        f"{result.number}/{given['kills']}  {kind} of rank {rank} in {where}: {', '.join(others)}",
+                        flush=True,
+                    )
+        finally:  # also where the campaign is interrupted
+            if results:
+                _show(given, campaign, results)
     struck = any(result.where is not None for result in results)
     return 0 if struck and all(result.good for result in results) else 1
 
