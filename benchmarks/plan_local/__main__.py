@@ -288,12 +288,14 @@ def _ratios(results: dict[str, Any], kind: str) -> list[float]:
     return [row["predicted"][_predictions(kind)] / seconds_of(row) for row in rows]
 
 
-def write(path: Path, settings: dict[str, Any], machine: dict[str, Any], known: dict[str, Any]) -> None:
+def write(
+    path: Path, settings: dict[str, Any], machine: dict[str, Any], cluster: Cluster, known: dict[str, Any]
+) -> None:
     """Save all cases so far, and print their tables."""
     results = {case.name: known[case.name] for case in CASES if case.name in known}
     if results:
         parts = tables(results)
-        save(path, settings, machine, results, parts)
+        save(path, settings, machine, {"cluster": cluster.to_json(), "cases": results}, parts)
         print(markdown(parts), flush=True)
 
 
@@ -311,18 +313,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "plan_local.json")
     arguments = parser.parse_args()
     machine, cluster, start = environment(), find_cluster(arguments.cluster, "--cluster"), time.monotonic()
-    settings = {"rounds": arguments.rounds, "steps": arguments.steps, "cluster": cluster.to_json()}
-    saved = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"results": {}}
-    for of_case in saved["results"].values():
+    settings = {"rounds": arguments.rounds, "steps": arguments.steps}
+    saved = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"results": {"cases": {}}}
+    for of_case in saved["results"]["cases"].values():
         of_case["summary"] = summary(of_case["rows"])
-    known, wanted = saved["results"], [CASES[number] for number in arguments.cases]
+    known, wanted = saved["results"]["cases"], [CASES[number] for number in arguments.cases]
     missing = [case for case in wanted if arguments.again or case.name not in known]
     if arguments.only in ("bytes", "best"):
         machine, settings = saved["environment"], saved["settings"]
         missing = [case for case in wanted if case.name in known]
     if arguments.predict:
         machine, settings, missing = saved["environment"], saved["settings"], []
-        cluster = parse_cluster(settings["cluster"])
+        cluster = parse_cluster(saved["results"]["cluster"])
         for case in (each for each in wanted if each.name in known):
             of_case = known[case.name]
             layers = LayerTimes.from_mapping(of_case["layers"])
@@ -341,8 +343,8 @@ def main() -> None:
                     known[case.name]["summary"] = summary(known[case.name]["rows"])
                 else:
                     known[case.name] = measure(case, crew, cluster, arguments)
-                write(arguments.output, settings, machine, known)
-    write(arguments.output, settings, machine, known)
+                write(arguments.output, settings, machine, cluster, known)
+    write(arguments.output, settings, machine, cluster, known)
 
 
 if __name__ == "__main__":
