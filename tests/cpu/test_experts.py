@@ -300,6 +300,26 @@ def test_products_leave_adding_to_autograd_where_others_see_the_gradient(case, m
     assert torch.equal(weight.grad, before + alone)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_that_is_differentiated_is_not_added_in_place():
+    weight, counts = torch.nn.Parameter(torch.randn(2, 4, 4)), torch.tensor([1, 2])
+    x = torch.randn(3, 4)
+    grouped_linear.grouped_linear(x, weight, counts).square().sum().backward()
+    grouped_linear.grouped_linear(x, weight, counts).square().sum().backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        weight.grad.square().sum().backward()
+
+
+def test_a_weight_that_is_frozen_before_the_backward_gets_no_gradient():
+    weight, counts = torch.nn.Parameter(torch.randn(2, 4, 4)), torch.tensor([1, 2])
+    x = torch.randn(3, 4, requires_grad=True)
+    grouped_linear.grouped_linear(x, weight, counts).sum().backward()
+    y, before = grouped_linear.grouped_linear(x, weight, counts), weight.grad.clone()
+    weight.requires_grad_(False)
+    y.sum().backward()
+    assert torch.equal(weight.grad, before)
+
+
 def test_parameters_are_counted_and_initialized_by_name():
     model = make_model(experts=3, shared_experts=2, expert_width=24)
     assert sum(parameter.numel() for parameter in model.parameters()) == model.config.num_parameters

@@ -59,3 +59,6 @@ def test_a_default_that_is_written_out_resumes(text: Path, tmp_path: Path, capsy
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2]
     assert main(words(text, tmp_path, "--local", *chosen, "--model.top_k=1", "--resume_from_checkpoint=latest")) == 2
     assert "model.top_k=1: checkpoint" in capsys.readouterr().err
+    other = "--model.router=switch"  # which has another default of capacity_factor
+    assert main(words(text, tmp_path, "--local", *chosen, other, "--resume_from_checkpoint=latest")) == 2
+    assert "model.router=switch: checkpoint " in capsys.readouterr().err

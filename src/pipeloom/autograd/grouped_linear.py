@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 _ALIGNED = 16  # bytes of which torch._grouped_mm wants rows to be a multiple
 _ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
 
+Gradients = tuple[Tensor | None, Tensor | None, None, None]
+
 
 def grouped_linear(x_AW: Tensor, weight_EFW: Tensor, counts_E: Tensor, *, transposed: bool = False) -> Tensor:
     """Multiply the rows of each group by the group's matrix.
@@ -55,16 +57,23 @@ class GroupedLinear(torch.autograd.Function):
         return _rows(x, weight if transposed else weight.transpose(1, 2), counts)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight, counts = ctx.saved_tensors
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = _rows(gradient, weight.transpose(1, 2) if ctx.transposed else weight, counts)
-        if ctx.needs_input_grad[1] and not ctx.weights_later:
-            leaf = _accumulated_leaf(ctx.next_functions[1][0])
-            of_weight = _weights(x, gradient, counts, transposed=ctx.transposed, leaf=leaf)
-        return of_x, of_weight, None, None
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        ctx.creates_graph = torch.is_grad_enabled()
+        gradients: Gradients = _backward(ctx, gradient)
+        return gradients
+
+
+@once_differentiable
+def _backward(ctx: Any, gradient: Tensor) -> Gradients:
+    x, weight, counts = ctx.saved_tensors
+    of_x = of_weight = None
+    if ctx.needs_input_grad[0]:
+        of_x = _rows(gradient, weight.transpose(1, 2) if ctx.transposed else weight, counts)
+    if ctx.needs_input_grad[1] and not ctx.weights_later:
+        # With a graph, torch tells who differentiates the gradient that it cannot.
+        leaf = None if ctx.creates_graph else _accumulated_leaf(ctx.next_functions[1][0])
+        of_weight = _weights(x, gradient, counts, transposed=ctx.transposed, leaf=leaf)
+    return of_x, of_weight, None, None
 
 
 def weight_formula(node: Any, operands: tuple[int, ...]) -> Callable[[Tensor], list[Tensor | None]]:
@@ -100,6 +109,7 @@ def _adds_in_place(leaf: Tensor, gradient: Tensor) -> bool:
         and held.dtype == gradient.dtype
         and held.shape == leaf.shape
         and held.is_contiguous()
+        and leaf.requires_grad
         and not leaf._backward_hooks
         and not getattr(leaf, "_post_accumulate_grad_hooks", None)
         and threading.current_thread() is threading.main_thread()

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from pipeloom.autograd.auxiliary_losses import auxiliary_loss, observe
 from pipeloom.autograd.grouped_linear import grouped_linear
+from pipeloom.errors import InputError
 from pipeloom.models.experts.routers import make_router
 from pipeloom.models.experts.routing import Compute, Routing, dispatch_here
 from pipeloom.models.experts.settings import ExpertSettings, check_integer
@@ -82,6 +83,8 @@ class Experts(nn.Module):
         check_integer("width", width, 1)
         check_integer("expert_width", expert_width, 1)
         check_integer("shared_experts", shared_experts, 0)
+        if activation is not None and not callable(activation):
+            raise InputError(f"activation={activation!r}: must be a function, such as torch.nn.functional.gelu.")
         experts, first = self.settings.experts, (2 if gated else 1) * expert_width
         self.gated = gated
         self.activation = activation or (F.silu if gated else F.gelu)

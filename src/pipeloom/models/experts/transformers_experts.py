@@ -147,6 +147,8 @@ class _BiasRouter(DeclaringRouter):
 def take_over(model: nn.Module, *, balance_weight: float = 0.0, z_loss_weight: float = 0.0) -> list[str]:
     """Compute the experts of a model of transformers as those of `Experts`. Parameters and their names stay.
 
+    A step of a pipeline then moves the `e_score_correction_bias` of DeepSeek-V3's routers by 0.001 towards equal loads.
+
     Args:
         model: the model, or a part of it.
         balance_weight, z_loss_weight: of the losses that its routers declare; 0: none. Models of transformers add the

@@ -170,14 +170,15 @@ def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest)
         _with_defaults(asked),
         _with_defaults({**defaults, **saved}),
     )  # earlier versions have fewer sizes
-    for key in asked.keys() - {"dropout"}:
-        had = saved.get(key, defaults.get(key))
-        if meant_then[key] != meant[key]:
-            name = key if key == "vocabulary_size" else f"model.{key}"
-            raise CheckpointError(
-                f"{name}={asked[key]}: checkpoint {checkpoint} has {had}; both must be equal. Change "
-                "the option, or name another checkpoint."
-            )
+    then = {key: saved.get(key, defaults.get(key)) for key in asked}
+    other = [key for key in asked if key != "dropout" and meant_then[key] != meant[key]]
+    other.sort(key=lambda key: asked[key] == then[key])  # what follows from others, such as defaults of a router, last
+    for key in other[:1]:
+        name = key if key == "vocabulary_size" else f"model.{key}"
+        raise CheckpointError(
+            f"{name}={asked[key]}: checkpoint {checkpoint} has {then[key]}; both must be equal. Change "
+            "the option, or name another checkpoint."
+        )
     schedule = make_schedule(config)
     if schedule.microbatches_per_update is not None:
         check_drained(schedule, manifest.step, f"{checkpoint} is after step {manifest.step}")
