@@ -96,6 +96,7 @@ class _TokenLosses(Function):
             if valid:
                 values.scatter_add_(1, places[rows, None], -gradient[rows] * owned[rows, None])
             found[rows, :valid] = values
+            del values  # before the next ones are made
         return found, None, None, None, None
 
 
