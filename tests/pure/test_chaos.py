@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeloom.chaos import attempt, leftovers
+from pipeloom.chaos import attempt, campaign, leftovers
 from pipeloom.chaos.campaign import Result, _speaker
 from pipeloom.chaos.comparison import EQUAL, NOT_COMPARED, Outcome, compare
 from pipeloom.chaos.draw import draw_faults
@@ -93,6 +94,32 @@ def test_an_interrupted_campaign_ends_its_run(tmp_path: Path, monkeypatch: pytes
     with leftovers.adopting(), pytest.raises(KeyboardInterrupt):
         attempt.run_attempt(["sh", "-c", "sleep 50 & sleep 50"], Order("", None), tmp_path / "run", 60.0)
     assert not leftovers.descendants() - before
+
+
+@pytest.mark.parametrize(("kind", "restarts"), [("kill", [3]), ("flip", [0, 3]), ("late-flip", [0, 3])])
+def test_torchrun_starts_no_rank_again_before_a_bit_is_flipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, restarts: list[int]
+) -> None:
+    commands: list[Sequence[str]] = []
+
+    def attempted(command: Sequence[str], order: Order, *_: object) -> attempt.Attempt:
+        commands.append(command)
+        code = int(len(commands) < len(restarts))
+        return attempt.Attempt(code, 1.0, [], Record(Path(order.record)))
+
+    (tmp_path / "fault-1").mkdir()
+    monkeypatch.setattr(campaign, "run_attempt", attempted)
+    campaign.Campaign(campaign.Job((), 2, "torchrun"), tmp_path)._hurt(1, Fault(kind=kind, rank=1, at=70))
+    limits = [word for command in commands for word in command if word.startswith("--max-restarts=")]
+    assert limits == [f"--max-restarts={number}" for number in restarts]
+
+
+def test_a_late_flip_without_a_second_attempt_is_not_reached(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    path.write_text('{"rank": 0, "at": 1.0, "struck": "action 1B0", "phase": "step 2"}\n')
+    attempts = [attempt.Attempt(0, 2.0, [], Record(path))]
+    found = campaign._result(1, Fault(kind="late-flip", rank=0, at=7), attempts, 1, None, [])
+    assert (found.where, found.recovered) == (None, "not reached")
 
 
 def test_processes_that_stay_are_named_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,14 +46,19 @@ class Job:
     num_processes: int
     launcher: Literal["own", "torchrun"] = "own"
 
-    def command(self, output_dir: Path, more: Sequence[str] = ()) -> list[str]:
-        """The command that starts the job, and that goes on with it after a fault; with `more` options."""
+    def command(self, output_dir: Path, more: Sequence[str] = (), restarts: int = _RESTARTS) -> list[str]:
+        """The command that starts the job, and that goes on with it after a fault.
+
+        Args:
+            more: options.
+            restarts: how often torchrun starts the ranks again.
+        """
         own = ["-m", "pipeloom", "train", *self.options, *more, f"--output_dir={output_dir}"]
         own.append("--resume_from_checkpoint=auto")
         if self.launcher == "own":
             return [sys.executable, *own]
         agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_processes}"]
-        return [sys.executable, *agent, f"--max-restarts={_RESTARTS}", *own]
+        return [sys.executable, *agent, f"--max-restarts={restarts}", *own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +138,14 @@ class Campaign:
         place = self._out / "logs" / f"{name}-{number}"
         place.parent.mkdir(parents=True, exist_ok=True)
         order = Order(str(place.with_name(f"{place.name}.record")), fault)
-        command = self._job.command(output_dir, () if fault is None else fault.options)
+        restarts = 0 if fault is not None and fault.kind == "flip" else _RESTARTS  # a bit is flipped before it goes on
+        command = self._job.command(output_dir, () if fault is None else fault.options, restarts)
         return run_attempt(command, order, place, limit)
 
     def _hurt(self, number: int, fault: Fault) -> Result:
         name = f"fault-{number}"
         output_dir, limit = self._out / name, _LEAST_SECONDS + _TIMES_LONGER * self.reference_seconds
-        planned = [replace(fault, kind="kill"), replace(fault, at=0)] if fault.kind == "late-flip" else [fault]
+        planned = [replace(fault, kind="flip"), replace(fault, at=0)] if fault.kind == "late-flip" else [fault]
         attempts: list[Attempt] = []
         complete = 0  # checkpoints: a flip leaves one of them good
         while not attempts or (attempts[-1].code != 0 and len(attempts) < _MOST_ATTEMPTS):
@@ -173,10 +179,10 @@ def _result(
     number: int, fault: Fault, attempts: list[Attempt], hurt: int, outcome: Outcome | None, left: list[str]
 ) -> Result:
     """Put together what the attempts showed; `hurt`: the index of the one in which the fault struck."""
-    attempt = attempts[min(hurt, len(attempts) - 1)]
-    strike = attempt.record.strike
+    strike = attempts[hurt].record.strike if hurt < len(attempts) else None
     if strike is None:
         return Result(number, fault, None, "", None, "", None, "not reached", None, len(attempts), outcome, tuple(left))
+    attempt = attempts[hurt]
     found = next((line for each in attempts if (line := each.first_line(KINDS[fault.kind].notice, strike.at))), None)
     again = next((at for each in attempts[hurt + 1 :] if (at := each.record.first_step()) is not None), None)
     if (restarted := attempt.record.restarted(strike.at)) is not None:
