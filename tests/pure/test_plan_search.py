@@ -69,6 +69,18 @@ def test_small_clusters(model, devices, batch, memory):
     compare(model, devices, batch, memory, "")
 
 
+def test_the_best_plan_is_found_where_memory_is_short():
+    """Where memory is short, plans that offload look better than they are, and are looked at first."""
+    model = gpt(32, 4096, 32, sequence=8192, vocabulary=128256)
+    case = {"model": model, "devices": 64, "batch": 256, "cluster": "dgx-h100", "top": 1}
+    best = search(**case)
+    for pipeline in (1, 2, 8):
+        found = search(
+            **case, fixed=f"pipeline={pipeline}", forbidden=frozenset({"offload", "offload_states", "slices"})
+        )
+        assert best.plans[0].step_seconds <= 1.005 * found.plans[0].step_seconds
+
+
 def test_layouts_of_gpt_xl_in_order():
     """GPT-XL on 64 V100: of the layouts that were measured, the fastest one is first."""
     model = gpt(24, 2048, 16, vocabulary=50304)

@@ -50,12 +50,20 @@ pipeloom plan --profile profile.json --cluster cluster.json --devices 4 --batch.
 """
 
 
+_MOST = {"devices": 2**20, "batch.size": 2**28, "top": 10_000, "model.layers": 10_000}  # larger ones would take minutes
+
+
 def main(argv: Sequence[str]) -> int:
     """Search, and print the best plans; returns the exit code."""
     options = _parser().parse_args(list(argv))
-    for name, value in (("devices", options.devices), ("batch.size", options.batch.size), ("top", options.top)):
+    numbers = {"devices": options.devices, "batch.size": options.batch.size, "top": options.top}
+    if options.model.layers is not None:
+        numbers["model.layers"] = options.model.layers
+    for name, value in numbers.items():
         if value < 1:
             raise InputError(f"--{name}={value}: must be at least 1.")
+        if value > _MOST[name]:
+            raise InputError(f"--{name}={value}: must be at most {_MOST[name]:,}. Use a smaller number.")
     cluster = find_cluster(options.cluster, "--cluster")
     fixed = {} if options.fix is None else parse_fixed(options.fix)
     forbidden = frozenset[str]() if options.forbid is None else parse_forbidden(options.forbid)

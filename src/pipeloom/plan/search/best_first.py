@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.step_costs import StepCosts
@@ -26,6 +27,8 @@ from pipeloom.plan.search.tree.tree_search import TreeSearch
 
 _COLLECTED = 1_000_000  # objects between two looks for cycles
 _FAR = 1.25  # from the bound of what is left: a search goes on
+_FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
+_LOOSE = frozenset({"offload", "offload_states", "slices"})  # what plans take with them is far above their bounds
 
 
 @dataclass(kw_only=True)
@@ -87,10 +90,17 @@ def find_plans(
         return search, best.plans
 
     with _rare_collections():
-        search, plans = searched(first, known)
+        best = list(known)
+        if not known and not exhaustive:
+            for few in _first_looks(request, costs.num_blocks):
+                look = BestPlans(request, accept, best)
+                search = TreeSearch(steps, few, look, exhaustive=False, can_run=can_run, part=_FIRST_LOOK)
+                search.run()
+                simulated, best = simulated + search.simulated, look.plans
+        search, plans = searched(first, best)
         far = not plans or plans[0].step_seconds > _FAR * search.least
         if coarse and far and request.objective != "memory":  # finer granularities need less memory, and hide less
-            simulated = search.simulated
+            simulated += search.simulated
             search, plans = searched(request, plans)
     if not plans:
         raise InputError(no_plan(costs, request, search.refusals))
@@ -103,6 +113,17 @@ def find_plans(
         least=search.least,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _first_looks(request: Request, layers: int) -> Iterator[Request]:
+    """Small parts of the space, one for each pipeline degree: with a plan of each, the search discards more.
+
+    Where memory is short, the search would else end among plans that offload, whose bounds are too low.
+    """
+    forbidden = request.forbidden | (_LOOSE - request.fixed.keys())
+    for pipeline in divisors(request.devices):
+        if pipeline <= layers and request.allows("pipeline", pipeline):
+            yield replace(request, fixed={**request.fixed, "pipeline": pipeline}, forbidden=forbidden)
 
 
 @contextmanager
