@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from math import inf
 
@@ -79,6 +80,14 @@ def test_the_best_plan_is_found_where_memory_is_short():
             **case, fixed=f"pipeline={pipeline}", forbidden=frozenset({"offload", "offload_states", "slices"})
         )
         assert best.plans[0].step_seconds <= 1.005 * found.plans[0].step_seconds
+
+
+def test_the_memory_that_a_plan_needs_is_enough():
+    with pytest.raises(InputError, match="the smallest one found needs ") as told:
+        search(memory=0.1 * GIB)
+    words = str(told.value)
+    needed, unit = re.search(r"needs ([\d.]+) (\w+), ", words).groups()
+    assert search(memory=1.001 * float(needed) * {"MiB": 2.0**20, "GiB": GIB}[unit], top=1).plans
 
 
 def test_layouts_of_gpt_xl_in_order():

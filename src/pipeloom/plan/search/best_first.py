@@ -102,8 +102,11 @@ def find_plans(
         if coarse and far and request.objective != "memory":  # finer granularities need less memory, and hide less
             simulated += search.simulated
             search, plans = searched(request, plans)
-    if not plans:
-        raise InputError(no_plan(costs, request, search.refusals))
+        if not plans:
+            least: Sequence[Simulated] = ()
+            if search.refusals.least_bytes < inf:
+                _, least = searched(replace(request, memory_bytes=inf, objective="memory", top=1), ())
+            raise InputError(no_plan(costs, request, search.refusals, least[0].peak if least else inf))
     simulated += search.simulated
     return Answer(
         plans=plans,

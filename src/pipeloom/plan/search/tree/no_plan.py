@@ -14,14 +14,14 @@ from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import shape_of
 
 
-def no_plan(costs: StepCosts, request: Request, refusals: Refusals) -> str:
-    """The message of a search that found no plan."""
+def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: float) -> str:
+    """The message of a search that found no plan; `least_peak` is the least peak of a plan with any memory."""
     asked = f"--devices={request.devices} --batch.size={request.batch_size}"
-    if refusals.least_bytes < inf:
-        missing = refusals.least_bytes - request.memory_bytes
+    if least_peak < inf:
         return (
             f"{asked}: no plan fits into {bytes_text(request.memory_bytes)} per device; the smallest one found needs "
-            f"{bytes_text(missing)} more. Use more devices, or devices with more memory."
+            f"{bytes_text(least_peak)}, {bytes_text(least_peak - request.memory_bytes)} more. Use more devices, or "
+            "devices with more memory."
         )
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
     why = next(_wrong(costs, request), reasons or "the values of --fix exclude each other")
