@@ -57,7 +57,7 @@ class Record:
 
     @property
     def num_steps(self) -> int:
-        """How many steps a rank has completed at most."""
+        """The most completed steps of any rank."""
         return max((row.get("steps", 0) for row in self._rows), default=0)
 
     def actions(
