@@ -16,7 +16,7 @@ from pipeloom.train.config.memory import activation_offload, offloads
 from pipeloom.train.config.schedule import make_schedule, parse_cut, slice_lengths
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.samples import Samples
-from pipeloom.train.optimizers import HIDDEN
+from pipeloom.train.optimizers import HIDDEN, make_optimizer
 from pipeloom.train.process_group import Group
 from pipeloom.training import Pipeline
 
@@ -82,6 +82,15 @@ class RunModel:
             blackbox=group.black_box.action_buffer,
         )
 
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer over this process's parameters, as the configuration asks."""
+        state = self.pipeline.state
+        shapes = {name: part.shape for name, part in state.ranges.items()}
+        hidden = _hidden_prefixes(self.stages)
+        return make_optimizer(
+            self.pipeline.named_parameters(), self.config.optimizer, shapes, state.sharing.blocks, hidden
+        )
+
 
 def _build_stages(
     config: TrainConfig, schedule: Schedule, vocabulary_size: int, samples: Samples | None, group: Group
@@ -126,7 +135,7 @@ def _build_stages(
     return stages
 
 
-def hidden_prefixes(stages: Stages) -> tuple[str, ...]:
+def _hidden_prefixes(stages: Stages) -> tuple[str, ...]:
     """The prefixes of the names of parameters in blocks: members of a container, such as ``model.layers.3``."""
     names = (name for layers in stages.layers for name in layers)
     return tuple(f"{name}." for name in names if name.rpartition(".")[2].isdecimal())

@@ -18,12 +18,11 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.opening import open_samples
 from pipeloom.train.data.samples import Samples
 from pipeloom.train.data_parallel_costs import measure_data_costs
-from pipeloom.train.optimizers import make_optimizer
 from pipeloom.train.output.directory import Journal
 from pipeloom.train.output.recent_band import RecentBand
 from pipeloom.train.output.step_metrics import Predictor
 from pipeloom.train.process_group import Group
-from pipeloom.train.run_model import RunModel, hidden_prefixes
+from pipeloom.train.run_model import RunModel
 from pipeloom.training import LossScaler
 from pipeloom.transport.values import Value
 
@@ -70,11 +69,7 @@ class RunParts(RunModel):
         self.samples = open_samples(config) if samples is None else samples
         warnings.filterwarnings("ignore", ".* " + SEES_THE_FUTURE)  # of each process: it is a notice below
         super().__init__(config, group, self.samples.tokenizer.vocabulary_size, samples=self.samples)
-        shapes = {name: part.shape for name, part in self.pipeline.state.ranges.items()}
-        blocks = self.pipeline.state.sharing.blocks
-        self.optimizer = make_optimizer(
-            self.pipeline.named_parameters(), config.optimizer, shapes, blocks, hidden_prefixes(self.stages)
-        )
+        self.optimizer = self.new_optimizer()
         if offloaded and (memory.offload_states or memory.offload_parameters):
             self.optimizer = OffloadedOptimizer(self.optimizer, memory.offload if memory.offload_states else None)
         self.scaler: LossScaler | None = None

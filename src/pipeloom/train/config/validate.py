@@ -166,14 +166,13 @@ def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest)
     vocabulary_size = run_tokenizer(config).vocabulary_size
     asked = {**config.gpt_sizes, "vocabulary_size": vocabulary_size}
     defaults = TrainConfig().gpt_sizes
-    meant, meant_then = (
-        _with_defaults(asked),
-        _with_defaults({**defaults, **saved}),
-    )  # earlier versions have fewer sizes
+    # Earlier versions have fewer sizes.
+    meant, meant_then = _with_defaults(asked), _with_defaults({**defaults, **saved})
     then = {key: saved.get(key, defaults.get(key)) for key in asked}
     other = [key for key in asked if key != "dropout" and meant_then[key] != meant[key]]
     other.sort(key=lambda key: asked[key] == then[key])  # what follows from others, such as defaults of a router, last
-    for key in other[:1]:
+    if other:
+        key = other[0]
         name = key if key == "vocabulary_size" else f"model.{key}"
         raise CheckpointError(
             f"{name}={asked[key]}: checkpoint {checkpoint} has {then[key]}; both must be equal. Change "

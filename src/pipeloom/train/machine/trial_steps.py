@@ -2,15 +2,15 @@
 
 import gc
 from collections.abc import Sequence
+from math import inf
 from time import perf_counter
 
 import torch
 
 from pipeloom.plan.local.trials import STEPS, WARM_UP
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.optimizers import make_optimizer
 from pipeloom.train.process_group import Group, with_layout
-from pipeloom.train.run_model import RunModel, hidden_prefixes
+from pipeloom.train.run_model import RunModel
 from pipeloom.training import BarrierStep
 
 
@@ -42,16 +42,7 @@ def measure_trials(
 
 def _seconds(run: RunModel, config: TrainConfig, group: Group) -> list[float]:
     """Of this process: of the steps behind those that warm up."""
-    pipeline = run.pipeline
-    shapes = {name: part.shape for name, part in pipeline.state.ranges.items()}
-    optimizer = make_optimizer(
-        pipeline.named_parameters(),
-        config.optimizer,
-        shapes,
-        pipeline.state.sharing.blocks,
-        hidden_prefixes(run.stages),
-    )
-    stepper = BarrierStep(pipeline, optimizer, max_norm=config.optimizer.clip_norm or float("inf"))
+    stepper = BarrierStep(run.pipeline, run.new_optimizer(), max_norm=config.optimizer.clip_norm or inf)
     model, draws = run.model_state, torch.Generator().manual_seed(run.group.replica)
     sizes = 2, config.batch.size // config.data_degree, model["sequence_length"]
     inputs, targets = torch.randint(model["vocabulary_size"], sizes, generator=draws).to(group.device)
@@ -61,5 +52,5 @@ def _seconds(run: RunModel, config: TrainConfig, group: Group) -> list[float]:
         start = perf_counter()
         stepper.step(inputs, targets)
         found.append(perf_counter() - start)
-    pipeline.close()
+    run.pipeline.close()
     return found[WARM_UP:]

@@ -60,8 +60,8 @@ class SampleHalves:
     """Compares the loss of a micro-batch with those of the halves of its samples.
 
     Of micro-batches with a large output, the first samples are compared. Of micro-batches of few samples two are
-    compared, as the halves of both. The function may change small tensors: it
-    gets copies. Micro-batches with an output of more than 64 MiB, of few samples 256 KiB, are not compared.
+    compared, as the halves of both. The function may change small tensors: it gets
+    copies. Micro-batches with an output of more than 64 MiB, of few samples 256 KiB, are not compared.
 
     Args:
         loss_fn: ``loss_fn(output, targets)``.
