@@ -51,8 +51,9 @@ def test_a_run_plans_itself(text: Path, tmp_path: Path, monkeypatch: pytest.Monk
     lines = done.stdout.splitlines()
     (chosen,) = (line for line in lines if line.startswith("plan for 2 processes: "))
     assert " per step predicted" in chosen
-    (trials,) = (line for line in lines if line.startswith("plan trials: "))
-    assert 2 <= trials.count(" predicted ") <= MOST_PLANS
+    # Whether other plans are nearly as fast depends on what was measured.
+    for trials in (line for line in lines if line.startswith("plan trials: ")):
+        assert 2 <= trials.count(" predicted ") <= MOST_PLANS
     assert sum(line.startswith("plan after 10 steps: step ") for line in lines) == 1
     plan = pl.Plan.load(out / "plan.json")
     assert plan.num_processes == 2

@@ -158,7 +158,7 @@ def test_every_group_has_its_own_rate_at_every_update(
         optimizer.register_step_pre_hook(note)
         return optimizer
 
-    monkeypatch.setattr("pipeloom.train.run_parts.make_optimizer", make)
+    monkeypatch.setattr("pipeloom.train.run_model.make_optimizer", make)
     local(
         text, tmp_path, "--schedule=pipedream", "--batch.microbatches=1", f"--weights={weights}",
         f"--model.layers={len(replicas)}", f"--parallel.pipeline={len(replicas)}", "--steps=12",
