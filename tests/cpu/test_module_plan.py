@@ -8,7 +8,7 @@ from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError
-from pipeloom.split.layer_rows import measure_layers
+from pipeloom.split.layer_rows import measure_calls, measure_layers
 
 
 def layers(count: int = 4, width: int = 32) -> nn.Sequential:
@@ -37,6 +37,53 @@ def test_a_plan_of_any_module_runs_as_it_says():
     expected = sum(loss_fn(model(x), y).item() for x, y in parts) / 4
     pipe = pl.Pipeline(model, found, loss_fn=loss_fn)
     assert float(pipe.step(inputs, targets)) == pytest.approx(expected, rel=1e-6)
+
+
+class Residual(nn.Module):
+    """A model whose order of layers only its forward knows."""
+
+    def __init__(self, count: int = 6, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x):
+        start = x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.last(x) + start
+
+
+def test_a_traced_model_is_planned_and_runs():
+    torch.manual_seed(0)
+    model, reference = Residual(), Residual()
+    reference.load_state_dict(model.state_dict())
+    found = pl.plan(
+        model, EXAMPLE, loss_fn=loss_fn, cluster="dgx-a100-80", devices=2, global_batch_size=16,
+        fix="pipeline=2,microbatch_size=4,schedule=1f1b", num_rounds=1,
+    )  # fmt: skip
+    assert found.cut[0] in dict(model.named_modules())
+    assert pl.Plan.from_json(found.to_json()) == found
+    assert set(found.recompute) == {"none"}
+    inputs, targets = torch.randn(16, 32), torch.randn(16, 32)
+    expected = loss_fn(reference(inputs), targets)
+    expected.backward()
+    pipe = pl.Pipeline(model, found, loss_fn=loss_fn, example=EXAMPLE[0])
+    assert float(pipe.step(inputs, targets)) == pytest.approx(expected.item(), rel=1e-6)
+    gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_calls_of_a_traced_model():
+    rows = measure_calls(Residual(), EXAMPLE, num_stages=2, loss_fn=loss_fn, num_rounds=1)
+    named = {row.name: row for row in rows if row.counted}
+    assert {f"blocks.{n}" for n in range(6)} <= named.keys()
+    for samples, row in named["blocks.2"].rows.items():
+        assert row.sent == 3 * 4 * samples * 32  # the output, its input and the value that skips
+    held = {name: shape for row in rows for name, shape in row.parameters.items()}
+    assert held == {name: tuple(parameter.shape) for name, parameter in Residual().named_parameters()}
+    assert sorted(rows[0].rows) == [4, 8]
 
 
 def test_what_is_measured_of_a_layer():

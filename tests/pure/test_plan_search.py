@@ -229,12 +229,13 @@ def test_the_words_for_others():
     sizes = {"pipeline": 4, "data": 2, "tensor": 1, "context": 1, "expert": 1, "chunks": 1, "slices": 1}
     best = {
         **sizes, "schedule": "zb-v", "step_seconds": 4.0, "seconds": {**part, "compute": 3.0, "pipeline": 1.0},
-        "peak_bytes": [GIB, GIB], "recompute": "none", "microbatches": 8, "microbatch_size": 1,
+        "peak_bytes": [GIB, GIB], "recompute": "none", "microbatches": 8, "microbatch_size": 1, "offload": None,
     }  # fmt: skip
     slow = {**best, "schedule": "1f1b", "step_seconds": 5.0, "seconds": {**best["seconds"], "pipeline": 2.0}}
     large = {**best, "step_seconds": 2.0, "peak_bytes": [GIB, 2 * GIB]}
     slowest = {**slow, "pipeline": 1, "step_seconds": 9.0}
     assert against(best, slow, 2) == "plan 2: 25.0 % slower: bubble and messages +1 s"
+    assert against(best, {**slow, "offload": 2}, 2) == "plan 2: 25.0 % slower: bubble, messages and offload +1 s"
     assert against(best, large, 3) == "plan 3: 50.0 % faster, 1 GiB more per device"
     assert usual_text(best, dict(best), "usual choice") == "usual choice: plan 1"
     assert usual_text(best, slowest, "usual choice") == (
@@ -254,7 +255,8 @@ def test_the_words_for_others():
         ("slices=3", "slices=3: must divide the 512 tokens of a sequence"),
         ("chunks=16", "chunks=16: more stages than the 8 blocks of the model"),
         ("schedule=1f1b,chunks=2,pipeline=2", "chunks=2: schedule '1f1b' has 1 stage per rank"),
-        ("pipeline=2,data=1,tensor=1,context=1", "the values of --fix exclude each other"),
+        ("sequence=true,tensor=1", "sequence=true has no effect with tensor=1"),
+        ("pipeline=2,data=1,tensor=1,context=1", "pipeline=2 x data=1 x tensor=1 x context=1 use 2 of 8 devices"),
     ],
 )
 def test_the_error_says_which_fixed_values_do_not_divide(fixed, why):

@@ -53,20 +53,26 @@ def _choices(hint: Any) -> tuple[tuple[Any, Any, tuple[Any, ...]], ...]:
 
 def _fault(value: Any, hint: Any, place: str) -> tuple[str, Any, Any] | None:
     """The first mismatch as (place, value, type hint); None if the value matches."""
+    found: tuple[str, Any, Any] | None = None  # in the first container of this kind
     for choice, kind, wanted in _choices(hint):
         if isinstance(kind, type) and isinstance(value, kind) and not isinstance(value, str):
             if isinstance(value, tuple) and kind is tuple and wanted[-1] is not ... and len(value) != len(wanted):
-                return place, value, hint
-            if not isinstance(value, Mapping) and _match_exactly(value, wanted):
+                fault: tuple[str, Any, Any] | None = (place, value, hint)
+            elif not isinstance(value, Mapping) and _match_exactly(value, wanted):
                 return None
-            faults = (_fault(item, of, f"{place}[{key}]") for key, item, of in _members(value, wanted))
-            return next((fault for fault in faults if fault is not None), None)
+            else:
+                faults = (_fault(item, of, f"{place}[{key}]") for key, item, of in _members(value, wanted))
+                fault = next((fault for fault in faults if fault is not None), None)
+            if fault is None:
+                return None
+            found = found or fault
+            continue
         is_bool = isinstance(value, bool) == (choice is bool)
         if choice is Any or (kind is None and isinstance(value, _KINDS.get(choice, choice)) and is_bool):
             return None
         if kind is Literal and value in wanted:
             return None
-    return place, value, hint
+    return found or (place, value, hint)
 
 
 def _match_exactly(value: Any, wanted: tuple[Any, ...]) -> bool:

@@ -10,6 +10,7 @@ from pipeloom.common.lazy_exports import lazy_exports
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from inspect import Signature
     from typing import Any
 
     from pipeloom.plan.module_plan import plan_module
@@ -29,6 +30,14 @@ class _Package(ModuleType):
         from pipeloom.plan.module_plan import plan_module
 
         return plan_module(*args, **options)
+
+    @property
+    def __signature__(self) -> "Signature":
+        import inspect
+
+        from pipeloom.plan.module_plan import plan_module
+
+        return inspect.signature(plan_module)
 
 
 sys.modules[__name__].__class__ = _Package

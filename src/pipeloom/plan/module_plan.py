@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.common.quantities import seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster
+from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.profiled_costs import WHOLE, ProfiledCosts, Unit, UnitRow, check_whole, together
@@ -48,9 +50,13 @@ def plan_module(
     schedule, virtual stages, layers per stage, micro-batches, full recomputation per stage, ZeRO and offload.
     ``pipeloom.Pipeline(model, plan, loss_fn=loss_fn)`` runs the plan.
 
+    A model whose layers are not known (see `model`) is traced with torch.export, and planned without recomputation;
+    its plan names the modules at which stages begin. It runs as
+    ``pipeloom.Pipeline(model, plan, loss_fn=loss_fn, example=inputs)``.
+
     Args:
         model: a model that `pipeloom.split.split` cuts into layers: an nn.Sequential, a model with `pipeline_layers`, a
-            Hugging Face decoder, or a list of modules.
+            Hugging Face model with a plan of its own, or a list of modules; or any model that torch.export traces.
         example: inputs of one micro-batch, of the largest size to plan for, samples first; with `loss_fn`, the pair
             (inputs, targets). Layers are measured with all its samples and with half of them.
         cluster: a name such as "dgx-h100", "local", a cluster file, or a `Cluster`.
@@ -67,7 +73,7 @@ def plan_module(
 
     Raises:
         InputError: no plan fits, a size is less than 1, or an unknown name.
-        SplitError: the layers of the model are unknown.
+        SplitError: the model can neither be cut into layers nor traced.
 
     Source: the profile of layers is PipeDream's (arXiv:1806.03377, section 3.1).
     """
@@ -78,19 +84,30 @@ def plan_module(
     for name, value in (("global_batch_size", global_batch_size), ("devices", count)):
         if value < 1:
             raise InputError(f"{name}={value}: must be at least 1.")
+    from pipeloom.split.stages import knows_layers
+
     request = Request(
         devices=count,
         batch_size=global_batch_size,
         memory_bytes=_memory(where, count) if memory_bytes is None else memory_bytes,
-        fixed=parse_fixed(fix) if fix else {},
-        forbidden=(parse_forbidden(forbid) if forbid else frozenset()) | set(WHOLE),
+        fixed=parse_fixed(fix, "fix") if fix else {},
+        forbidden=(parse_forbidden(forbid, "forbid") if forbid else frozenset()) | set(WHOLE),
         optimizer=optimizer,
         objective=objective,
         top=1,
         ends_alone=False,
+        in_python=True,
     )
     check_whole(request.fixed, f"fix={fix}")
-    units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds)
+    traced = layers is None and not knows_layers(model)
+    if traced:
+        request = replace(request, forbidden=request.forbidden | {"recompute"})
+        if "recompute" in request.fixed:
+            raise InputError(
+                f"fix={fix}: {type(model).__name__} is traced, and stages of a trace recompute as a whole, of which a "
+                "profile has no times. Remove recompute, or name the layers: layers=."
+            )
+    units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds, count if traced else None)
     costs = ProfiledCosts(units=units, cluster=where)
     request = replace(request, fixed={"precision": precision, **request.fixed})
     answer = find_plans(costs, request, accept=lambda found: why_not(costs, found))
@@ -99,7 +116,16 @@ def plan_module(
         f"{seconds_text(best.step_seconds)} per step predicted from layers measured with up to {samples} samples; "
         f"{answer.considered:,} configurations considered, {answer.simulated:,} simulated."
     )
-    return plan_of(costs, best.of, best.schedule_limit, why=(why,), **predicted(best))
+    plan = plan_of(costs, best.of, best.schedule_limit, why=(why,), **predicted(best))
+    if traced:
+        plan = replace(plan, cut=_modules_begun(units, best.of))
+    return plan
+
+
+def _modules_begun(units: Sequence[Unit], of: Configuration) -> tuple[str, ...] | None:
+    """The modules at which the stages after the first begin; None: there is one stage."""
+    starts = list(accumulate(of.blocks_of(len(units))))[:-1]
+    return tuple(units[start].name for start in starts) or None
 
 
 def _memory(cluster: Cluster, devices: int) -> float:
@@ -115,12 +141,22 @@ def _measured(
     layers: Sequence[str] | None,
     loss_fn: LossFn | None,
     num_rounds: int,
+    traced_for: int | None,
 ) -> tuple[list[Unit], int, str]:
-    """The units of a model, the samples of the example, and the number format of the parameters."""
-    from pipeloom.split.layer_rows import measure_layers, samples_of
+    """The units of a model, the samples of the example, and the number format of the parameters.
+
+    `traced_for` is the number of devices for which the calls of a traced model are many enough; None: no trace.
+    """
+    from torch import nn
+
+    from pipeloom.split.layer_rows import measure_calls, measure_layers, samples_of
 
     samples = samples_of(example)
-    found = measure_layers(model, example, layers=layers, loss_fn=loss_fn, num_rounds=num_rounds)
+    if traced_for is None:
+        found = measure_layers(model, example, layers=layers, loss_fn=loss_fn, num_rounds=num_rounds)
+    else:
+        assert isinstance(model, nn.Module)
+        found = measure_calls(model, example, num_stages=traced_for, loss_fn=loss_fn, num_rounds=num_rounds)
     groups = [[found[at] for at in unit] for unit in together([layer.counted for layer in found])]
     formats = {dtype for layer in found for dtype in layer.dtypes}
     unknown = formats - set(_FORMATS)

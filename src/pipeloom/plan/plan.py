@@ -53,7 +53,8 @@ class Plan:
         data: data-parallel degree.
         virtual_stages: virtual stages (chunks) per rank; None becomes the schedule's own number.
         batch_size: global batch size in samples.
-        cut: layers per stage (blocks, for a model with blocks), or what to balance: "layers", "parameters" or "time".
+        cut: layers per stage (blocks, for a model with blocks), what to balance: "layers", "parameters" or "time", or
+            the modules of a traced model at which the stages after the first begin.
         replicas: ranks per stage (PipeDream's 1F1B-RR). None: one each.
         in_flight: in-flight micro-batches of a stream: "noam" or "full". None: noam.
         weights: weight versions of `pipedream`: "stash" or "vertical". None: stash.
@@ -92,7 +93,7 @@ class Plan:
     data: int = 1
     virtual_stages: int | None = None
     batch_size: int | None = None
-    cut: str | tuple[int, ...] | None = None
+    cut: str | tuple[int, ...] | tuple[str, ...] | None = None
     replicas: tuple[int, ...] | None = None
     in_flight: Literal["noam", "full"] | None = None
     weights: Literal["stash", "vertical"] | None = None

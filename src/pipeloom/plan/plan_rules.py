@@ -109,6 +109,10 @@ def check_schedule(given: Mapping[str, Any], schedule: Schedule) -> None:
                 f"cut={cut!r}: must be {', '.join(map(repr, CUTS))}, or a list with the number of layers of each "
                 "stage, such as [3, 2]."
             )
+    elif cut and isinstance(cut[0], str):
+        if len(cut) != stages - 1:
+            rule = f"names {counted(len(cut), 'module')}, but schedule {schedule.name!r} has {stages} stages, of which"
+            raise _refusal(given, "cut", f"{rule} {stages - 1} begin behind the first. Name one module for each.")
     elif len(cut) != stages:
         rule = f"{counted(len(cut), 'stage')}, but schedule {schedule.name!r} has {stages}."
         raise _refusal(given, "cut", f"{rule} Give the layers of each stage.")

@@ -1,5 +1,6 @@
 """Bytes that autograd keeps for the backward of a module."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,6 +9,30 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from pipeloom.split.stage_module import may_change_input
+
+
+class KeptStorages(saved_tensors_hooks):
+    """A context that finds what autograd keeps of the operations inside. Each storage counts once.
+
+    Args:
+        held: tensors that do not count, such as parameters.
+    """
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        self._held = {each.untyped_storage()._cdata for each in held}
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        super().__init__(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._held:
+            self._kept[storage._cdata] = storage
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(storage.nbytes() for storage in self._kept.values())
 
 
 def kept_bytes(module: nn.Module, value: Any) -> tuple[int, Any]:
@@ -19,21 +44,13 @@ def kept_bytes(module: nn.Module, value: Any) -> tuple[int, Any]:
         module: what runs; its buffers may change.
         value: its input.
     """
-    held = {each.untyped_storage()._cdata for each in (*module.parameters(), *module.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in held:
-            kept[storage._cdata] = storage
-        return tensor
-
-    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+    kept = KeptStorages((*module.parameters(), *module.buffers()))
+    with torch.enable_grad(), kept:
         value = tree_map(fresh, value)
         if may_change_input(module):
             value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
         output = module(value)
-    return sum(storage.nbytes() for storage in kept.values()), tree_map(fresh, output)
+    return kept.nbytes, tree_map(fresh, output)
 
 
 def fresh(leaf: Any) -> Any:

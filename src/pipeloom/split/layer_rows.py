@@ -1,13 +1,20 @@
-"""Measures the layers of a model on micro-batches of two sizes: times, bytes, and the shapes of parameters."""
+"""Measures the layers of a model on micro-batches of two sizes: times, bytes, and the shapes of parameters.
+
+The layers of a model that is traced are the calls of its modules.
+"""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import InputError
-from pipeloom.split.profile import LossFn, profile_layers
+from pipeloom.split.kept_bytes import KeptStorages, fresh
+from pipeloom.split.profile import Clock, LossFn, profile_layers, time_once, untouched
 from pipeloom.split.stages import single_layers
 
 
@@ -97,6 +104,95 @@ def measure_layers(
         )
         for (name, module, counted), row in zip(found, rows, strict=True)
     ]
+
+
+def measure_calls(
+    model: nn.Module, example: Any, *, num_stages: int, loss_fn: LossFn | None = None, num_rounds: int = 5
+) -> list[MeasuredLayer]:
+    """Trace a model, and measure the calls of its modules with all samples of the example, and with half of them.
+
+    Args:
+        model: a model that torch.export traces.
+        example: inputs of one micro-batch, as for `split`; with `loss_fn`, the pair (inputs, targets).
+        num_stages: the most stages to plan for: there are three or more calls of modules per stage, if there are so
+            many.
+        loss_fn: its time is added to the last call's.
+        num_rounds: rounds whose median is reported.
+
+    Returns:
+        One row per call; `counted` are those at which a stage can begin, and their names are those of modules that
+        ``split(cut=...)`` takes.
+
+    Raises:
+        InputError: the example has no samples.
+        SplitError: the model cannot be traced, or is on the meta device.
+    """
+    from pipeloom.split.traced.export import trace_modes  # loads torch.export, which takes seconds
+    from pipeloom.split.traced.segments import modules_begun, operations, segments_for
+    from pipeloom.split.traced.timing import measure
+
+    whole = samples_of(example)
+    inputs, targets = example if loss_fn is not None else (example, None)
+    trace = trace_modes(model, inputs)[model.training]
+    nodes = operations(trace.graph_module.graph)
+    segments = segments_for(nodes, num_stages)
+    rows: list[dict[int, LayerRow]] = [{} for _ in segments]
+    for samples in dict.fromkeys((whole, max(1, whole // 2))):
+        part, part_targets = tree_map(lambda leaf, n=samples: _first(leaf, whole, n), (inputs, targets))
+        try:
+            leaves = trace.rules.check(part)
+        except InputError:  # the trace holds for the example's number of samples alone
+            continue
+        received = float(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)))
+        for row, each in zip(rows, measure(model, trace, segments, part, num_rounds), strict=True):
+            sent = float(each.across_bytes or each.sent_bytes)
+            row[samples] = LayerRow(each.forward_seconds, each.backward_seconds, received, sent, float(each.kept_bytes))
+            received = sent
+        if loss_fn is not None:
+            args, kwargs = trace.rules.signature.bind(part)
+            with untouched([model], ()):
+                output = model(*args, **kwargs)
+            forward, backward, kept = _measure_loss(output, part_targets, loss_fn, num_rounds)
+            last = rows[-1][samples]
+            rows[-1][samples] = last._replace(
+                forward=last.forward + forward, backward=last.backward + backward, kept=last.kept + kept
+            )
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found: list[MeasuredLayer] = []
+    for segment, begun, row in zip(segments, modules_begun(nodes, segments), rows, strict=True):
+        read = {trace.held.get(source.name, "") for node in segment.nodes for source in node.all_input_nodes}
+        own = [parameters[name] for name in read & parameters.keys()]
+        found.append(
+            MeasuredLayer(
+                name=begun or segment.name or type(model).__name__,
+                counted=begun is not None or not found,
+                rows=row,
+                parameters={names[id(each)]: tuple(each.shape) for each in own},
+                buffer_elements=sum(buffers[name].numel() for name in read & buffers.keys()),
+                dtypes=frozenset(str(each.dtype) for each in own if each.is_floating_point()),
+            )
+        )
+    return found
+
+
+def _measure_loss(output: Any, targets: Any, loss_fn: LossFn, num_rounds: int) -> tuple[float, float, int]:
+    """Median seconds of forward and backward of a loss, and the bytes that it keeps beside the output."""
+
+    def loss(value: Any) -> Any:
+        result = loss_fn(value, targets)
+        return result["loss"] if isinstance(result, Mapping) else result
+
+    same, output = nn.Identity(), tree_map(fresh, output)
+    kept = KeptStorages(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    with torch.enable_grad(), kept:
+        loss(tree_map(lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf, output))
+    clock = Clock([same], output, perf_counter)
+    rounds = [time_once(same, output, clock, loss=loss) for _ in range(1 + num_rounds)][1:]
+    return median(each[0] for each in rounds), median(each[1] for each in rounds), kept.nbytes
 
 
 def _first(leaf: Any, whole: int, samples: int) -> Any:

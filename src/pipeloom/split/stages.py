@@ -169,6 +169,13 @@ def profile_model(
     return times, find_ties([{id(p): p.nbytes for p in module.parameters()} for _, module in modules])
 
 
+def knows_layers(model: nn.Module | Sequence[nn.Module]) -> bool:
+    """Whether `split` finds the layers of a model that it gets without `layers` and without `example`."""
+    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential) or hasattr(model, "pipeline_layers"):
+        return True
+    return _way_in(model, None, 2, False) is not None
+
+
 def single_layers(
     model: nn.Module | Sequence[nn.Module], layers: Sequence[str] | None = None
 ) -> list[tuple[str, nn.Module, bool]]:

@@ -302,7 +302,10 @@ def _steps(
                 lines += trainer.saves.finish(retry=last)
             for line in lines:
                 shown.say(line)
-            if planner is not None and last < config.steps and (other := planner.again()) is not None:
+            other = planner.again() if planner is not None and last < config.steps else None
+            if isinstance(other, str):
+                shown.say(other)
+            elif other is not None:
                 return _Next(other, checkpoint_path(trainer.run.output_dir, last), None)
         if recovery is not None:
             recovery.copy_if_due(trainer.run, last)

@@ -89,7 +89,7 @@ def stream_command(plan: Plan, chosen: Mapping[str, Any], *, path: str | None = 
     planned = planned_options(plan)
     default, model = TrainConfig(), {}
     if isinstance(plan.cut, tuple):
-        model["model.layers"] = sum(plan.cut)
+        model["model.layers"] = sum(map(int, plan.cut))
     elif plan.pipeline > default.model.layers:
         model["model.layers"] = plan.pipeline
     settled = planned | model | dict(chosen)

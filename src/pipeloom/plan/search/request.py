@@ -75,8 +75,12 @@ FIXABLE: Mapping[str, Callable[[str], Any]] = {
 """The keys of ``--fix``, and how each value is read."""
 
 
-def parse_fixed(text: str) -> dict[str, Any]:
+def parse_fixed(text: str, option: str = "--fix") -> dict[str, Any]:
     """The values of ``--fix pipeline=8,order=dp,pp,recompute=full``, by key.
+
+    Args:
+        text: the values.
+        option: what messages call it.
 
     Raises:
         InputError: an unknown key, a key without a value or twice, or a wrong value.
@@ -89,26 +93,26 @@ def parse_fixed(text: str) -> dict[str, Any]:
         elif pairs:
             pairs[-1][1] += f",{word.strip()}"
         else:
-            raise InputError(f"--fix={text}: {word!r} has no value. Write key=value, such as pipeline=8.")
+            raise InputError(f"{option}={text}: {word!r} has no value. Write key=value, such as pipeline=8.")
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key not in FIXABLE:
-            raise InputError(f"--fix={text}: key {key!r} is unknown. Use {', '.join(FIXABLE)}.")
+            raise InputError(f"{option}={text}: key {key!r} is unknown. Use {', '.join(FIXABLE)}.")
         if key in found:
-            raise InputError(f"--fix={text}: key {key!r} is duplicated. Remove one.")
+            raise InputError(f"{option}={text}: key {key!r} is duplicated. Remove one.")
         try:
             found[key] = FIXABLE[key](value)
         except ValueError as error:
-            raise InputError(f"--fix {key}={value}: {error}. Change it.") from None
+            raise InputError(f"{option}: {key}={value}: {error}. Change it.") from None
     return found
 
 
-def parse_forbidden(text: str) -> frozenset[str]:
+def parse_forbidden(text: str, option: str = "--forbid") -> frozenset[str]:
     """The keys of ``--forbid offload,context``. Raises InputError for one that cannot be forbidden."""
     keys = [word.strip() for word in text.split(",")]
     for key in keys:
         if key not in USUAL:
-            raise InputError(f"--forbid={text}: {key!r} cannot be forbidden. Use {', '.join(USUAL)}.")
+            raise InputError(f"{option}={text}: {key!r} cannot be forbidden. Use {', '.join(USUAL)}.")
     return frozenset(keys)
 
 
@@ -138,6 +142,7 @@ class Request:
         top: number of plans.
         ends_alone: whether embedding and head can be stages without a block.
         precisions: number formats that plans may have; empty: the usual one of the cluster.
+        in_python: whether messages name arguments of `pipeloom.plan`, not options of the command line.
     """
 
     devices: int
@@ -150,6 +155,13 @@ class Request:
     top: int = 3
     ends_alone: bool = True
     precisions: tuple[str, ...] = ()
+    in_python: bool = False
+
+    @property
+    def asked(self) -> str:
+        """Devices and samples, for the beginning of a message."""
+        names = ("devices", "global_batch_size") if self.in_python else ("--devices", "--batch.size")
+        return " ".join(f"{name}={size}" for name, size in zip(names, (self.devices, self.batch_size), strict=True))
 
     @property
     def kinds(self) -> tuple[Recompute, ...]:

@@ -104,12 +104,17 @@ def parts_of(row: Row) -> list[str]:
     """Where the time of a step goes, the largest part first."""
     step = row["step_seconds"]
     parts = sorted(row["seconds"].items(), key=lambda part: -part[1])
-    return [f"{_NAMES[name]} {percent_text(seconds / step)}" for name, seconds in parts if seconds > _LEAST * step]
+    return [f"{_name(row, name)} {percent_text(seconds / step)}" for name, seconds in parts if seconds > _LEAST * step]
 
 
 def named_seconds(row: Row) -> dict[str, float]:
     """Seconds of the parts of a step, by their names in words."""
     return {_NAMES[name]: seconds for name, seconds in row["seconds"].items()}
+
+
+def _name(row: Row, part: str) -> str:
+    """A part of a step's time; waits for offload are in that of the pipeline."""
+    return "bubble, messages and offload" if part == "pipeline" and row["offload"] is not None else _NAMES[part]
 
 
 def summary(row: Row) -> list[str]:
@@ -172,7 +177,7 @@ def _behind(best: Row, other: Row) -> str:
     more = {name: other["seconds"][name] - best["seconds"][name] for name in best["seconds"]}
     longer = sorted(((seconds, name) for name, seconds in more.items()), reverse=True)[:3]
     least = _LEAST * best["step_seconds"]
-    parts = ", ".join(f"{_NAMES[name]} +{seconds_text(seconds)}" for seconds, name in longer if seconds > least)
+    parts = ", ".join(f"{_name(other, name)} +{seconds_text(seconds)}" for seconds, name in longer if seconds > least)
     if times > 1 + _LEAST:
         pace = f"{percent_text(times - 1)} slower" if times < 2 else f"{times:.2g} times as long as plan 1"
         return f"{pace}: {parts}" if parts else pace

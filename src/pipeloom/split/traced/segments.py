@@ -115,6 +115,17 @@ def find_segments(nodes: Sequence[fx.Node], num_stages: int) -> list[Segment]:
     Raises:
         SplitError: there are fewer segments than stages.
     """
+    found = segments_for(nodes, num_stages)
+    if len(found) < num_stages:
+        raise SplitError(
+            f"num_stages={num_stages}: the traced model has {len(found)} places between calls of modules, and each "
+            f"stage needs one. Use num_stages={len(found)} or fewer."
+        )
+    return found
+
+
+def segments_for(nodes: Sequence[fx.Node], num_stages: int) -> list[Segment]:
+    """Cut a graph into segments, enough to balance so many stages where the calls of its modules are that many."""
     closed = unbroken(nodes)
     deepest = max((len(calls_of(node)) for node in nodes), default=1)
     found: list[Segment] = []
@@ -122,11 +133,6 @@ def find_segments(nodes: Sequence[fx.Node], num_stages: int) -> list[Segment]:
         found = _at_depth(nodes, depth, closed)
         if len(found) >= _LEAST * num_stages:
             break
-    if len(found) < num_stages:
-        raise SplitError(
-            f"num_stages={num_stages}: the traced model has {len(found)} places between calls of modules, and each "
-            f"stage needs one. Use num_stages={len(found)} or fewer."
-        )
     return found
 
 
@@ -140,6 +146,20 @@ def _at_depth(nodes: Sequence[fx.Node], depth: int, closed: set[int]) -> list[Se
         segments[-1][1].append(node)
         before = calls
     return [Segment(name, tuple(part)) for name, part in segments]
+
+
+def modules_begun(nodes: Sequence[fx.Node], segments: Sequence[Segment]) -> list[str | None]:
+    """Per segment, the outermost module whose first call begins it: a name for `cut_at`; None: no module does."""
+    first: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        for name, _ in _stack(node).values():
+            first.setdefault(name, index)
+    closed, found, start = unbroken(nodes), list[str | None](), 0
+    for segment in segments:
+        names = [name for name, _ in _stack(nodes[start]).values() if name and first[name] == start]
+        found.append(names[0] if names and start and start not in closed else None)
+        start += len(segment.nodes)
+    return found
 
 
 def cut_at(nodes: Sequence[fx.Node], names: Sequence[str], num_stages: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Measures the segments of a traced graph, and profiles a model as a graph of them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipeloom.split.chain_partition import Tie, find_ties
+from pipeloom.split.kept_bytes import KeptStorages
 from pipeloom.split.profile import Clock, LayerTime, untouched
 from pipeloom.split.traced.export import Trace, tensors_of, trace_modes
 from pipeloom.split.traced.segments import Segment, find_segments, operations
@@ -20,11 +22,15 @@ class SegmentTime(NamedTuple):
     Attributes:
         forward_seconds, backward_seconds: medians.
         sent_bytes: of the values that later segments read; of the last segment, of its last value.
+        across_bytes: of all values made so far that later segments read.
+        kept_bytes: what its forward keeps for its backward, without parameters and buffers.
     """
 
     forward_seconds: float
     backward_seconds: float
     sent_bytes: int
+    across_bytes: int
+    kept_bytes: int
 
 
 def measure(
@@ -51,7 +57,7 @@ def measure(
         leaves, _ = trace.rules.signature.leaves(example)
         known = {name: tensors[target] for name, target in trace.held.items()}
         known |= dict(zip(trace.inputs, leaves, strict=True))
-        found = _measure(segments, known, trace.inputs, run, clock, num_rounds)
+        found = _measure(segments, known, trace, run, clock, num_rounds)
     assert model.training is training
     return found
 
@@ -59,19 +65,21 @@ def measure(
 def _measure(
     segments: Sequence[Segment],
     known: Mapping[str, Any],
-    inputs: Sequence[str],
+    trace: Trace,
     run: Callable[[fx.Node, Any, Any], Any],
     clock: Callable[[], float],
     num_rounds: int,
 ) -> list[SegmentTime]:
-    """`known` has the values of the placeholders. The model may change its `inputs` in place."""
+    """`known` has the values of the placeholders. The model may change its inputs in place."""
     values: dict[str, Any] = dict(known)
     last_use = _last_uses(segments)
+    across: dict[fx.Node, int] = {}  # bytes of the values that later segments read
     found = []
     for index, segment in enumerate(segments):
         times = []
-        for _ in range(num_rounds + 1):
-            own = values | {name: values[name].clone() for name in inputs if isinstance(values[name], Tensor)}
+        kept = KeptStorages(known[name] for name in trace.held if isinstance(known[name], Tensor))
+        for number in range(num_rounds + 1):
+            own = values | {name: values[name].clone() for name in trace.inputs if isinstance(values[name], Tensor)}
             sources = [t for t in known.values() if isinstance(t, Tensor) and t.requires_grad]
             read = {source.name for node in segment.nodes for source in node.all_input_nodes} - {*known}
             for name in read & values.keys():
@@ -80,9 +88,10 @@ def _measure(
                     sources.append(leaf)
                     own[name] = leaf.clone()
             begun = clock()
-            for node in segment.nodes:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), _looked_up(own))
-                own[node.name] = run(node, args, kwargs)
+            with nullcontext() if number else kept:  # the first round is not timed
+                for node in segment.nodes:
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _looked_up(own))
+                    own[node.name] = run(node, args, kwargs)
             forwarded = clock()
             ends = [own[node.name] for node in segment.nodes if last_use.get(node, -1) > index]
             ends = ends or [own[segment.nodes[-1].name]]
@@ -91,7 +100,11 @@ def _measure(
                 torch.autograd.grad(roots, sources, [torch.ones_like(root) for root in roots], allow_unused=True)
             times.append((forwarded - begun, clock() - forwarded))
         forward, backward = (median(each) for each in zip(*times[1:], strict=True))
-        found.append(SegmentTime(forward, backward, sum(end.nbytes for end in ends if isinstance(end, Tensor))))
+        sent = sum(end.nbytes for end in ends if isinstance(end, Tensor))
+        made = {node: own[node.name] for node in segment.nodes}
+        across |= {node: value.nbytes for node, value in made.items() if isinstance(value, Tensor)}
+        across = {node: size for node, size in across.items() if last_use.get(node, -1) > index}
+        found.append(SegmentTime(forward, backward, sent, sum(across.values()), kept.nbytes))
         values |= {
             node.name: own[node.name].detach() if isinstance(own[node.name], Tensor) else own[node.name]
             for node in segment.nodes

@@ -83,6 +83,8 @@ class RunPlanner:
             except PipeloomError as error:  # the others wait for an answer
                 found = {"error": str(error)}
         plans = [Plan.from_json(each) for each in self._agreed(found)["tried"]]
+        if len(plans) > 1:
+            self._say(f"planning: trial steps of {len(plans)} plans")
         trials = self._trials(plans)
         if self._group.rank == 0:
             number = fastest(trials) if trials else 0
@@ -91,6 +93,11 @@ class RunPlanner:
                 said.append(f"plan trials: {trials_text(best, trials)}")
             found = self._answer(best[number], said)
         return self._taken(found)
+
+    def _say(self, text: str) -> None:
+        """Show what takes its time before the run has a display."""
+        if self._group.rank == 0:
+            print(text, flush=True)
 
     def _tried(self, best: Sequence[Chosen]) -> int:
         """How many of the best plans are tried: one where a first step compiles or captures, which takes long."""
@@ -136,7 +143,13 @@ class RunPlanner:
         """Costs of the model on this machine, the same on every process; a collective call."""
         asked, group, said, text = self._asked, self._group, list[str](), ""
         if group.rank == 0:
-            text = _saved(said).to_json()
+            cluster = _saved()
+            if cluster is None:
+                self._say("planning: measuring this machine, for a minute or two; it is kept for later runs")
+                cluster = _measured_now()
+                said += notices(cluster)
+            text = cluster.to_json()
+        self._say("planning: measuring the layers of the model")
         cluster = parse_cluster(group.gather_json(text)[0]).beside(group.size)
         rates, measured = cluster.rates, cluster.measured
         assert rates is not None
@@ -207,8 +220,9 @@ class RunPlanner:
         """Whether `again` may choose another plan."""
         return self._asked.replan
 
-    def again(self) -> TrainConfig | None:
-        """After a checkpoint with ``replan``, the configuration of a faster plan with the same losses; None: none.
+    def again(self) -> TrainConfig | str | None:
+        """After a checkpoint with ``replan``: the configuration of a faster plan with the same losses, or a line that
+        says why the plan stays; None: it did not plan again.
 
         The measured layers and updates are corrected by what the steps take over their prediction. Another plan must
         then be predicted faster by more than 5 %.
@@ -218,10 +232,10 @@ class RunPlanner:
         found: dict[str, Any] | None = None
         if self._group.rank == 0:
             found = self._better()
-        stays = self._group.gather_json(found is None)[0]
-        return None if stays else self._taken(found)
+        stays = self._group.gather_json("" if found is None else found.get("stays"))[0]
+        return stays if stays is not None else self._taken(found)
 
-    def _better(self) -> dict[str, Any] | None:
+    def _better(self) -> dict[str, Any]:
         assert self._costs is not None
         assert self._costs.measured is not None
         assert self._plan is not None
@@ -249,10 +263,11 @@ class RunPlanner:
         try:
             chosen = best_plans(self._asked, costs, self._group.size, refusal, fixed)[0]
         except InputError:
-            return None
+            return {"stays": "planned again: no other plan has the same losses; it stays"}
         gain = 1 - chosen.times.step / running.step
         if gain <= _GAIN:
-            return None
+            best = "no faster" if gain <= 0 else f"only {percent_text(gain)} faster"
+            return {"stays": f"planned again: the plan stays; the best one with the same losses is {best}"}
         return self._answer(chosen, [f"planned again, {percent_text(gain)} faster: {chosen.words}"])
 
 
@@ -283,15 +298,19 @@ def planned_config(asked: TrainConfig, plan: Plan) -> TrainConfig:
     return config
 
 
-def _saved(said: list[str]) -> Cluster:
-    """The measurement of this machine, made now where there is none that fits; what was measured goes into `said`."""
+def _saved() -> Cluster | None:
+    """The measurement of this machine; None: there is none that fits."""
     path = local_path()
     if path.exists():
         cluster = parse_cluster(path.read_text(encoding="utf-8"))
         if len(notices(cluster)) == 1:
             return cluster
-    cluster = measure_machine()
+    return None
+
+
+def _measured_now() -> Cluster:
+    """Measure this machine, and save that."""
+    cluster, path = measure_machine(), local_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(cluster.to_json() + "\n", encoding="utf-8")
-    said += notices(cluster)
     return cluster

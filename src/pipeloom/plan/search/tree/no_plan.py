@@ -13,31 +13,40 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import shape_of
 
+_DEGREES = ("pipeline", "data", "tensor", "context")
+
 
 def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: float) -> str:
     """The message of a search that found no plan; `least_peak` is the least peak of a plan with any memory."""
-    asked = f"--devices={request.devices} --batch.size={request.batch_size}"
     if least_peak < inf:
+        more = bytes_text(least_peak - request.memory_bytes)
         return (
-            f"{asked}: no plan fits into {bytes_text(request.memory_bytes)} per device; the smallest one found needs "
-            f"{bytes_text(least_peak)}, {bytes_text(least_peak - request.memory_bytes)} more. Use more devices, or "
-            "devices with more memory."
+            f"{request.asked}: no plan fits into {bytes_text(request.memory_bytes)} per device; the smallest one found "
+            f"needs {bytes_text(least_peak)}, {more} more. Use more devices, or devices with more memory."
         )
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
-    why = next(_wrong(costs, request), reasons or "the values of --fix exclude each other")
-    return f"{asked}: no plan can run: {why}. Change devices, batch or --fix."
+    fix = "fix" if request.in_python else "--fix"
+    why = next(_wrong(costs, request), reasons or f"the values of {fix} exclude each other")
+    return f"{request.asked}: no plan can run: {why}. Change devices, batch or {fix}."
 
 
 def _wrong(costs: StepCosts, request: Request) -> Iterator[str]:
     """Which values of ``--fix`` no plan can have, the plainest reason first."""
     fixed = request.fixed
     for whole, size, names in (
-        ("devices", request.devices, ("pipeline", "data", "tensor", "context")),
+        ("devices", request.devices, _DEGREES),
         ("samples", request.batch_size, ("data", "microbatches", "microbatch_size")),
     ):
         given = {name: fixed[name] for name in names if name in fixed}
         if size % prod(given.values()):
             yield f"{size} {whole} cannot be divided by {' x '.join(f'{name}={n}' for name, n in given.items())}"
+    degrees = {**{name: 1 for name in _DEGREES if name in request.forbidden}, **fixed}
+    degrees = {name: degrees[name] for name in _DEGREES if name in degrees}
+    if len(degrees) == len(_DEGREES) and prod(degrees.values()) < request.devices:
+        used = " x ".join(f"{name}={n}" for name, n in degrees.items())
+        yield f"{used} use {prod(degrees.values())} of {counted(request.devices, 'device')}"
+    if fixed.get("sequence") and degrees.get("tensor") == 1:
+        yield "sequence=true has no effect with tensor=1"
     blocks, expert, slices = fixed.get("blocks"), fixed.get("expert", 1), fixed.get("slices", 1)
     if blocks is not None and sum(blocks) != costs.num_blocks:
         text = ",".join(map(str, blocks))
