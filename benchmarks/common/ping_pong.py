@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.common.workloads import wait
-from pipeloom.processes import all_gather_bytes
+from pipeloom.processes.collectives import all_gather_bytes
 from pipeloom.transport import Channel, Lane
 from pipeloom.transport.shared_memory import SharedMemoryTransport
 from pipeloom.transport.values import flatten

@@ -46,7 +46,7 @@ class Pipeloom:
         chosen: Any = transport
         if links is not None or spin_seconds is not None:
             from benchmarks.common.delayed_transport import DelayedTransport
-            from pipeloom.processes import all_gather_bytes
+            from pipeloom.processes.collectives import all_gather_bytes
             from pipeloom.transport.shared_memory import SharedMemoryTransport
 
             chosen = SharedMemoryTransport(dist.get_rank(), all_gather_bytes, spin_seconds=spin_seconds)

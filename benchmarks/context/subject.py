@@ -127,7 +127,7 @@ class Subject:
 
     @contextmanager
     def _tokens(self, system: System) -> Iterator[None]:
-        parts = self._pipe.executor.parts
+        parts = self._pipe.executor.batching.parts
         if parts is None:
             yield
             return
