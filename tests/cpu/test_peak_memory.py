@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import pipeloom as pl
 from pipeloom.autograd import split_backward
+from pipeloom.ir import DataAxis, DataStrategy
 from pipeloom.ir.recompute import Recompute
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel.tensor import cross_entropy
@@ -25,6 +26,7 @@ from pipeloom.plan.memory import (
 )
 from pipeloom.plan.memory.rank_memory import update_memory
 from pipeloom.split.chain_partition import partition
+from tests.cpu.ranks import run_ranks
 
 
 def peak_of(step: Any) -> int:
@@ -87,6 +89,39 @@ def test_a_step_peaks_where_the_forecast_says(
     states = sum(always.values()) - always["gradients"]
     print(f"{held.peak:.0f} bytes predicted, {measured + states:.0f} measured")
     assert held.peak == pytest.approx(measured + states, rel=0.01)
+
+
+TIED = GPTConfig(vocabulary_size=2048, layers=2, width=128, heads=4, sequence_length=32, tie_embeddings=True)
+
+
+def _sharded_step(rank: int) -> int:
+    model = GPT(TIED)
+    init_parameters(model, seed=0)
+    schedule = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=2)
+    inputs, targets = torch.randint(0, TIED.vocabulary_size, (2, 2, TIED.sequence_length))
+    mesh = pl.Mesh(dp=3)
+    with pl.Pipeline(model, schedule, loss_fn=loss_fn, mesh=mesh, data="zero1") as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        for _ in range(3):
+            pipe.step(inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        return peak_of(lambda: pipe.step(inputs, targets))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks")
+def test_reductions_inside_the_last_backward_count() -> None:
+    """The blocks are being summed over replicas while the table's gradients come together."""
+    measured = run_ranks(_sharded_step, 3)[0]
+    known = MemoryModel(stages=[gpt_layers(TIED, 1, 4)], recompute=[Recompute.NONE], device="cpu")
+    schedule = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=2)
+    program = lower(merge_backwards(schedule), data=DataAxis(degree=3, strategy=DataStrategy.ZERO1))
+    held = memory_of_ranks(program, known)[0]
+    always, _ = update_memory(program, known, 0)
+    states = sum(always.values()) - always["gradients"]
+    print(f"{held.peak:.0f} bytes predicted, {measured + states:.0f} measured")
+    assert held.peak == pytest.approx(measured + states, rel=0.02)
 
 
 def test_forecasts_know_in_what_groups_gradients_and_exponentials_are_computed() -> None:

@@ -229,6 +229,7 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
     reduces = units.reduces and schedule.microbatches_per_update is None
     gradients, gathers = _Gradients(units), _Gathers(units)
     activations = skipping = of_slices = 0.0
+    last: dict[int, float] = {}  # of stages, bytes in their last B while their units are reduced
     for stage, op, microbatch, piece in program.orders[rank]:
         if op not in _COUNTED:
             continue
@@ -248,9 +249,12 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
             if op is B:
                 first, before = gradients.add(stage)
                 inside = moments.first if first else moments.later
+                beside = activations + of_slices + skipping + gathers.now + before
+                last[stage] = beside + (moments.first_reducing if first else moments.later_reducing)
         elif op is W:
             first, before = gradients.add(stage)
             inside, temporary = moments.first_weights if first else moments.later_weights, moments.temporary[2]
+            last.pop(stage, None)
         elif op is RELOAD:
             activations += moments.kept
         elif op is UNSHARD:
@@ -258,6 +262,8 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
         elif of_data:
             inside = sending = units.sending(stage, gradients.backwards[stage])
         together = activations + of_slices + skipping + gathers.now + before + inside
+        if of_data:
+            together = max(together, last.get(stage, 0.0))
         held = gradients.now + sending
         yield activations, held, of_slices, skipping, gathers.now, again, temporary, together
         if op is F:

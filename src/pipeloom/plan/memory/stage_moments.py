@@ -8,13 +8,13 @@ all gradients and without these activations. In between, at each layer,
     + activations that are recomputed
     + what the layer's backward holds beside them (`pipeloom.plan.memory.backward_bytes`)
 
-I computes no gradient of a weight, and leaves for W what W needs.
+In the last backward before sums over replicas, the unit (`pipeloom.parallel.data`) whose gradients came last is being
+reduced. I computes no gradient of a weight, and leaves for W what W needs.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipeloom.ir import Op
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.memory.memory_model import MemoryModel
 from pipeloom.plan.memory.state_bytes import NumberBytes
@@ -33,6 +33,7 @@ class StageMoments(NamedTuple):
         temporary: beside activations and gradients: of a forward, a backward, or I and W.
         forward: peak of F, with the activations that it keeps.
         first, later: peak of B, with the stage's gradients; the first B makes them.
+        first_reducing, later_reducing: the same while sharded units are reduced.
         inputs: peak of I, without gradients.
         first_weights, later_weights: peak of W, with gradients.
     """
@@ -44,15 +45,11 @@ class StageMoments(NamedTuple):
     forward: float
     first: float
     later: float
+    first_reducing: float
+    later_reducing: float
     inputs: float
     first_weights: float
     later_weights: float
-
-    def during(self, op: Op, *, first: bool) -> float:
-        """Peak of B or W, with gradients of the stage, of which there are none before the `first` one."""
-        if op is Op.W:
-            return self.first_weights if first else self.later_weights
-        return self.first if first else self.later
 
 
 class StageGradients(NamedTuple):
@@ -63,11 +60,13 @@ class StageGradients(NamedTuple):
         shared: by layer, of gradients of parameters that other layers read too: what these layers have computed waits,
             and the sum is made beside its terms.
         fixed: of all gradients during the whole backward, where they are reduced in it; None: see `made`.
+        reducing: by layer, in the last backward: what arrives for the unit being reduced, less what units before freed.
     """
 
     made: Sequence[float]
     shared: Sequence[float]
     fixed: float | None
+    reducing: Sequence[float]
 
 
 def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradients: StageGradients) -> StageMoments:
@@ -77,24 +76,26 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
     recompute, layers = model.recompute_of(stage), model.stages[stage]
     recomputes = recompute is not Recompute.NONE
     in_place = model.device == "cpu" and not another  # gradients of experts, but for the first
-    of_layers = list(zip(layers, gradients.made, gradients.shared, strict=True))
+    of_layers = list(zip(layers, gradients.made, gradients.shared, gradients.reducing, strict=True))
     gone = made = waiting = again_most = 0.0
-    first = later = inputs = forward = of_forward = temporary = 0.0
-    for layer, gradient, shared in reversed(of_layers):
+    first = later = first_reducing = later_reducing = inputs = forward = of_forward = temporary = 0.0
+    for layer, gradient, shared, reducing in reversed(of_layers):
         kept = layer.kept_in_slice(recompute, index, count)
         again = layer.kept_in_slice(Recompute.NONE, index, count) - kept if recomputes else 0.0
         here = again - gone
         temporary = max(temporary, shared)
         inputs = max(inputs, here + waiting)
-        first, later = max(first, here + shared + made), max(later, here + shared)
+        first_here, later_here = here + shared + made, here + shared
         for moment in layer.backward:
             beside = moment.size / count
             inputs = max(inputs, here + waiting + beside)
             beside += shared
             making = single * moment.making + another * moment.summing
             temporary = max(temporary, beside + making)
-            first = max(first, here + made + beside + making + formats.gradient * moment.made)
-            later = max(later, here + beside + (0 if in_place and moment.grouped else making))
+            first_here = max(first_here, here + made + beside + making + formats.gradient * moment.made)
+            later_here = max(later_here, here + beside + (0 if in_place and moment.grouped else making))
+        first, first_reducing = max(first, first_here), max(first_reducing, first_here + reducing)
+        later, later_reducing = max(later, later_here), max(later_reducing, later_here + reducing)
         of_forward = max(of_forward, layer.forward_bytes / count)
         forward = max(forward, layer.forward_bytes / count - gone)
         again_most = max(again_most, again)
@@ -118,6 +119,8 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
         forward=forward,
         first=later + full if fixed else max(first, made - gone),
         later=later + full,
+        first_reducing=later + full if fixed else max(first_reducing, made - gone),
+        later_reducing=later_reducing + full,
         inputs=inputs,
         first_weights=full + group if fixed else max(group, made - waiting),
         later_weights=full + later_group,

@@ -189,6 +189,7 @@ class ModelUnits:
             data=data,
             offloads=offloads,
         )
+        found = replace(found, gradients=found.gradients._replace(reducing=self._reducing(found, ordered, len(layers))))
         if not self._fine:
             return found
         return replace(found, gradients=found.gradients._replace(fixed=found.full_gradients(fine=True)))
@@ -201,7 +202,26 @@ class ModelUnits:
             made[first] += self._formats.gradient * elements
             for at in range(first, last):
                 shared[at] += self._formats.compute * elements * (2 if at == first else 1)
-        return StageGradients(made, shared, None)
+        return StageGradients(made, shared, None, [0.0] * num_layers)
+
+    def _reducing(self, found: StageUnits, uses: Sequence[Sequence[ParameterUse]], num_layers: int) -> Sequence[float]:
+        """See `StageGradients`. Units are reduced from the last on, each when the one before has been."""
+        data = found.data
+        if data is None or not data.strategy.shards_optimizer or self._fine:
+            return [0.0] * num_layers
+        sizes = list(zip(found.units, found.replicas, uses, strict=True))
+        by_layer, arriving = [0.0] * num_layers, 0.0
+        before = freed = 0.0  # by the unit in flight, once it is reduced, and by those before
+        for layer in reversed(range(num_layers)):
+            by_layer[layer] = arriving - freed
+            while sizes and min(min(use.layers) for use in sizes[-1][2]) >= layer:
+                unit, degree, _ = sizes.pop()
+                if degree == 1:
+                    continue
+                freed += before
+                parts = 1 if self._model.device == "cuda" else degree - 1  # NCCL sums as it receives
+                arriving, before = unit.sending * parts / degree, unit.full_gradients - unit.reduced
+        return by_layer
 
 
 def units_of_rank(program: Program, model: MemoryModel, rank: int) -> dict[int, Units]:

@@ -119,7 +119,7 @@ class OffloadRoom:
                 alike = tuple(id(layer.kept_bytes) for layer in layers)
                 if alike not in known:
                     nothing = [0.0] * len(layers)
-                    gradients = StageGradients(nothing, nothing, None)
+                    gradients = StageGradients(nothing, nothing, None, nothing)
                     moments = stage_moments(model, stage, 0, self._shape.of.slices, gradients)
                     known[alike] = max(moments.inputs, moments.forward)
                 found.append(known[alike])
