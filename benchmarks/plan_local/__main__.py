@@ -264,6 +264,7 @@ def tables(results: dict[str, Any]) -> Parts:
             rows.append((name, kind, *cells, _words(shown["bytes"])))
     return [
         *(f"{kind}: {_all(results, kind)}" for kind in CHOICES),
+        *([_repeated_words(found)] if (found := measured_twice(results)) else []),
         "*steps*, *bytes*: predicted over measured: least, median, most of all configurations.",
         table(header, rows),
     ]
@@ -280,6 +281,28 @@ def _all(results: dict[str, Any], kind: str) -> str:
     return (
         f"chosen plan within 5 % of the fastest in {near} of {len(results)} cases; predicted / measured step "
         f"{median(ratios):.2f} in the median of {len(ratios)} configurations, {min(ratios):.2f} to {max(ratios):.2f}"
+    )
+
+
+def measured_twice(results: dict[str, Any]) -> list[float]:
+    """Reference steps over other steps of the same configuration in the same rounds: a prediction is no closer."""
+    found = []
+    for case in CASES:
+        if (of_case := results.get(case.name)) is None:
+            continue
+        references = References.from_mapping(of_case["references"])
+        rows = {label(of): row for of, row in zip(configurations(case), of_case["rows"], strict=True)}
+        for shape, measured in references.seconds.items():
+            for of in shape.steps(references.batch, case.config.layers, Precision("fp32")):
+                if label(of) in rows and of.microbatch_size in measured:
+                    found.append(lower_quartile(measured[of.microbatch_size]) / seconds_of(rows[label(of)]))
+    return found
+
+
+def _repeated_words(ratios: list[float]) -> str:
+    return (
+        f"The same configuration measured twice in the same rounds, as a reference step and as a configuration: "
+        f"{min(ratios):.2f} to {max(ratios):.2f} of the other in {len(ratios)} pairs. No prediction can be closer."
     )
 
 
