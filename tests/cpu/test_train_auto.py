@@ -78,6 +78,35 @@ def _slow_sums(cluster: Cluster) -> Cluster:
     return replace(cluster, measured=replace(cluster.measured, rates=rates))
 
 
+def _with_trials(rank: int, argv: list[str]) -> list[str]:
+    """One of two processes, which try the two best plans, however near they are predicted to be."""
+    torch.set_num_threads(1)
+    asked = for_processes(parse(argv), 2)
+
+    class Planner(run_planner.RunPlanner):
+        def _measured_costs(self) -> tuple[CostModel, list[str]]:
+            sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
+            return CostModel(model=Architecture.of_gpt(sizes), cluster=machine().beside(2)), []
+
+        def _tried(self, best: Any) -> int:
+            return min(2, len(best))
+
+    planner = Planner(asked, Group(rank, 2, torch.device("cpu")))
+    planner.first()
+    return planner.notes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks")
+def test_trial_steps_choose_between_near_plans(text: Path, tmp_path: Path) -> None:
+    options = ("--parallel=auto", "--processes=2", "--steps=9")
+    notes, others = run_ranks(_with_trials, 2, words(text, tmp_path / "run", *TINY, *options)[1:])
+    assert notes == others
+    chosen, trials = notes
+    tried = trials.removeprefix("plan trials: ").split("; ")
+    assert len(tried) == 2
+    assert chosen.startswith(f"plan for 2 processes: {tried[0].split(':')[0]}: ")  # said first
+
+
 def _planned_twice(rank: int, argv: list[str]) -> str:
     """One of two processes: the machine turns out to split backwards slowly."""
     torch.set_num_threads(1)
