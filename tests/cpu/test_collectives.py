@@ -170,7 +170,7 @@ class _NoMemory(Links):
     """Two copies, whose collectives fail."""
 
     degree, index, backend = 2, 0, "gloo"
-    broadcast = reduce = all_reduce = all_gather = reduce_scatter = exchange = on_end = _out_of_memory
+    broadcast = reduce = all_reduce = exchange = on_end = _out_of_memory
 
 
 class _TwoCopies:

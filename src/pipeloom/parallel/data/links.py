@@ -47,14 +47,6 @@ class Links(ABC):
         """The sum over replicas, in place: the same bits on every replica."""
 
     @abstractmethod
-    def all_gather(self, values: Tensor, own: Tensor) -> list[Any]:
-        """Every replica's `own`, in order, into `values`, on a GPU."""
-
-    @abstractmethod
-    def reduce_scatter(self, values: Tensor, own: Tensor) -> list[Any]:
-        """Into `own` this replica's segment of the sum of `values`, on a GPU."""
-
-    @abstractmethod
     def exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> list[Any]:
         """Send to and receive from other replicas."""
 
@@ -85,9 +77,11 @@ class ProcessLinks(Links):
         return [dist.all_reduce(values, group=self._group(), async_op=True)]
 
     def all_gather(self, values: Tensor, own: Tensor) -> list[Any]:
+        """Every replica's `own`, in order, into `values`, on a GPU."""
         return [_ALL_GATHER(values, own, group=self._group(), async_op=True)]
 
     def reduce_scatter(self, values: Tensor, own: Tensor) -> list[Any]:
+        """Into `own` this replica's segment of the sum of `values`, on a GPU."""
         return [_REDUCE_SCATTER(own, values, group=self._group(), async_op=True)]
 
     def exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> list[Any]:
@@ -164,12 +158,6 @@ class ThreadLinks(Links):
             values.copy_(sum(others, first))
 
         return [_Receives(self._waiting, take)]
-
-    def all_gather(self, values: Tensor, own: Tensor) -> list[Any]:
-        raise NotImplementedError("between threads, replicas exchange directly")
-
-    def reduce_scatter(self, values: Tensor, own: Tensor) -> list[Any]:
-        raise NotImplementedError("between threads, replicas exchange directly")
 
     def exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> list[Any]:
         self._send(leaving)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeloom.engine.overlap_times import OverlapTimes, Wait, no_wait
 from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, DataStrategy, Op
-from pipeloom.parallel.data.links import Links
+from pipeloom.parallel.data.links import Links, ProcessLinks
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.waits import waits_for
@@ -55,9 +55,10 @@ class ReplicaGroup:
         self.times = OverlapTimes()
         self._begun: dict[int, deque[Any]] = {}  # works of the collectives that have started
         self._has_left = False
-        self._has_nccl = self._links is not None and "nccl" in self._links.backend
-        self._has_gloo = self._links is not None and not self._has_nccl and self._links.backend != "threads"
-        self._small = torch.device("cuda") if self._has_nccl else torch.device("cpu")
+        links = self._links
+        self._nccl = links if isinstance(links, ProcessLinks) and "nccl" in links.backend else None
+        self._has_gloo = links is not None and self._nccl is None and links.backend != "threads"
+        self._small = torch.device("cuda") if self._nccl is not None else torch.device("cpu")
 
     def gather_full(self, strategy: DataStrategy, full: Tensor, own: Tensor) -> Wait:
         """Fill `full` parameters with the segments of the replicas that update them; `own` is this replica's."""
@@ -126,8 +127,8 @@ class ReplicaGroup:
         if self._goes_through_cpu(values):
             host = own.cpu()
             return self._through_cpu(values, lambda full: self._all_gather(full, host, op))
-        if values.device.type != "cpu" and self._has_nccl:
-            return self._start(lambda links: links.all_gather(values, own), op)
+        if values.device.type != "cpu" and (nccl := self._nccl) is not None:
+            return self._start(lambda _: nccl.all_gather(values, own), op)
         pieces = values.view(self.degree, own.numel())
         if pieces[self.index].data_ptr() != own.data_ptr():
             pieces[self.index].copy_(own)
@@ -138,8 +139,8 @@ class ReplicaGroup:
         if self._goes_through_cpu(values):
             full = values.cpu()
             return self._through_cpu(own, lambda part: self.reduce_scatter(full, part))
-        if values.device.type != "cpu" and self._has_nccl:
-            return self._start(lambda links: links.reduce_scatter(values, own), Op.REDUCE_GRAD)
+        if values.device.type != "cpu" and (nccl := self._nccl) is not None:
+            return self._start(lambda _: nccl.reduce_scatter(values, own), Op.REDUCE_GRAD)
         pieces = values.view(self.degree, own.numel())
         first, *others = self._others
         arriving = {first: own, **{peer: torch.empty_like(own) for peer in others}}
