@@ -212,6 +212,54 @@ def test_a_layer_of_a_model_that_changes_an_earlier_result(num_ranks: int) -> No
         torch.testing.assert_close(pipe.step(*make_batch()), run(model)[0], rtol=1e-12, atol=0)
 
 
+class PassedOn(nn.Module):
+    """A layer returns the memory of its input, which is changed in place behind it."""
+
+    def __init__(self, middle: nn.Module, change: Callable[[Tensor], Tensor], *, uses: bool) -> None:
+        super().__init__()
+        self.a, self.middle, self.b, self.c = nn.Linear(6, 6), middle, nn.Linear(6, 6), nn.Linear(6, 3)
+        self.act, self.change, self.uses = nn.ReLU(inplace=True), change, uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.change(self.act(self.middle(h)) if self.change is same else self.middle(h))
+        return self.c(self.b(y) + (h if self.uses else 0))
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def added(x: Tensor) -> Tensor:
+    x += 1
+    return x
+
+
+MIDDLES = [nn.Identity(), nn.Dropout(0.0), nn.Unflatten(1, (6,)), Apply(lambda x: x[:, :])]
+
+
+@pytest.mark.parametrize("middle", MIDDLES, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("change", [same, added, Tensor.relu_], ids=["layer", "+=", "function"])
+@pytest.mark.parametrize("cut", [(1, 3), (2, 2), (3, 1), (1, 1, 2), (2, 1, 1)], ids=str)
+def test_memory_that_a_layer_passes_on(middle: nn.Module, change: Any, cut: tuple[int, ...]) -> None:
+    layers = ["a", "middle", "act", "b", "c"] if change is same else ["a", "middle", "b", "c"]
+    counts = [*cut[:-1], len(layers) - sum(cut[:-1])]
+    schedule = pl.schedules.build("1f1b", num_ranks=len(cut), num_microbatches=2)
+    for uses in (False, True):
+        torch.manual_seed(0)
+        model = PassedOn(middle, change, uses=uses).to(F64)
+        if change is not same:
+            del model.act
+        expected = run(copy.deepcopy(model))[0]
+        with pl.Pipeline(model, schedule, loss_fn=F.mse_loss, layers=layers, cut=counts) as pipe:
+            if uses:
+                with pytest.raises(RunError, match="changes the result of 'a' in place"):
+                    pipe.step(*make_batch())
+            else:
+                for _ in range(2):
+                    torch.testing.assert_close(pipe.step(*make_batch()), expected, rtol=1e-12, atol=0)
+
+
 def test_a_message_holds_a_repeated_tensor_once() -> None:
     x, y = torch.ones(3), torch.zeros(2, dtype=torch.int64)
     value = {"a": x, "b": [y, (x, 1.5)], "c": y}

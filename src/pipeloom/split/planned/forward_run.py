@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeloom.common.overlaps import share_storage
 from pipeloom.errors import SplitError
 from pipeloom.split.planned.attributes import KeptBuffers
 from pipeloom.split.planned.collected import collected_outputs, collector
@@ -82,7 +83,7 @@ class ForwardRun:
         self.inputs, self.arrived = inputs, arrived
         self.origins = Origins() if known is None else None
         self._types = TypeWatch() if known is None else None
-        self._memory = ResultMemory()
+        self._memory = ResultMemory(arrived.get("aliases", {}))
         self.found: dict[str, Any] = {}
         self.done: list[int] = []
         self.result: Any = None
@@ -98,7 +99,8 @@ class ForwardRun:
         self._received: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # id of zeros -> these, and what a part got in their place
-        self.sends, self.plain, decisions = known or Known()
+        self.sends, self.plain, decisions, aliases = known or Known()
+        self._memory.aliases |= aliases
         self.watch = DecisionWatch(decisions) if decisions else None
         self._lasting, self._early = lasting, 0  # decisions by inputs before that part
         self._early_decisions: tuple[Any, ...] = ()
@@ -112,11 +114,12 @@ class ForwardRun:
         if self.extras or self.draws is not None or around is not None:
             self.plain = frozenset()
         if self.origins is not None:
+            self.origins.on_change = self._changed_by_forward
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
             self.origins.mark_given(inputs)
             if not arrived:
                 self.origins.whole_graphs = None
-            elif arrived.keys() <= {"value", "inputs", "seed", "classes"}:
+            elif arrived.keys() <= {"value", "inputs", "seed", "classes", "aliases"}:
                 self.origins.whole_graphs = frozenset((str(place.before), *place.names))
 
     def _take_arrived(self) -> None:
@@ -161,9 +164,15 @@ class ForwardRun:
             "collected": self._collected,
             "forms": self.forms.text(list(self.place.places)[: self.place.first], self.result),
             "seed": self.seed,
+            "aliases": self.aliases,
             "classes": classes_of({"value": self.result, "extras": extras}),
         }
         return message | {name: value for name, value in optional.items() if value}
+
+    @property
+    def aliases(self) -> dict[str, Sequence[str]]:
+        """Results of modules, and the earlier ones in whose memory each lies."""
+        return self._memory.aliases
 
     @property
     def is_past_own(self) -> bool:
@@ -205,6 +214,7 @@ class ForwardRun:
         if self._received:  # such as an encoder's result, which a decoder's parts read and the model returns too
             output = tree_map_only(Tensor, lambda t: self._received.get(id(t), (t, t))[1], output)
         if self.origins is not None:
+            self.check_current(output)
             if self.origins.of(output) & EARLIER:
                 raise place.reads_earlier(self.origins.absent_in(self.origins.of(output)))
             self._check_decisions()
@@ -288,6 +298,7 @@ class ForwardRun:
         versions: list[tuple[str, Tensor, int]] = []
         shared: list[Tensor] = []
         if origins is not None:
+            self.check_current((args, settings))
             combined = origins.argument_of_earlier(args, settings)
             if combined is not None:
                 raise place.argument_of_earlier(name, combined[0], origins.absent_in(combined[1]))
@@ -334,7 +345,22 @@ class ForwardRun:
                 continue
             if id(tensor) not in returned:
                 raise self.place.changes_argument(name, where)
-            self._memory.change(name, tensor)
+            self._change(repr(name), tensor, of_all=False)
+
+    def _change(self, by: str, tensor: Tensor, *, of_all: bool) -> None:
+        """A tensor is changed in place, in a forward that explores; see `ResultMemory.change`."""
+        assert self.origins is not None
+        self._memory.change(by, tensor, of_all=of_all)
+        self.origins.watches = self.check_current if self._memory.stale else None
+
+    def _changed_by_forward(self, tensor: Tensor) -> None:
+        self._change(f"the forward of {self.place.model}", tensor, of_all=True)
+
+    def check_current(self, value: Any) -> None:
+        """Raises SplitError for a value that something changes in place, of which this stage has a copy."""
+        for stale, by, name in self._memory.stale:
+            if any(isinstance(leaf, Tensor) and share_storage(leaf, stale) for leaf in tree_leaves(value)):
+                raise self.place.changes_copied(by, name)
 
     def _end(self, result: Any) -> None:
         """Keep the last part's result, and leave the forward unless it explores.

@@ -1,6 +1,6 @@
 """What a planned stage knows of forwards: which values later stages need, by the form of inputs (`KnownForwards`)."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from pipeloom.split.planned.place import StagePlace
@@ -16,11 +16,13 @@ class Known(NamedTuple):
         sends: keys of the values that later stages need.
         plain: own parts that only run: nothing of them is sent, and the forward goes on behind them.
         decisions: what it has read of its inputs into Python.
+        aliases: results of modules, and the earlier ones in whose memory each lies.
     """
 
     sends: tuple[str, ...] = ()
     plain: frozenset[int] = frozenset()
     decisions: tuple[Any, ...] = ()
+    aliases: Mapping[str, Sequence[str]] = {}
 
     @classmethod
     def of(
@@ -30,6 +32,7 @@ class Known(NamedTuple):
         decisions: tuple[Any, ...],
         lasting: int,
         unlike: Collection[str] = (),
+        aliases: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
         """Knowledge of a stage at `place`, whose own part `lasting` is the first that leaves something behind.
 
@@ -42,7 +45,7 @@ class Known(NamedTuple):
             return RESULT + name in sends or name in unlike
 
         plain = (i for i, name in enumerate(place.names) if i not in kept and not stays(name))
-        return cls(sends, frozenset(plain), decisions)
+        return cls(sends, frozenset(plain), decisions, aliases or {})
 
 
 class KnownForwards:

@@ -65,7 +65,7 @@ class StagePlace:
         self.combines = len({self.list_of(name) for name in blocks}) > 1 or layout.declared == "layers"
         self.keeps_others = blocks[0] in self.names or self.last == self.end
         self.everywhere = layout.everywhere
-        self._declared, self._model = layout.declared, model_name
+        self._declared, self.model = layout.declared, model_name
         self._forward_is_set = forward_is_set
 
     @staticmethod
@@ -90,14 +90,14 @@ class StagePlace:
     def in_another_order(self, name: str) -> SplitError:
         """The error for a part that runs twice, or in another order."""
         return self._cannot(
-            f"the forward of {self._model} runs {name!r} twice, in another order than {self._declared}, or without "
+            f"the forward of {self.model} runs {name!r} twice, in another order than {self._declared}, or without "
             "parts before it, as layerdrop does: stages run each part once"
         )
 
     def calls_inside(self, part: str, name: str) -> SplitError:
         """The error for a forward that calls a module inside of a part, in place of the part."""
         return SplitError(
-            f"the forward of {self._model} calls {name!r}, inside of the layer {part!r}, itself: stages run whole "
+            f"the forward of {self.model} calls {name!r}, inside of the layer {part!r}, itself: stages run whole "
             "layers. Name in layers= the modules that it calls, or use one stage."
         )
 
@@ -105,12 +105,12 @@ class StagePlace:
         """The error for a part that the forward did not call."""
         if self._forward_is_set:
             return SplitError(
-                f"the forward that was set on {self._model} does not call {name!r}: where it calls the model's earlier "
+                f"the forward that was set on {self.model} does not call {name!r}: where it calls the model's earlier "
                 "forward, that runs on the whole model. Set one that takes the module, with types.MethodType(forward, "
                 "model), and calls type(model).forward(module, ...)."
             )
         return self._cannot(
-            f"the forward of {self._model} ended without calling {name!r}, which {self._declared} names as a part of "
+            f"the forward of {self.model} ended without calling {name!r}, which {self._declared} names as a part of "
             "the model",
             "Remove it from layers" if self._declared == "layers" else "Pass layers=",
         )
@@ -120,7 +120,7 @@ class StagePlace:
         if absent:
             return self._not_sent("computes its result with", absent[0])
         return self._cannot(
-            f"the result of {self._model} reads what earlier stages computed, beside the result of {self.names[0]!r} "
+            f"the result of {self.model} reads what earlier stages computed, beside the result of {self.names[0]!r} "
             "and later parts: it would be wrong"
         )
 
@@ -129,7 +129,7 @@ class StagePlace:
         if absent:
             return self._not_sent("branches between its layers on", absent[0])
         return self._cannot(
-            f"the forward of {self._model} branches on a value that combines what several earlier stages compute: "
+            f"the forward of {self.model} branches on a value that combines what several earlier stages compute: "
             "stages cannot exchange it",
             "Use a cut that keeps these parts together",
         )
@@ -148,12 +148,12 @@ class StagePlace:
         """The error for a forward that uses an attribute of a later layer, or a gradient through earlier stages."""
         if key == GRADIENT:
             return SplitError(
-                f"the forward of {self._model} {use} {key} through layers of other stages: a stage has the graph of "
+                f"the forward of {self.model} {use} {key} through layers of other stages: a stage has the graph of "
                 "its own layers alone. Move the call and the layers that it differentiates into one layer, use a cut "
                 "that keeps them in one stage, or use one stage."
             )
         return SplitError(
-            f"the forward of {self._model} {use} {key!r} of a later layer: stages send weights to later stages alone. "
+            f"the forward of {self.model} {use} {key!r} of a later layer: stages send weights to later stages alone. "
             f"Make it a parameter of the model as well, which every stage has (self.shared = self.{_path(key)}, and "
             "self.shared in the forward), use a cut that keeps these layers together, or use one stage."
         )
@@ -161,14 +161,14 @@ class StagePlace:
     def asks_type(self, call: str) -> SplitError:
         """The error for a forward that asks for the type of a stand-in."""
         return SplitError(
-            f"the forward of {self._model} asks for {call}: stages have stand-ins of another class for layers. Use "
+            f"the forward of {self.model} asks for {call}: stages have stand-ins of another class for layers. Use "
             "isinstance, or the layer's __class__."
         )
 
     def not_found(self, name: str) -> SplitError:
         """The error for a value that later stages read, and that this forward did not come to."""
         return self._cannot(
-            f"the forward of {self._model} went another way than with earlier inputs of the same shapes: it did not "
+            f"the forward of {self.model} went another way than with earlier inputs of the same shapes: it did not "
             f"compute {name!r}, which later stages read"
         )
 
@@ -176,7 +176,7 @@ class StagePlace:
         """The error for a module of another stage that does not say the shape of its result without values."""
         return SplitError(
             f"the shape of what a {module} of another stage returns is not known without values: "
-            f"{one_line(error).split('. ')[0][:160]}. Stages that run the forward of {self._model} need it. Use a cut "
+            f"{one_line(error).split('. ')[0][:160]}. Stages that run the forward of {self.model} need it. Use a cut "
             "that keeps these layers and those that read them in one stage, one stage, or an nn.Sequential of such "
             "layers, which may also exchange PackedSequences."
         )
@@ -186,7 +186,7 @@ class StagePlace:
         call = {"named_parameters": "parameters", "named_modules": "modules"}.get(method, method)
         what = "modules" if method == "named_modules" else "parameters"
         return SplitError(
-            f"the forward of {self._model} reads all its {what}, as {call}() gives them: a stage has its own only. Add "
+            f"the forward of {self.model} reads all its {what}, as {call}() gives them: a stage has its own only. Add "
             "such a term in the layers themselves, with pl.auxiliary_loss, or use one stage."
         )
 
@@ -199,9 +199,17 @@ class StagePlace:
         )
 
     def changes_result(self, part: str, name: str) -> SplitError:
-        """The error for a part that changes a value in place that is also an earlier result."""
+        """The error for a part, or the forward, that changes a value in place that is also an earlier result."""
         return self._cannot(
-            f"{part!r} changes the result of {name!r} in place, and later stages use this result as it was before",
+            f"{part} changes the result of {name!r} in place, and later stages use this result as it was before",
+            "Let it work on a copy (x = x.clone())",
+        )
+
+    def changes_copied(self, part: str, name: str) -> SplitError:
+        """The error for a change in place of which an earlier result should have a part, and that is read later."""
+        return self._cannot(
+            f"{part} changes the result of {name!r} in place, where another module has returned its memory, and the "
+            "forward uses it later: stages have copies of results",
             "Let it work on a copy (x = x.clone())",
         )
 
@@ -215,14 +223,14 @@ class StagePlace:
     def sets_parameter(self, name: str) -> SplitError:
         """The error for a parameter of a part that the forward replaces."""
         return SplitError(
-            f"the forward of {self._model} replaces the parameter {name!r}, as torch.func.functional_call does: stages "
+            f"the forward of {self.model} replaces the parameter {name!r}, as torch.func.functional_call does: stages "
             "run layers with their own parameters. Change it in the layer itself, or use one stage."
         )
 
     def sets_earlier(self, name: str) -> SplitError:
         """The error for an attribute of a part that the forward sets to what earlier stages compute."""
         return self._cannot(
-            f"the forward of {self._model} sets {name!r} to what earlier stages compute: stages do not exchange "
+            f"the forward of {self.model} sets {name!r} to what earlier stages compute: stages do not exchange "
             "attributes",
             "Pass it as an argument of the layer",
         )
@@ -239,7 +247,7 @@ class StagePlace:
         """The error for a dict or list with entries of earlier stages, which no part in front of this one is given."""
         return self._cannot(
             "layers of earlier stages left values in a dict or list among their arguments, and the forward of "
-            f"{self._model} does not pass it to {name!r} or to the layer before",
+            f"{self.model} does not pass it to {name!r} or to the layer before",
             "Use another cut",
         )
 

@@ -298,9 +298,8 @@ class PlannedStage(StageModule):
     def _learn(self, form: Any, call: ForwardRun) -> None:
         """Keep what an exploring forward has found, unless the next one may go another way."""
         if call.origins is not None and self._copy.attributes.unchanged(call.origins) and not call.decides:
-            self._known.add(
-                form, Known.of(self._where, tuple(call.found), call.decisions, self._lasting, call.forms.unlike)
-            )
+            found = tuple(call.found), call.decisions, self._lasting, call.forms.unlike, call.aliases
+            self._known.add(form, Known.of(self._where, *found))
         if call.seed is not None:
             self._known.add_drawing(form)
 

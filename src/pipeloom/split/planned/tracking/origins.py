@@ -10,7 +10,7 @@ that reads it. The results get there: each has an origin of its own, so a stage 
 together with those of later stages.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import NoneType
 from typing import Any
 
@@ -38,9 +38,11 @@ _OF_SHAPES = frozenset(
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
     )
 )
+_READS_NO_ELEMENTS = frozenset(("__get__", "size", "dim", "numel", "stride", "untyped_storage", "is_inference"))
 _OF_FIRST = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
 _NESTED = (tuple, list, MutableMapping)
 _CONSTANTS = frozenset((NoneType, bool, int, float, str))
+_IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"))
 _COMPARISONS = frozenset(("lt", "__lt__", "ge", "__ge__"))
 
 
@@ -54,6 +56,8 @@ class Origins(TorchFunctionMode):
         whole_graphs: the modules from whose results on all is computed on this stage; None: all is.
         decisions: what it has read; `ANY` of values that parts compute, or that all inputs of this form have alike.
         given_decisions: how many of these follow from values of its inputs alone.
+        on_change: called with a tensor that a function has changed in place.
+        watches: called with the arguments of each function that reads elements; None: nothing is.
     """
 
     def __init__(self) -> None:
@@ -64,6 +68,8 @@ class Origins(TorchFunctionMode):
         self.given_decisions = 0
         self.differentiates = False
         self.whole_graphs: frozenset[str] | None = frozenset()
+        self.on_change: Callable[[Tensor], None] = lambda tensor: None
+        self.watches: Callable[[Any], None] | None = None
         self._of: dict[int, tuple[Tensor, int]] = {}  # tensors are kept, so that no other gets their id
         self._results: dict[str, tuple[Any, int]] = {}
         self._absent: dict[str, int] = {}
@@ -149,10 +155,14 @@ class Origins(TorchFunctionMode):
         settings = kwargs or {}
         if func is torch.autograd.grad and not self.quiet and (zeros := self._gradients(*args[:2])) is not None:
             return zeros
+        name = getattr(func, "__name__", "")
+        if self.watches is not None and not self.quiet and name not in _OF_SHAPES and name not in _READS_NO_ELEMENTS:
+            self.watches((args, settings))
         result = func(*args, **settings)
         if self.quiet:
             return result
-        name = getattr(func, "__name__", "")
+        if args and isinstance(args[0], Tensor) and _changes_first(name):
+            self.on_change(args[0])
         if name in _OF_SHAPES:
             return result
         origins = self._all_of(args[:1] if name in _OF_FIRST else (args, settings))
@@ -165,7 +175,7 @@ class Origins(TorchFunctionMode):
             return result
         elif origins:
             self._mark_computed(result, origins)
-            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            if _changes_first(name):
                 self._mark_computed(args[:1], origins)
         return result
 
@@ -185,6 +195,11 @@ class Origins(TorchFunctionMode):
     def _is_whole(self, value: Any) -> bool:
         whole = self.whole_graphs
         return whole is None or not whole.isdisjoint(self.results_in(self._all_of(value)))
+
+
+def _changes_first(name: str) -> bool:
+    """Whether a function of this name changes its first argument in place."""
+    return name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_object(leaf: Any) -> bool:
