@@ -160,8 +160,9 @@ os.write(1, f"{os.stat(meeting.removeprefix('file://')).st_ino} {before} {loss.t
     assert sorted(path.name for path in here.glob("again-*")) == ["again-1", "again-2"]
     (line,) = set(out.splitlines())  # of all ranks: they meet in one place
     assert re.fullmatch(r"\d+ 0 rank 1 was killed by SIGKILL \(out of memory\?\) in step 12", line)
-    assert err.count("\n") == 1
-    assert "; it is started again, and the other ranks keep their processes (recovery 1 of at most 1)" in err
+    first, second = err.splitlines()
+    assert "; it is started again, and the other ranks keep their processes (recovery 1 of at most 1)" in first
+    assert re.search(r"rank 2 \(process \d+\) was not ready to go on 0.5 s after the loss; it is killed$", second)
 
 
 def test_a_rank_that_stops_while_it_starts_again_is_told_and_killed(start: Start) -> None:
@@ -182,6 +183,35 @@ line.meet()
     assert code == 0, err
     assert re.search(r"rank 1 \(process \d+\) was stopped by SIGSTOP; the run waits for it", err), err
     assert re.search(r"rank 1 \(process \d+\) was started again, but not ready after 2 s; it is killed\n", err), err
+
+
+def test_ranks_that_are_killed_during_a_recovery_are_named(start: Start) -> None:
+    body = """
+line = member.lifeline
+if line.generation == 0:
+    box.phase = "step 12"
+    wait_for_all()
+    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    assert line.noticed(PeerLost(""))
+    if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
+elif rank == 2:
+    (here / "again").touch()
+elif line.generation == 1 and not (here / "once").exists():
+    (here / "once").touch()
+    while not (here / "again").exists(): time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGKILL)
+line.meet()
+"""
+    code, _, err = finish(start(body, 3, before="RECOVERIES = 3\n"))
+    assert code == 0, err
+    kept = "it is started again, and the other ranks keep their processes"
+    assert err.replace("pipeloom: warning: ", "").replace(
+        " was killed by SIGKILL (out of memory?)", ""
+    ).splitlines() == [
+        f"rank 1 in step 12; {kept} (recovery 1 of at most 3)",
+        "rank 2 in step 12; it is started again (recovery 1 of at most 3)",
+        "rank 1 in its start; it is started again (recovery 2 of at most 3)",
+    ]
 
 
 def test_a_rank_that_is_killed_again_and_again_ends_the_run(start: Start) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 import pipeloom as pl
 from pipeloom.cli import main
 from pipeloom.processes.watchdog import Watchdog
+from pipeloom.train.output.directory import Journal
 from pipeloom.train.trainer import Trainer
 
 from .train_runs import Fork, printed, text, words
@@ -126,25 +127,72 @@ def _forks(function: Callable[[int], None], directory: Path, size: int = 2) -> t
     return codes, errors.read_text()
 
 
-def test_a_stopped_rank_of_torchrun_is_named_and_killed(text: Path, tmp_path: Path) -> None:
+def _under_torchrun(first: Callable[[], None], command: list[str], directory: Path) -> tuple[list[int], str]:
+    """A run of two ranks, as torchrun starts them; exit codes, and what they print on standard error."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def rank(number: int) -> None:
         place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_PORT": store.port}
         agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {name: f"{value}" for name, value in {**place, **agent, "GLOO_SOCKET_IFNAME": "lo"}.items()}
-        _hang_in_forward("stop", "1")
+        first()
         with open(os.devnull, "w") as nothing:
             sys.stdout = nothing
-            main(words(text, tmp_path / "out", *OPTIONS))
+            if main(command):
+                raise SystemExit(1)
 
-    codes, printed_lines = _forks(rank, tmp_path)
+    return _forks(rank, directory)
+
+
+def test_a_stopped_rank_of_torchrun_is_named_and_killed(text: Path, tmp_path: Path) -> None:
+    def first() -> None:
+        _hang_in_forward("stop", "1")
+
+    codes, printed_lines = _under_torchrun(first, words(text, tmp_path / "out", *OPTIONS), tmp_path)
     assert codes == [1, -signal.SIGKILL], printed_lines
     lines = printed_lines.splitlines()
     assert len(lines) == 2, printed_lines
     assert lines[0].startswith("pipeloom: rank 0 in step 6, action 0RECV_B"), lines
     assert lines[1].startswith("pipeloom: error: rank 1, process "), lines
     assert "is stopped by SIGSTOP or a debugger; rank 0 waits for it" in lines[1]
+
+
+def _stop_in_saves(victim: str, errors: Path, warning: str) -> None:
+    """The process whose rank is `victim` stops in each save, until as many lines as saves have the warning."""
+    enter, saves = Journal.enter, 0
+
+    def stop(self: Journal, phase: str, **more: Any) -> None:
+        nonlocal saves
+        enter(self, phase, **more)
+        if not phase.startswith("checkpoint after") or os.environ.get("RANK") != victim:
+            return
+        saves += 1
+        process = os.getpid()
+        if not os.fork():
+            while errors.read_text().count(warning) < saves:
+                time.sleep(0.01)
+            os.kill(process, signal.SIGCONT)
+            os._exit(0)
+        os.kill(process, signal.SIGSTOP)
+        os.wait()
+
+    Journal.enter = stop  # type: ignore[method-assign]
+
+
+def test_a_rank_of_torchrun_that_is_stopped_in_a_save_is_named_and_may_go_on(text: Path, tmp_path: Path) -> None:
+    warning = "is stopped by SIGSTOP or a debugger; the run waits for it, and ends after 300 s without progress"
+
+    def first() -> None:
+        _stop_in_saves("1", tmp_path / "errors", warning)
+
+    options = ("--watchdog_seconds=1", "--eval_steps=0", "--save_steps=2", "--steps=4", "--sample_tokens=0")
+    codes, printed_lines = _under_torchrun(first, words(text, tmp_path / "out", *options), tmp_path)
+    assert codes == [0, 0], printed_lines
+    lines = printed_lines.splitlines()
+    assert len(lines) == 2, printed_lines
+    for line in lines:
+        assert line.startswith("pipeloom: warning: rank 1 (process "), line
+        assert warning in line
 
 
 def _train(rank: int, directory: Path, between: Callable[[int], None]) -> None:

@@ -149,10 +149,11 @@ def generation(
     num_more: int = 0,
     grown: bool = False,
     grow_seconds: float | None = None,
+    first: int = 1,
     reroute: Callable[[Collection[int]], Rerouting | None] = lambda _: None,
 ) -> Generation:
     return Generation(
-        range(count), num_more=num_more, grow_seconds=grow_seconds, grown=grown, before=(), variables={}, first=1,
+        range(count), num_more=num_more, grow_seconds=grow_seconds, grown=grown, before=(), variables={}, first=first,
         lends=False, survives=lambda lost: lost < count, copied=lambda: None, reroute=reroute,
     )  # fmt: skip
 
@@ -183,6 +184,18 @@ def test_a_run_goes_on_without_the_ranks_that_were_killed(
     assert ended.end is None
     found.tethers.close()
     ended.tethers.close()
+
+
+@pytest.mark.parametrize(("first", "lost"), [(0, None), (6, (1,))])
+def test_a_rank_that_is_killed_as_it_starts_ends_a_run_that_has_not_begun(
+    first: int, lost: tuple[int, ...] | None
+) -> None:
+    running = ranks(3, 0.0)
+    running[1].black_box.enter("", patient=True)
+    found = generation(3, first=first)
+    found.note(running, (None, -9, None), "how", [])
+    assert (found.end and found.end.lost) == lost
+    found.tethers.close()
 
 
 def test_a_run_grows_once_all_ranks_have_made_a_step(capsys: pytest.CaptureFixture[str]) -> None:

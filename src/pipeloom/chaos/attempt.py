@@ -13,6 +13,7 @@ from typing import IO
 from pipeloom.chaos import leftovers
 from pipeloom.chaos.fault import VARIABLE, Order
 from pipeloom.chaos.record import Record
+from pipeloom.common.process_place import children
 
 _POLL_SECONDS = 0.005
 _LOGS_OF_TORCHRUN = "torchelastic_"  # a directory that it keeps after a failure
@@ -58,7 +59,7 @@ def run_attempt(command: Sequence[str], order: Order, place: Path, limit_seconds
         order: for its ranks.
         place: begins the names of the files with what it prints.
     """
-    before, known, segments = leftovers.descendants(), leftovers.children(), leftovers.segments()
+    before, known, segments = leftovers.descendants(), children(), leftovers.segments()
     with tempfile.TemporaryDirectory(prefix="pipeloom-chaos-") as temporary:
         environment = {**os.environ, VARIABLE: order.to_json(), "TMPDIR": temporary, "PYTHONUNBUFFERED": "1"}
         with _printed(place, "out") as out, _printed(place, "err") as errors:

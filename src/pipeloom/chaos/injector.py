@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from pipeloom.chaos.fault import Fault, Order
 from pipeloom.chaos.flip import flip_bit
-from pipeloom.chaos.leftovers import children
+from pipeloom.common.process_place import children
 from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.launcher import Membership
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeloom.common.process_place import stat_fields
+from pipeloom.common.process_place import children, stat_fields
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SEGMENTS = Path("/dev/shm")
@@ -33,15 +33,6 @@ def descendants() -> set[int]:
             if child not in found and not _has_ended(child):
                 found.add(child)
                 open_ids.append(child)
-    return found
-
-
-def children(process: int | str = "self") -> list[int]:
-    """The children of a process, also those that have ended and were not reaped."""
-    found = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{process}/task").iterdir():
-            found += [int(word) for word in (task / "children").read_text().split()]
     return found
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -63,6 +64,15 @@ def stat_fields(process: int) -> list[str]:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def children(process: int | str = "self") -> list[int]:
+    """The children of a process, also those that have ended and were not reaped."""
+    found = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            found += [int(word) for word in (task / "children").read_text().split()]
+    return found
 
 
 def _host() -> str:

@@ -96,9 +96,9 @@ class HangBoard:
 
         self._ask(write, None)
 
-    def claim(self, number: int) -> bool:
-        """Whether this rank is the first to claim the verdict of a round."""
-        return self._ask(lambda store: store.add(f"claim/{number}", 1), 1) == 1
+    def claim(self, name: int | str) -> bool:
+        """Whether this rank is the first to claim the verdict of a round, or to tell of something else."""
+        return self._ask(lambda store: store.add(f"claim/{name}", 1), 1) == 1
 
     def reports(self, number: int, seconds: float) -> list[bytes]:
         """The reports of the other ranks, those that come within `seconds`."""
@@ -131,6 +131,11 @@ class HangBoard:
         """Where a rank runs; None: unknown."""
         text = self._get(f"place/{rank}")
         return None if text is None else ProcessPlace(*json.loads(text))
+
+    def place_of(self, process: int) -> ProcessPlace | None:
+        """The place of the rank that is this process of this host; None: it is no rank."""
+        places = (self.place(rank) for rank in range(self.size))
+        return next((each for each in places if each and each.is_near and each.process == process), None)
 
     def describe(self, rank: int) -> str:
         """What is known of a rank that does not answer."""

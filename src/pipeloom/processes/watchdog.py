@@ -29,6 +29,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from pipeloom.common.process_place import children, stat_fields
 from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.hang_board import HangBoard
 from pipeloom.processes.hang_report import RankReport, Verdict, judge
@@ -89,6 +90,7 @@ class Watchdog:
         self._limits = ConnectionLimits() if always and self._board.size > 1 and "nccl" not in _backends() else None
         self._closed = threading.Event()
         self._stuck, self._round = 0.0, 0
+        self._stopped, self._num_stops = set[int](), 0  # processes of this host that are stopped now; how often any was
         self._dump_limit = math.inf  # after which all stacks are dumped
         self._dump_lock = threading.RLock()
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -163,7 +165,7 @@ class Watchdog:
             # The clock of a stopped or starved process does not count.
             self._stuck += min(at - before, 2 * self._look_seconds)
             if self.black_box.clock != clock:
-                clock, self._stuck = self.black_box.clock, 0.0
+                clock, self._stuck, self._stopped = self.black_box.clock, 0.0, set()
             limit = self.black_box.limit_seconds = self._limit
             self._dump_later(limit)
             if self._limits is not None:
@@ -171,6 +173,25 @@ class Watchdog:
             alarmed = self._board.is_alarmed(self._round)
             if alarmed or (self._stuck >= limit and (self._always or self._in_call())):
                 self._confer()
+            elif self._always and self._step_limit < limit < math.inf and self._stuck > self._look_seconds:
+                self._tell_of_stopped(limit)
+
+    def _tell_of_stopped(self, limit: float) -> None:
+        """Warn of ranks on this host that are stopped in a phase which may take long; the launcher does so itself."""
+        if self._member is not None and self._member.launched:
+            return
+        stopped = {process for process in children(self._parent) if (stat_fields(process) or "?")[0] in "Tt"}
+        for process in stopped - self._stopped:
+            self._num_stops += 1
+            if (
+                self._board.claim(f"stop-{process}-{self._num_stops}")
+                and (place := self._board.place_of(process)) is not None
+            ):
+                self._say(
+                    f"warning: {place.name} (process {process}) is stopped by SIGSTOP or a debugger; the run waits for "
+                    f"it, and ends after {limit:g} s without progress. Continue it with `kill -CONT {process}`."
+                )
+        self._stopped = stopped
 
     def _dump_later(self, limit: float) -> None:
         """Dump all stacks unless called again: a C call that holds the interpreter lock also holds this thread."""

@@ -173,11 +173,11 @@ class Generation:
         )
         others = [code for rank, code in enumerate(codes) if rank not in lost]
         met = all(each.black_box.phase for each in ranks)
-        if not lost or not (met or self._grown) or any(code not in (None, *_BESIDE) for code in others):
+        if not lost or not (met or self.first) or any(code not in (None, *_BESIDE) for code in others):
             return
         if self._survives(len(lost)):
             self.end = End(lost, text, begun, False)
-            if self._lends:
+            if self._lends and met:  # else no rank has made a step
                 self._wait_for_copies(ranks, codes, signals)
 
     def _wait_for_copies(self, ranks: Sequence[Rank], codes: Sequence[int | None], signals: Sequence[int]) -> None:

@@ -1,7 +1,6 @@
 """`Recoveries`: the launcher's part: starts killed ranks again or goes on without; all meet anew. No torch."""
 
 import json
-import math
 import os
 import signal
 import socket
@@ -140,6 +139,7 @@ class Recoveries(Generic[R]):
         self._generation = 0
         self._loss: Loss | None = None  # while ranks get ready
         self._again: dict[int, float] = {}  # ranks that were started for this generation -> their deadlines
+        self._killed = set[int]()  # ranks that were killed because they were not ready in time
         self._order: list[int] | None = None  # the numbers, before the loss, of the ranks that go on without others
         self._configuration = ""  # of these
         self._deadline = 0.0
@@ -148,6 +148,10 @@ class Recoveries(Generic[R]):
     def pending(self) -> bool:
         """Whether ranks get ready to meet."""
         return self._loss is not None
+
+    @property
+    def _count(self) -> str:
+        return f"(recovery {self._limit - self._left} of at most {self._limit})"
 
     def recovers(
         self,
@@ -176,12 +180,16 @@ class Recoveries(Generic[R]):
         elif self._order is not None:
             if ended and not self._goes_on_without(ended, explain):
                 return False
-        elif any(rank in self._again for rank in ended):
-            # Killed once more on its way: one recovery less. An error of its own would come again.
-            if not self._left or any(code > 0 for rank, code in ended.items() if rank in self._again):
-                return False
-            self._left -= 1
+        elif ended:
+            if any(rank in self._again for rank in ended):
+                # Killed once more on its way: one recovery less. An error of its own would come again.
+                if not self._left or any(code > 0 for rank, code in ended.items() if rank in self._again):
+                    return False
+                self._left -= 1
+            if told := {rank: code for rank, code in ended.items() if rank not in self._killed}:
+                _warn(f"{explain(told)}; it is started again {self._count}")
         for rank in ended if self._order is None else ():
+            self._killed.discard(rank)
             self._again[rank] = time.monotonic() + _START_SECONDS
             ranks[rank] = self._start(rank, self._generation)
         waits = [rank for rank, each in enumerate(ranks) if each.black_box.ready != self._generation]
@@ -196,12 +204,9 @@ class Recoveries(Generic[R]):
         self._left -= 1
         self._generation += 1
         self._again.clear()
+        self._killed.clear()
         self._loss, self._deadline = Loss(text, time.monotonic()), time.monotonic() + _READY_SECONDS
-        sys.stderr.write(
-            f"pipeloom: warning: {text}; it is started again, and the other ranks keep their processes (recovery "
-            f"{self._limit - self._left} of at most {self._limit})\n"
-        )
-        sys.stderr.flush()
+        _warn(f"{text}; it is started again, and the other ranks keep their processes {self._count}")
         for rank in {*range(len(ranks))} - ended.keys():
             self._tethers[rank].send({"generation": self._generation})
 
@@ -211,10 +216,10 @@ class Recoveries(Generic[R]):
         found = self._reroute(ended.keys()) if all(code < 0 for code in ended.values()) else None
         if found is None:
             return False
-        sys.stderr.write(f"pipeloom: warning: {text}; {found.words}\n")
-        sys.stderr.flush()
+        _warn(f"{text}; {found.words}")
         for rank in ended:
             self._tethers[rank].close()
+        self._killed.clear()
         self._tethers[:] = [self._tethers[rank] for rank in found.order]
         numbers = range(count) if self._order is None else self._order
         self._order, self._configuration = [numbers[rank] for rank in found.order], found.configuration
@@ -227,13 +232,12 @@ class Recoveries(Generic[R]):
         return True
 
     def _kill(self, rank: int, process: RankProcess) -> None:
-        if rank in self._again:
-            self._again[rank] = math.inf  # once
-            sys.stderr.write(
-                f"pipeloom: warning: {process.name} (process {process.process.pid}) was started again, but not ready "
-                f"after {_START_SECONDS:g} s; it is killed\n"
-            )
-            sys.stderr.flush()
+        if rank not in self._killed:
+            self._killed.add(rank)
+            late = f"was started again, but not ready after {_START_SECONDS:g} s"
+            if rank not in self._again:
+                late = f"was not ready to go on {_READY_SECONDS:g} s after the loss"
+            _warn(f"{process.name} (process {process.process.pid}) {late}; it is killed")
         with suppress(ProcessLookupError):
             os.kill(process.process.pid, signal.SIGKILL)
 
@@ -249,6 +253,11 @@ class Recoveries(Generic[R]):
         os.close(meeting)
         self._loss = self._order = None
         self._met()
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"pipeloom: warning: {text}\n")
+    sys.stderr.flush()
 
 
 def _can_recover(codes: Collection[int]) -> bool:
