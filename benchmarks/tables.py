@@ -21,6 +21,7 @@ ROOT = BENCHMARKS.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 RELIABILITY = ROOT / "docs" / "explanation" / "reliability.md"
+EXPERTS = ROOT / "docs" / "explanation" / "experts.md"
 INTRODUCTION = """\
 # Benchmarks
 
@@ -166,9 +167,14 @@ def reliability_tables() -> str:
     return "\n\n".join([markdown(reliability_parts(runs)), *map(provenance, results), measured])
 
 
+def mixtures_table() -> str:
+    """The table of docs/explanation/experts.md."""
+    return "\n\n".join(markdown(parts_from_json(result["parts"])).strip() for result in results_of("mixtures"))
+
+
 def fill(text: str) -> str:
     """`text` with each table rendered anew between its markers."""
-    tables = {"headlines": headline_table, "reliability": reliability_tables}
+    tables = {"headlines": headline_table, "reliability": reliability_tables, "mixtures": mixtures_table}
     return re.sub(
         r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)",
         lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}",
@@ -180,9 +186,9 @@ def fill(text: str) -> str:
 def main() -> None:
     """Write all pages."""
     PAGE.write_text(page(), encoding="utf-8")
-    for path in (README, RELIABILITY):
+    for path in (README, RELIABILITY, EXPERTS):
         path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
-    print(PAGE, README, RELIABILITY, sep="\n")
+    print(PAGE, README, RELIABILITY, EXPERTS, sep="\n")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,9 @@ def test_results_on_the_pages_are_those_of_the_json_files():
     readme = tables.README.read_text()
     assert "<!-- results: headlines -->\n|" in readme
     assert readme == tables.fill(readme), "run python -m benchmarks.tables"
+    experts = tables.EXPERTS.read_text()
+    assert "<!-- results: mixtures -->\nMean" in experts
+    assert experts == tables.fill(experts), "run python -m benchmarks.tables"
     reliability = tables.RELIABILITY.read_text()
     assert "<!-- results: reliability -->\n###" in reliability
     assert reliability == tables.fill(reliability), "run python -m benchmarks.tables"
