@@ -7,6 +7,8 @@ import io
 import json
 import math
 import os
+import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -227,6 +229,31 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"metrics.jsonl cannot be written: No space left on device") as error:
         Journal(None, tmp_path).write({"step": 1})
     assert "\n" not in str(error.value)
+
+
+def test_rows_are_kept_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    journal = Journal(None, tmp_path, keeps_rows=True)
+    journal.write({"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len('{"step": 1}\n') + 4, limits[1]))  # a part of a row fits
+    try:
+        journal.write({"step": 2})
+        journal.write({"step": 3})
+        journal.close()
+        with pytest.raises(RunError, match=r"metrics.jsonl cannot be written: File too large"):
+            journal.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert path.read_text() == '{"step": 1}\n'
+    journal.write({"step": 4})
+    assert path.read_text() == "".join(f'{{"step": {step}}}\n' for step in range(1, 5))
+    told = (
+        f"pipeloom: warning: {path} cannot be written: File too large. Training goes on, and rows are written later.\n"
+    )
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.jsonl", "memory.json"])

@@ -63,7 +63,9 @@ class RunParts(RunModel):
 
     def __init__(self, config: TrainConfig, group: Group, samples: Samples | None = None) -> None:
         self.output_dir = Path(config.output_dir)
-        self.journal = Journal(group.black_box, self.output_dir if group.rank == 0 else None)
+        self.journal = Journal(
+            group.black_box, self.output_dir if group.rank == 0 else None, keeps_rows=config.background_saves
+        )
         self.journal.enter("setup")
         memory, offloaded = config.memory, offloads(config, group.device.type)
         self.samples = open_samples(config) if samples is None else samples

@@ -198,6 +198,7 @@ class Trainer:
     def report(self, shown: Display) -> None:
         """Rank 0 writes the timelines of the last step, measured and predicted, and the report."""
         self.run.journal.enter("report")
+        self.run.journal.flush()
         if self._first_step > self.config.steps:  # a run that was complete; a process may have been lost before this
             recovered = self._recovery is not None and (self._recovery.entered or self._recovery.loss is not None)
             if recovered and self.group.rank == 0 and (self.run.output_dir / "metrics.jsonl").exists():

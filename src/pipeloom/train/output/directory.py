@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -130,13 +131,15 @@ class Journal:
     Args:
         black_box: of this process; None: phases are not recorded.
         directory: of ``metrics.jsonl``; None for all processes but the first, which write none.
+        keeps_rows: whether rows that cannot be written, such as on a full disk, are kept in memory and written later.
 
     Attributes:
         reporters: where rows go too; set once the directory is ready.
     """
 
-    def __init__(self, black_box: BlackBox | None, directory: Path | None) -> None:
-        self._black_box, self._directory = black_box, directory
+    def __init__(self, black_box: BlackBox | None, directory: Path | None, *, keeps_rows: bool = False) -> None:
+        self._black_box, self._directory, self._keeps_rows = black_box, directory, keeps_rows
+        self._rows: list[str] = []  # that are not written yet
         self.reporters: Reporters | None = None
 
     def enter(self, phase: str, *, patient: bool = True) -> None:
@@ -154,14 +157,43 @@ class Journal:
         if self._directory is None:
             return
         row = _fit(row)
-        path = self._directory / "metrics.jsonl"
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._rows.append(json.dumps(row, allow_nan=False) + "\n")
+        try:
+            self.flush()
+        except RunError as error:
+            if not self._keeps_rows:
+                raise
+            if len(self._rows) == 1:
+                reason = str(error).partition(". Free space")[0]
+                sys.stderr.write(f"pipeloom: warning: {reason}. Training goes on, and rows are written later.\n")
+                sys.stderr.flush()
         if self.reporters is not None:
             self.reporters.write(row)
 
+    def flush(self) -> None:
+        """Write the rows that could not be written before.
+
+        Raises:
+            RunError: they still cannot be written.
+        """
+        if self._directory is None or not self._rows:
+            return
+        path = self._directory / "metrics.jsonl"
+        with writing(path):
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write("".join(self._rows))
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(path, size)  # without a part of a row
+                raise
+        self._rows.clear()
+
     def close(self) -> None:
-        """Finish what the reporters write."""
+        """Write what is left, if that is possible, and finish what the reporters write."""
+        with suppress(RunError):
+            self.flush()
         if self.reporters is not None:
             self.reporters.close()
 
