@@ -186,6 +186,17 @@ def test_a_run_goes_on_without_the_ranks_that_were_killed(
     ended.tethers.close()
 
 
+@pytest.mark.parametrize("phase", ["step 7, update", "checkpoint after step 7", "evaluation after step 7"])
+def test_a_step_that_was_complete_has_begun(phase: str) -> None:
+    running, found = ranks(3), generation(3)
+    for each in running:
+        each.black_box.enter(phase, patient=True)
+    found.note(running, (None, -9, None), "how", [])
+    assert found.end is not None
+    assert found.end.begun == 7
+    found.tethers.close()
+
+
 @pytest.mark.parametrize(("first", "lost"), [(0, None), (6, (1,))])
 def test_a_rank_that_is_killed_as_it_starts_ends_a_run_that_has_not_begun(
     first: int, lost: tuple[int, ...] | None

@@ -163,7 +163,7 @@ class Generation:
         if self._grows and PREEMPTED in codes and all(code in (0, PREEMPTED) for code in codes):
             self.end = End((), text, 0, True)
             return
-        begins = [re.match(r"step (\d+)", each.black_box.phase) for each in ranks]
+        begins = [re.search(r"\bstep (\d+)", each.black_box.phase) for each in ranks]  # also in saves after it
         begun = max((int(match[1]) for match in begins if match), default=0)
         starts = not all(each.black_box.steps for each in ranks)  # an error of a slot that is not usable again
         lost = tuple(
