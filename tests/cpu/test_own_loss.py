@@ -13,7 +13,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import materialize
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
-from pipeloom.training.losses.noticed_number import NoticedNumber
+from pipeloom.training.losses.labels import NoticedNumber
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 

@@ -84,6 +84,8 @@ def construct(
     stages = _stages(model, schedule.num_stages, layers, cut, example, in_parts=in_parts)
     if loss_fn is None and not in_parts and stages.modules:
         loss_fn = _own_loss(model, stages.modules)
+        if isinstance(loss_fn, OwnLoss) and mesh is None and not (compiles or graphs):
+            loss_fn.compare_with_halves()
     skips = routes(stages.skips, schedule.placement)
     if graphs and skips:
         raise InputError("graphs=True: values that skip stages are not recorded. Use graphs=False.")

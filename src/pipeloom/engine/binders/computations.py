@@ -43,6 +43,7 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     # A model that computes its own loss gets the targets among its arguments.
     joined = getattr(wiring.stages[stage], "joined", None) if getattr(wiring.loss_fn, "joins_targets", False) else None
     watching = getattr(wiring.loss_fn, "watching", nullcontext) if last else nullcontext
+    compare_halves = getattr(wiring.loss_fn, "compare_halves", None) if last and training else None
     mover = wiring.mover if key in state.to_offload else None
     inputs = StageInputs(wiring, stage, training=training)
     finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program, inputs, skips)
@@ -66,6 +67,8 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
             roots = finish(output, target)
             if skips is not None:
                 roots += skips.hand_out()
+        if compare_halves is not None and targets is not None:
+            compare_halves(wiring.stages[stage], value, output)
         trains = bool(roots)
         if collected.losses or collected.observed:
             trains |= keep_declared(state, action, program, collected, output)

@@ -24,8 +24,8 @@ from pipeloom.split.layouts.around import STANDS_FOR
 from pipeloom.split.layouts.layout import find_layout
 from pipeloom.split.planned.model_copy import modules_may_be_read
 from pipeloom.split.planned.module_copies import HOOKS, shallow_copy
+from pipeloom.training.losses.labels import NoticedNumber
 from pipeloom.training.losses.loss_rule import LossRule
-from pipeloom.training.losses.noticed_number import NoticedNumber
 from pipeloom.training.losses.term_rules import Given, Rule
 
 

@@ -342,6 +342,10 @@ class PlannedStage(StageModule):
             return {**value, "inputs": {**value["inputs"], **more}}
         return {**self._arguments.of(value), **more}
 
+    def seeded(self, value: Any) -> Any:
+        """A value for this stage with which a forward makes no seed of its own."""
+        return {**value, "seed": value.get("seed") or 1} if self._where.first > 0 else value
+
     def _form(self, inputs: Mapping[str, Any]) -> Any:
         """What the way of values through a forward may depend on."""
         kinds: list[Any] = [self.training]

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from pipeloom.training.losses.element_means import Means, UnequalMeans, means_of, replicas_text
 from pipeloom.training.losses.reductions import SCALED_SUM, Reduction, Reductions
+from pipeloom.training.losses.sample_halves import CannotAskError
+from pipeloom.training.losses.stage_halves import StageHalves
 from pipeloom.training.losses.term_rules import (
     Given,
     Rule,
@@ -61,6 +63,7 @@ class LossRule:
         self._model = type(model).__name__
         self.asks, self.contrasts, self._num_batches = True, False, 0
         self._is_decided, self._unequal = False, UnequalMeans()
+        self._halves: StageHalves | None = StageHalves()
         self._thread, self._to_tell, self._told = local(), "", set[str]()
 
     def __deepcopy__(self, _: Any) -> Self:
@@ -90,7 +93,7 @@ class LossRule:
             by_value: the rule of a loss that other functions made, if its value shows it.
         """
         seen: Reductions | None = getattr(self._thread, "seen", None)
-        self._thread.seen = None
+        self._thread.seen = self._thread.to_halve = None
         if seen is None or not self.asks:
             return
         if self._num_batches > (_NUM_ASKED if loss.is_cuda else _MOST_ASKED):
@@ -115,6 +118,8 @@ class LossRule:
         if not self._is_decided:
             self._decide(terms, others, means, given, by_value)
         self.asks = self._compare(means, given) or not self._is_decided
+        if (others is not None or self.rule is Rule.SAMPLES) and not self._told & {"rule", "contrasts"}:
+            self._thread.to_halve = terms, others, given
 
     def _decide(
         self,
@@ -164,6 +169,39 @@ class LossRule:
         if text is not None:
             self._tell_means(text, self._by(given))
         return text is None
+
+    def compare_halves(self, stage: nn.Module, value: Any, output: Any) -> None:
+        """Tell about a loss that combines otherwise than by the rule; after `learn`.
+
+        Args:
+            stage: the last one.
+            value, output: what it got and returned.
+        """
+        terms, others, given = getattr(self._thread, "to_halve", None) or ((), None, None)
+        self._thread.to_halve = None
+        if given is None or self._halves is None:
+            return
+        try:
+            found = self._halves.ask(stage, value, output, given.num_samples)
+        except CannotAskError:
+            self._halves = None
+            return
+        if found is None or found.means_differ:  # `_compare` tells about means that differ between micro-batches
+            return
+        if not found.combine_to(self._weights_of_halves(found.middle, given)):
+            seen = f"{others} ({found.text()})" if others else f"samples that depend on each other ({found.text()})"
+            self._tell("rule", self._unknown(terms, seen, given))
+            self._halves = None
+
+    def _weights_of_halves(self, middle: int, given: Given) -> tuple[float, float]:
+        """How the losses of the first samples and of the others are weighted, as those of micro-batches are."""
+        if self.rule is Rule.SUM and given.may_add:
+            return 1.0, 1.0
+        numbers = [middle, given.num_samples - middle]
+        if self.rule is not Rule.SAMPLES and given.labels is not None:
+            parts = given.labels[:middle], given.labels[middle:]
+            numbers = [self.counts_of(each)[self.rule is Rule.SHIFTED] for each in parts]
+        return numbers[0] / max(1, sum(numbers)), numbers[1] / max(1, sum(numbers))
 
     def elements(self) -> tuple[int, int]:
         """Over how many elements the loss of the last batch was a mean; see `LabelWeights`."""

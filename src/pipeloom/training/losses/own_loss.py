@@ -1,7 +1,7 @@
 """`OwnLoss`: the loss that a model of transformers computes from labels among its arguments."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from math import isnan
@@ -66,8 +66,13 @@ class OwnLoss:
         self._shared_shifts = getattr(function, "__name__", "") == "ForCausalLMLoss"
         self._rule = rule = LossRule(model)
         self.elements, self.compare_replicas = rule.elements, rule.compare_replicas  # see `LabelWeights`
+        self.compare_halves: Callable[[nn.Module, Any, Any], None] | None = None
         self._model, self._takes_any = type(model).__name__, takes_any
         self.returns_no_loss = not self._names and declares_no_loss(model)
+
+    def compare_with_halves(self) -> None:
+        """Let the last stage run for halves of samples too, which needs stages that exchange nothing in a forward."""
+        self.compare_halves = self._rule.compare_halves
 
     @property
     def takes_labels(self) -> bool:

@@ -32,7 +32,7 @@ class CannotAskError(Exception):
     """The loss draws random numbers, exchanges messages, changes a state, or takes no part of the samples."""
 
 
-class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RefusingEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises before a random number is drawn, a message is sent, or a tensor from outside is changed."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class SampleHalves:
             raise CannotAskError("enough were asked")
         self._left -= 1
         try:
-            with _Refusing():
+            with RefusingEffects():
                 return self._compare(output, targets, loss, knows_means)
         except CannotAskError:
             raise
