@@ -29,12 +29,14 @@ from pipeloom.split.planned.tracking.memory import ResultMemory
 from pipeloom.split.planned.tracking.origins import (
     EARLIER,
     LAST,
+    LATER,
     OWN,
     Origins,
     tensors_of,
     versions_of,
     with_tensors,
 )
+from pipeloom.split.planned.tracking.own_rules import OwnRules
 from pipeloom.split.planned.tracking.types import TypeWatch
 from pipeloom.split.stage_module import running
 
@@ -101,6 +103,7 @@ class ForwardRun:
         ] = {}  # id of zeros -> these, and what a part got in their place
         self.sends, self.plain, decisions, aliases = known or Known()
         self._memory.aliases |= aliases
+        self._rules = OwnRules()
         self.watch = DecisionWatch(decisions) if decisions else None
         self._lasting, self._early = lasting, 0  # decisions by inputs before that part
         self._early_decisions: tuple[Any, ...] = ()
@@ -114,7 +117,7 @@ class ForwardRun:
         if self.extras or self.draws is not None or around is not None:
             self.plain = frozenset()
         if self.origins is not None:
-            self.origins.on_change = self._changed_by_forward
+            self.origins.on_change, self.origins.on_hook = self._changed_by_forward, self._hooked_by_forward
             self.origins.mark([value for name, value in arrived.items() if name != "inputs"], OWN)
             self.origins.mark_given(inputs)
             if not arrived:
@@ -299,6 +302,7 @@ class ForwardRun:
         shared: list[Tensor] = []
         if origins is not None:
             self.check_current((args, settings))
+            self._rules.read((args, settings))
             combined = origins.argument_of_earlier(args, settings)
             if combined is not None:
                 raise place.argument_of_earlier(name, combined[0], origins.absent_in(combined[1]))
@@ -356,6 +360,19 @@ class ForwardRun:
     def _changed_by_forward(self, tensor: Tensor) -> None:
         self._change(f"the forward of {self.place.model}", tensor, of_all=True)
 
+    def _hooked_by_forward(self, tensor: Tensor) -> None:
+        """The forward registers a hook on a tensor, outside of all parts."""
+        assert self.origins is not None
+        origins = self.origins.of(tensor)
+        if not origins & (LATER | EARLIER):
+            self._rules.found |= dict.fromkeys(self.origins.results_in(origins), "a hook of a tensor")
+
+    @property
+    def shared_rule(self) -> tuple[str, str] | None:
+        """A gradient rule of the model's own that later stages apply too, and the module whose result it follows."""
+        rules = self._rules.found.items()
+        return next(((rule, name) for name, rule in rules if RESULT + name in self.found), None)
+
     def check_current(self, value: Any) -> None:
         """Raises SplitError for a value that something changes in place, of which this stage has a copy."""
         for stale, by, name in self._memory.stale:
@@ -387,6 +404,7 @@ class ForwardRun:
         given = tree_map_only(Tensor, Tensor.clone, result)
         if self.origins is not None:
             self.origins.replace(given, origin)
+            self._rules.begin(name, given)
             self._memory.add(name, result, given)
             if not self.origins.has_result(name):
                 self.origins.add_result(name, result, given)

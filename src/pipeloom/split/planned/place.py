@@ -213,6 +213,14 @@ class StagePlace:
             "Let it work on a copy (x = x.clone())",
         )
 
+    def shares_rule(self, rule: str, name: str) -> str:
+        """The warning for a gradient rule of the model's own between the parts, which several stages apply."""
+        return (
+            f"the forward of {self.model} applies {rule} to what follows from the result of {name!r} on several "
+            "stages, whose backwards get a part of the gradient each. The sum is right where backward is linear, as "
+            "derivatives are, and wrong for a rule such as clipping. Move it into a layer."
+        )
+
     def reads_given_module(self, part: str, name: str) -> SplitError:
         """The error for a part that reads or calls a module of another stage, which is among its arguments."""
         return self._cannot(

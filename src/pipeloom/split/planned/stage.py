@@ -13,6 +13,7 @@ They are found in the first forward of each form of inputs (see `tracking.origin
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -71,6 +72,7 @@ class PlannedStage(StageModule):
         self.current_run: ForwardRun | None = None
         self._others: OtherParts | None = None  # in the current forward
         self._cache: Any = None
+        self._has_warned = False
         self._copy = ModelCopy(self, self._where, model)
         base: Any = model.get_submodule(layout.base)
         self._without_caches = {name: False for name in ("use_cache", "use_mems") if _takes(name, base, model)}
@@ -297,6 +299,9 @@ class PlannedStage(StageModule):
 
     def _learn(self, form: Any, call: ForwardRun) -> None:
         """Keep what an exploring forward has found, unless the next one may go another way."""
+        if call.origins is not None and (shared := call.shared_rule) is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(self._where.shares_rule(*shared), stacklevel=2)
         if call.origins is not None and self._copy.attributes.unchanged(call.origins) and not call.decides:
             found = tuple(call.found), call.decisions, self._lasting, call.forms.unlike, call.aliases
             self._known.add(form, Known.of(self._where, *found))

@@ -57,6 +57,7 @@ class Origins(TorchFunctionMode):
         decisions: what it has read; `ANY` of values that parts compute, or that all inputs of this form have alike.
         given_decisions: how many of these follow from values of its inputs alone.
         on_change: called with a tensor that a function has changed in place.
+        on_hook: called with a tensor that gets a hook.
         watches: called with the arguments of each function that reads elements; None: nothing is.
     """
 
@@ -69,6 +70,7 @@ class Origins(TorchFunctionMode):
         self.differentiates = False
         self.whole_graphs: frozenset[str] | None = frozenset()
         self.on_change: Callable[[Tensor], None] = lambda tensor: None
+        self.on_hook: Callable[[Tensor], None] = lambda tensor: None
         self.watches: Callable[[Any], None] | None = None
         self._of: dict[int, tuple[Tensor, int]] = {}  # tensors are kept, so that no other gets their id
         self._results: dict[str, tuple[Any, int]] = {}
@@ -161,8 +163,11 @@ class Origins(TorchFunctionMode):
         result = func(*args, **settings)
         if self.quiet:
             return result
-        if args and isinstance(args[0], Tensor) and _changes_first(name):
-            self.on_change(args[0])
+        if args and isinstance(args[0], Tensor):
+            if _changes_first(name):
+                self.on_change(args[0])
+            elif name == "register_hook":
+                self.on_hook(args[0])
         if name in _OF_SHAPES:
             return result
         origins = self._all_of(args[:1] if name in _OF_FIRST else (args, settings))

@@ -1,0 +1,52 @@
+"""`OwnRules`: gradient rules of a model's own that several stages apply, each to a part of a gradient.
+
+A value between the parts of several stages is computed on each of them, and the gradients that it gets there are added
+up. A rule that is linear, as every derivative is, gives the same sum; one that clips or normalizes does not.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
+
+
+class OwnRules:
+    """Notes rules through which a stage's own parts read results of modules.
+
+    Attributes:
+        found: a rule, by the module whose result it follows from.
+    """
+
+    def __init__(self) -> None:
+        self._begins: dict[Any, str] = {}  # graph nodes of results, as the forward goes on with them
+        self.found: dict[str, str] = {}
+
+    def begin(self, name: str, given: Any) -> None:
+        """The forward goes on with `given`, the result of the module `name`."""
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                self._begins[leaf.grad_fn] = name
+
+    def read(self, value: Any) -> None:
+        """A part reads a value."""
+        nodes = [leaf.grad_fn for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        for node in self._between(nodes):
+            if isinstance(node, BackwardCFunction):
+                below = [self._begins[each] for each in self._between([node], to_results=True) if each in self._begins]
+                self.found |= dict.fromkeys(below, type(node).__name__.removesuffix("Backward"))
+
+    def _between(self, nodes: list[Any], *, to_results: bool = False) -> Iterator[Any]:
+        """The nodes of a graph from `nodes` back to results of modules, with those or without."""
+        seen, left = set[Any](), list(nodes)
+        while left:
+            node = left.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node not in self._begins:
+                left += [each for each, _ in node.next_functions]
+            elif not to_results:
+                continue
+            yield node
