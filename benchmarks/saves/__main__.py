@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.common.report import Parts, environment, markdown, save, table
+from benchmarks.common.run_times import Times, timed_run
 from benchmarks.common.statistics import ratio, spread
 
-from pipeloom.chaos.fault import VARIABLE, Order
 from pipeloom.train.checkpoint.manifest import verify
 
 CASES = {"none": "without checkpoints", "between": "between steps", "background": "in the background"}
-WARM_STEPS = 2
-
-
-class Times(NamedTuple):
-    """Of one run, in seconds: the median step, each stall at a checkpoint but the last, and all steps."""
-
-    step: float
-    stalls: list[float]
-    whole: float
 
 
 def run(case: str, out: Path, arguments: argparse.Namespace) -> Times:
@@ -41,31 +29,7 @@ def run(case: str, out: Path, arguments: argparse.Namespace) -> Times:
     words = [f"--{name}={value}" for name, value in options.items()]
     if case == "background":
         words.append("--background_saves=true")
-    order = Order(str(record), None).to_json()
-    command = [sys.executable, "-m", "pipeloom", "train", *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, VARIABLE: order})
-    return read(record, arguments.steps)
-
-
-def read(record: Path, steps: int) -> Times:
-    """The times of a run, of which each is that of its slowest rank."""
-    rows = [row for line in record.read_text().splitlines() if "phase" in (row := json.loads(line))]
-    begins: dict[int, dict[int, float]] = {}  # rank -> step -> when it began
-    saves: dict[int, dict[int, float]] = {}  # rank -> step -> when its checkpoint was begun
-    ends: dict[int, float] = {}
-    for row in rows:
-        words = row["phase"].split()
-        if words[0] == "step" and words[1].isdecimal():
-            begins.setdefault(row["rank"], {})[int(words[1])] = row["at"]
-        elif words[0] == "checkpoint" and row["steps"] < steps:
-            saves.setdefault(row["rank"], {}).setdefault(row["steps"], row["at"])
-        elif row["steps"] == steps:
-            ends.setdefault(row["rank"], row["at"])
-    ranks = begins.keys()
-    stalls = [max(begins[rank][step + 1] - saves[rank][step] for rank in ranks) for step in saves.get(0, {})]
-    plain = [step for step in range(WARM_STEPS + 1, steps) if step not in saves.get(0, {})]
-    step = statistics.median(begins[0][number + 1] - begins[0][number] for number in plain)
-    return Times(step, stalls, max(ends[rank] - begins[rank][WARM_STEPS + 1] for rank in ranks))
+    return timed_run(words, record, arguments.steps)
 
 
 def check(directory: Path) -> None:
