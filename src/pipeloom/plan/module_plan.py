@@ -86,30 +86,22 @@ def plan_module(
             raise InputError(f"{name}={value}: must be at least 1.")
     from pipeloom.split.stages import knows_layers
 
+    traced = layers is None and not knows_layers(model)
+    fixed, forbidden = _wishes(fix, forbid, type(model).__name__ if traced else None)
+    units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds, count if traced else None)
+    costs = ProfiledCosts(units=units, cluster=where)
     request = Request(
         devices=count,
         batch_size=global_batch_size,
         memory_bytes=_memory(where, count) if memory_bytes is None else memory_bytes,
-        fixed=parse_fixed(fix, "fix") if fix else {},
-        forbidden=(parse_forbidden(forbid, "forbid") if forbid else frozenset()) | set(WHOLE),
+        fixed={"precision": precision, **fixed},
+        forbidden=forbidden,
         optimizer=optimizer,
         objective=objective,
         top=1,
         ends_alone=False,
         in_python=True,
     )
-    check_whole(request.fixed, f"fix={fix}")
-    traced = layers is None and not knows_layers(model)
-    if traced:
-        request = replace(request, forbidden=request.forbidden | {"recompute"})
-        if "recompute" in request.fixed:
-            raise InputError(
-                f"fix={fix}: {type(model).__name__} is traced, and stages of a trace recompute as a whole, of which a "
-                "profile has no times. Remove recompute, or name the layers: layers=."
-            )
-    units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds, count if traced else None)
-    costs = ProfiledCosts(units=units, cluster=where)
-    request = replace(request, fixed={"precision": precision, **request.fixed})
     answer = find_plans(costs, request, accept=lambda found: why_not(costs, found))
     best = answer.plans[0]
     why = (
@@ -120,6 +112,23 @@ def plan_module(
     if traced:
         plan = replace(plan, cut=_modules_begun(units, best.of))
     return plan
+
+
+def _wishes(fix: str | None, forbid: str | None, traced: str | None) -> tuple[dict[str, Any], frozenset[str]]:
+    """What plans must have, and what they must not; `traced` is the class of a model that is traced.
+
+    Raises:
+        InputError: an unknown key or value, or one of which a profile has no times.
+    """
+    fixed = parse_fixed(fix, "fix") if fix else {}
+    forbidden = (parse_forbidden(forbid, "forbid") if forbid else frozenset()) | set(WHOLE)
+    check_whole(fixed, f"fix={fix}")
+    if traced is not None and "recompute" in fixed:
+        raise InputError(
+            f"fix={fix}: {traced} is traced, and stages of a trace recompute as a whole, of which a profile has no "
+            "times. Remove recompute, or name the layers: layers=."
+        )
+    return fixed, forbidden if traced is None else forbidden | {"recompute"}
 
 
 def _modules_begun(units: Sequence[Unit], of: Configuration) -> tuple[str, ...] | None:

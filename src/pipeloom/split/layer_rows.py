@@ -3,7 +3,7 @@
 The layers of a model that is traced are the calls of its modules.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -157,22 +157,37 @@ def measure_calls(
             rows[-1][samples] = last._replace(
                 forward=last.forward + forward, backward=last.backward + backward, kept=last.kept + kept
             )
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        names[id(parameter)] = name
+    held = [
+        {trace.held.get(source.name, "") for node in segment.nodes for source in node.all_input_nodes}
+        for segment in segments
+    ]
+    begun = modules_begun(nodes, segments)
+    names = [one or segment.name or type(model).__name__ for one, segment in zip(begun, segments, strict=True)]
+    counted = [not number or one is not None for number, one in enumerate(begun)]
+    return _rows_of_calls(model, names, counted, rows, held)
+
+
+def _rows_of_calls(
+    model: nn.Module,
+    names: Sequence[str],
+    counted: Sequence[bool],
+    rows: Sequence[Mapping[int, LayerRow]],
+    held: Sequence[Collection[str]],
+) -> list[MeasuredLayer]:
+    """One row per call, from what was measured of it, and the names of the tensors of the model that it reads."""
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    found: list[MeasuredLayer] = []
-    for segment, begun, row in zip(segments, modules_begun(nodes, segments), rows, strict=True):
-        read = {trace.held.get(source.name, "") for node in segment.nodes for source in node.all_input_nodes}
-        own = [parameters[name] for name in read & parameters.keys()]
+    found = []
+    for name, counts, row, read in zip(names, counted, rows, held, strict=True):
+        own = [parameters[each] for each in parameters if each in read]
         found.append(
             MeasuredLayer(
-                name=begun or segment.name or type(model).__name__,
-                counted=begun is not None or not found,
+                name=name,
+                counted=counts,
                 rows=row,
-                parameters={names[id(each)]: tuple(each.shape) for each in own},
-                buffer_elements=sum(buffers[name].numel() for name in read & buffers.keys()),
+                parameters={canonical[id(each)]: tuple(each.shape) for each in own},
+                buffer_elements=sum(buffers[each].numel() for each in buffers if each in read),
                 dtypes=frozenset(str(each.dtype) for each in own if each.is_floating_point()),
             )
         )

@@ -19,7 +19,7 @@ from pipeloom.training.losses.sample_halves import CannotAskError, RefusingEffec
 
 _NEAR = 1e-4  # between numbers that are equal, relative
 _NUM_ASKED = 4  # micro-batches
-_MOST_BYTES = 2**26  # of the output of a micro-batch that runs again
+_MOST_BYTES = 2**24  # of the output of a micro-batch that runs again: what its graph keeps is in no forecast
 
 
 class HalfLosses(NamedTuple):
