@@ -103,6 +103,9 @@ def _kept_bytes(pipe: pl.Pipeline, batch: tuple[Tensor, Tensor]) -> int:
 
         object.__setattr__(instruction, "run", run)
     pipe.step(*batch)  # whose forwards get copies of their inputs, to see whether they change them
+    threads = worker.state.wiring.mover._mover
+    for done in (threads.read(int), threads.write(int)):
+        done.result()  # a thread has what it moved last until it gets something else
     peaks.clear()
     pipe.step(*batch)
     return max(peaks)
