@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def train(model: nn.Module, num_ranks: int) -> tuple[list[str], float]:
-    """What is told, and the largest error of a gradient."""
+    """The warnings, and the largest error of a gradient."""
     twin = copy.deepcopy(model)
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     schedule = pl.schedules.build("1f1b", num_ranks=num_ranks, num_microbatches=2)

@@ -87,7 +87,7 @@ def plan_module(
     from pipeloom.split.stages import knows_layers
 
     traced = layers is None and not knows_layers(model)
-    fixed, forbidden = _wishes(fix, forbid, type(model).__name__ if traced else None)
+    fixed, forbidden = _constraints(fix, forbid, type(model).__name__ if traced else None)
     units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds, count if traced else None)
     costs = ProfiledCosts(units=units, cluster=where)
     request = Request(
@@ -114,7 +114,7 @@ def plan_module(
     return plan
 
 
-def _wishes(fix: str | None, forbid: str | None, traced: str | None) -> tuple[dict[str, Any], frozenset[str]]:
+def _constraints(fix: str | None, forbid: str | None, traced: str | None) -> tuple[dict[str, Any], frozenset[str]]:
     """What plans must have, and what they must not; `traced` is the class of a model that is traced.
 
     Raises:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import InputError
 from pipeloom.split.kept_bytes import KeptStorages, fresh
-from pipeloom.split.profile import Clock, LossFn, profile_layers, time_once, untouched
+from pipeloom.split.profile import Clock, LossFn, loss_alone, profile_layers, time_once, untouched
 from pipeloom.split.stages import single_layers
 
 
@@ -196,12 +196,7 @@ def _rows_of_calls(
 
 def _measure_loss(output: Any, targets: Any, loss_fn: LossFn, num_rounds: int) -> tuple[float, float, int]:
     """Median seconds of forward and backward of a loss, and the bytes that it keeps beside the output."""
-
-    def loss(value: Any) -> Any:
-        result = loss_fn(value, targets)
-        return result["loss"] if isinstance(result, Mapping) else result
-
-    same, output = nn.Identity(), tree_map(fresh, output)
+    loss, same, output = loss_alone(loss_fn, targets), nn.Identity(), tree_map(fresh, output)
     kept = KeptStorages(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     with torch.enable_grad(), kept:
         loss(tree_map(lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf, output))

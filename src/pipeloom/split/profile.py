@@ -67,15 +67,11 @@ def profile_layers(
     modules = [module for _, module in layers]
     clock = Clock(modules, value, timer)
 
-    def loss(output: Any) -> Any:
-        assert loss_fn is not None
-        result = loss_fn(output, targets)
-        return result["loss"] if isinstance(result, Mapping) else result  # a dict has metrics beside it
-
     times: list[LayerTime] = []
     with untouched(modules, clock.cuda):
         for name, module in layers:
-            tail = loss if loss_fn is not None and len(times) == len(layers) - 1 else None
+            is_last = len(times) == len(layers) - 1
+            tail = loss_alone(loss_fn, targets) if loss_fn is not None and is_last else None
             rounds = [time_once(module, value, clock, loss=tail) for _ in range(num_warmups + num_rounds)]
             forward, backward, _ = zip(*rounds[num_warmups:], strict=True)
             kept, value = kept_bytes(module, value)
@@ -83,6 +79,16 @@ def profile_layers(
             size = sum(parameter.nbytes for parameter in module.parameters())
             times.append(LayerTime(name, median(forward), median(backward), sent, size, kept))
     return times
+
+
+def loss_alone(loss_fn: LossFn, targets: Any) -> Callable[[Any], Any]:
+    """The loss of an output, without the metrics that a dict has beside it."""
+
+    def loss(output: Any) -> Any:
+        result = loss_fn(output, targets)
+        return result["loss"] if isinstance(result, Mapping) else result
+
+    return loss
 
 
 def steady_timer() -> Callable[[], float]:
