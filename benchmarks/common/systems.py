@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.common.links import EmulatedLinks
 from benchmarks.common.peers import DeepSpeedPipeline, TorchPipelining, parameters_of
@@ -24,7 +25,7 @@ Record = tuple[Action, float, float]
 
 
 class Pipeloom:
-    """`pipeloom.Pipeline` with a schedule, or the one of this name in its table."""
+    """`pipeloom.Pipeline` with a schedule, or the one of this name; "auto": a plan from measured layers."""
 
     def __init__(
         self,
@@ -39,6 +40,9 @@ class Pipeloom:
         import pipeloom as pl
 
         model = workload.model()
+        if schedule == "auto":
+            self._run(model, workload, planned(workload, num_ranks))
+            return
         if isinstance(schedule, str):
             plan = pl.schedules.build(schedule, num_ranks=num_ranks, num_microbatches=workload.num_microbatches)
         else:
@@ -52,9 +56,12 @@ class Pipeloom:
             chosen = SharedMemoryTransport(dist.get_rank(), all_gather_bytes, spin_seconds=spin_seconds)
             if links is not None:
                 chosen = DelayedTransport(chosen, links)
-        self._pipe = pl.Pipeline(
-            model, plan, loss_fn=workload.loss, cut=workload.cut(plan.num_stages), transport=chosen, slices=slices
-        )
+        self._run(model, workload, plan, cut=workload.cut(plan.num_stages), transport=chosen, slices=slices)
+
+    def _run(self, model: nn.Module, workload: Workload, plan: Any, **options: Any) -> None:
+        import pipeloom as pl
+
+        self._pipe = pl.Pipeline(model, plan, loss_fn=workload.loss, **options)
         self._batch = workload.batch()
         self.parameters = parameters_of(model, self._pipe.parameters())
 
@@ -70,13 +77,37 @@ class Pipeloom:
         self._pipe.close()
 
 
+def planned(workload: Workload, num_ranks: int) -> Any:
+    """The plan of `pipeloom.plan` for a pipeline of these ranks, from layers that rank 0 measures."""
+    import pipeloom as pl
+    from pipeloom.processes.collectives import all_gather_bytes
+
+    found = b""
+    if dist.get_rank() == 0:
+        inputs, targets = workload.batch()
+        size = len(inputs) // workload.num_microbatches
+        plan = pl.plan(
+            workload.model(),
+            (inputs[:size], targets[:size]),
+            cluster="local",
+            devices=num_ranks,
+            global_batch_size=len(inputs),
+            loss_fn=workload.loss,
+            fix={"pipeline": num_ranks, "microbatches": workload.num_microbatches},
+            forbid="recompute,offload",
+        )
+        print(f"plan: {'; '.join(plan.why)} {plan.make_schedule()}", flush=True)
+        found = json.dumps(plan.to_json()).encode()
+    return pl.Plan.from_json(json.loads(all_gather_bytes(found)[0]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class System:
     """A system under test, as data.
 
     Attributes:
         kind: "pipeloom", "torch", "deepspeed", "sequential" or "bare".
-        schedule: "gpipe", "1f1b", ... where `kind` has schedules; for pipeloom also a schedule itself.
+        schedule: "gpipe", "1f1b", ... where `kind` has schedules; for pipeloom also a schedule itself, or "auto".
         options: further arguments of the class behind `kind`.
         latency_seconds: of emulated links; None for the links as they are.
     """

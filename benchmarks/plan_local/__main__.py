@@ -22,7 +22,7 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
 from pipeloom.plan.local.references import References, Shape, lower_quartile
-from pipeloom.plan.local.trials import STEPS, WARM_UP, fastest, passes_of, tried
+from pipeloom.plan.local.trials import STEPS, WARM_UP, ranking, tried, turn
 
 KINDS = ("profile", "layers", "tables")  # of predictions
 CHOICES = ("trials", *KINDS)
@@ -150,7 +150,7 @@ def chosen_row(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     """The row with the least predicted seconds, or the one that trial steps choose."""
     several = [row for row in rows if "trial" in row] if kind == "trials" else []
     if several:
-        return several[fastest([row["trial"] for row in several])]
+        return several[ranking([row["trial"] for row in several])[0]]
     kind = _predictions(kind)
     return min(rows, key=lambda row: float(row["predicted"][kind]))
 
@@ -174,11 +174,14 @@ def measure_trials(case: Case, crew: Crew, rows: list[dict[str, Any]]) -> None:
     best = list(distinct.values())[::-1]
     predicted = [row["predicted"][KINDS[0]] for row in best]
     best = best[: tried(predicted)]
-    for _ in range(passes_of(predicted[: len(best)])):
-        for row in best:
+    for row in best if len(best) > 1 else ():
+        row["trial"] = []
+    while numbers := turn(predicted[: len(best)], [row.get("trial", []) for row in best]):
+        for number in numbers:
+            row = best[number]
             crew.call("build", row["label"], case.config, of_label[row["label"]])
             answers = crew.call("steps", row["label"], WARM_UP, STEPS)
-            row.setdefault("trial", []).extend(map(max, zip(*(each["steps"] for each in answers), strict=True)))
+            row["trial"].extend(map(max, zip(*(each["steps"] for each in answers), strict=True)))
             crew.call("close_all")
 
 

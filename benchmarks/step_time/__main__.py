@@ -45,6 +45,7 @@ ENTRIES = {
     "1 process, 1 thread, whole batch": Entry(1, 1, System(kind="sequential", options={"whole_batch": True})),
     "1 process, 2 threads, micro-batches": Entry(1, 2, System(kind="sequential")),
     "1 process, 2 threads, whole batch": Entry(1, 2, System(kind="sequential", options={"whole_batch": True})),
+    "pipeloom auto": Entry(2, 1, System(kind="pipeloom", schedule="auto")),
     "pipeloom 1f1b": Entry(2, 1, System(kind="pipeloom", schedule="1f1b")),
     "torch 1f1b": Entry(2, 1, System(kind="torch", schedule="1f1b")),
     "deepspeed 1f1b": Entry(2, 1, System(kind="deepspeed")),
@@ -56,6 +57,8 @@ ENTRIES = {
 ONE_THREAD = "1 process, 1 thread, micro-batches"
 SIDE_BY_SIDE = "two of these side by side"
 COMPARISONS = [
+    ("pipeloom auto", "pipeloom 1f1b"),
+    ("pipeloom auto", "pipeloom gpipe"),
     ("pipeloom 1f1b", "torch 1f1b"),
     ("pipeloom 1f1b", "deepspeed 1f1b"),
     ("pipeloom gpipe", "torch gpipe"),
@@ -104,10 +107,16 @@ def tables(results: dict[str, Any]) -> Parts:
                 ratio([share * t for t in seconds[limit]], values).show("{:.3f}") if limit in seconds else ""
                 for limit in (ONE_THREAD, SIDE_BY_SIDE)
             ]
-            rows.append((name, spread(values).show("{:.1f}", 1e3), *efficiencies, f"{result['errors'][name]:.0e}"))
+            beside = [ratio([t / NUM_RANKS for t in seconds[SIDE_BY_SIDE]], values)] if SIDE_BY_SIDE in seconds else []
+            without_bubble = beside[0].show("{:.3f}") if beside else ""
+            error = f"{result['errors'][name]:.0e}"
+            rows.append((name, spread(values).show("{:.1f}", 1e3), *efficiencies, without_bubble, error))
         parts.append(f"### {label}")
         parts.append(
-            table(("system", "ms per step", "efficiency", "relative to two side by side", "largest error"), rows)
+            table(
+                ("system", "ms per step", "efficiency", "of two beside", "without bubble", "largest error"),
+                rows,
+            )
         )
         pairs = [(a, b) for a, b in COMPARISONS if a in seconds and b in seconds]
         rows = [(f"{a} / {b}", ratio(seconds[a], seconds[b]).show("{:.3f}")) for a, b in pairs]

@@ -49,11 +49,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "qwen3_moe": MIXTURE,
-    # Linear attention keeps other states than keys and values, so whole sequences run for every token.
+    # Other states than keys and values are not kept, so whole sequences run for every token.
+    "mamba2": {"num_heads": 8, "n_groups": 2, "chunk_size": 4, "state_size": 8},
+    "falcon_mamba": {"state_size": 8},
     "qwen3_next": MIXTURE
     | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
 }
-ALIKE = ("qwen3", "phi3", "qwen3_moe", "qwen3_next")  # in whole grids: others have their caches
+ALIKE = ("qwen3", "phi3", "qwen3_moe", "qwen3_next", "falcon_mamba")  # in whole grids: others have their caches
 SCHEDULES = [("1f1b", 2, 4), ("gpipe", 3, 2), ("zb-v", 2, 3), ("interleaved", 3, 3)]
 
 

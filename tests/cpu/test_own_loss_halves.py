@@ -93,6 +93,33 @@ def test_a_loss_that_compares_samples_is_told() -> None:
         pipe.step(batch)
 
 
+GRADIENTS: dict[str, Loss] = {
+    "over its value": lambda y, t, w: F.cross_entropy(y, t) / F.cross_entropy(y, t).detach(),
+    "balanced": lambda y, t, w: F.cross_entropy(y, t) + balance(F.smooth_l1_loss(y, 0 * y), F.cross_entropy(y, t)),
+}
+
+
+def balance(one: Tensor, other: Tensor) -> Tensor:
+    """One loss, scaled to the value of another."""
+    return one * (other / one).detach()
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_loss_whose_gradients_alone_depend_on_other_samples_is_told(name: str) -> None:
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=4)
+    text = "whose gradients depend on other samples: the pipeline cannot tell"
+    with pl.Pipeline(make(GRADIENTS[name]), schedule, layers=LAYERS) as pipe, pytest.warns(UserWarning, match=text):
+        pipe.step(batch_of())
+
+
+def test_a_loss_that_compares_each_sample_with_the_others_is_told() -> None:
+    model = make(lambda y, t, w: F.cross_entropy(y @ y.detach().T, torch.arange(len(y))))
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=4)
+    text = "samples that depend on each other"
+    with pl.Pipeline(model, schedule, layers=LAYERS) as pipe, pytest.warns(UserWarning, match=text):
+        pipe.step(batch_of())
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("name", MEANS)
 def test_means_over_samples_are_not_told(name: str, schedule: str) -> None:

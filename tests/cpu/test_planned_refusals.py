@@ -65,6 +65,15 @@ class Skips(nn.Module):
         return self.e(y + (m + h).tanh()) + h.sin() * k
 
 
+class Hooked(Skips):
+    """Hooks what an early layer returns, which is zeros without a gradient on later stages."""
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        h.register_hook(lambda gradient: gradient * 2)
+        return self.e(self.d(self.c(self.b(h))))
+
+
 class Lost(Skips):
     """Its forward does not work on zeros, so the first stage does not find out what the last one reads."""
 
@@ -228,6 +237,11 @@ def test_hooks_and_replaced_forwards_run():
         (Twice(), {"layers": ["a", "b"]}, r"runs 'a' twice, in another order than layers"),
         (Residual(), {"layers": ["b", "a"]}, r"runs 'a' .* another order .*example=.*name other layers"),
         (Lost(), {"layers": ["a", "b", "c", "d", "e"], "cut": [2, 3]}, r"reads what earlier stages computed"),
+        (
+            Hooked(),
+            {"layers": ["a", "b", "c", "d", "e"], "cut": [2, 3]},
+            r"runs into RuntimeError: cannot register a hook .* before 'c', .* Move such code into the layers",
+        ),
     ],
 )
 def test_what_stages_cannot_run_is_refused(model, options, said):

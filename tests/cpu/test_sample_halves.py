@@ -93,6 +93,28 @@ def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_told_once(name: str, num_mic
     assert any(not torch.allclose(found, wanted, rtol=1e-3) for found, wanted in pairs)
 
 
+def balanced(o: Tensor, t: Tensor) -> Tensor:
+    """Two terms, the second scaled to the value of the first."""
+    one, other = F.mse_loss(o, t), F.smooth_l1_loss(o, 2 * t)
+    return one + other * (one / other).detach()
+
+
+DETACHED: dict[str, Loss] = {
+    "balanced": balanced,
+    "compiled": torch.compile(lambda o, t: F.mse_loss(o, t) / F.mse_loss(o, t).detach(), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 6, 12])
+@pytest.mark.parametrize("name", DETACHED)
+def test_gradients_that_depend_on_other_samples_are_told_once(name: str, num_microbatches: int) -> None:
+    text, gradients = told(DETACHED[name], num_microbatches=num_microbatches)
+    assert text.startswith("loss_fn gives samples gradients that depend on other samples")
+    assert " | " not in text
+    pairs = zip(gradients, whole(DETACHED[name]), strict=True)
+    assert any(not torch.allclose(found, wanted, rtol=1e-3) for found, wanted in pairs)
+
+
 class Centre(nn.Module):
     """Has a state that each call changes."""
 
@@ -118,6 +140,7 @@ MEANS: dict[str, Loss] = {
     "rows": lambda o, t: ((o - t) ** 2).sum(1).mean(),
     "centre": lambda o, t: (o - t).mean(),  # of both signs
     "state": Centre(),
+    "weighted by its own values": lambda o, t: ((o - t) ** 2 * (o - t).abs().detach()).mean(),
     "zero": lambda o, t: (o - t).relu().mean() * 0.0,
     "nothing": lambda o, t: o.mean() * float("inf"),
 }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeloom.plan.local.trials import MOST_PLANS, PASSES, fastest, passes_of, tried
+from pipeloom.plan.local.trials import CLOSE, MOST_PASSES, MOST_PLANS, PASSES, STEPS, ranking, tried, turn
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,35 @@ def test_plans_that_are_nearly_as_fast_are_tried(predicted, expected):
     assert tried(predicted) == expected
 
 
-@pytest.mark.parametrize(("predicted", "expected"), [([0.1] * 6, PASSES), ([2.0, 2.1], 1), ([0.4] * 5, 2)])
-def test_they_take_turns_as_often_as_time_allows(predicted, expected):
-    assert passes_of(predicted) == expected
+def turns(predicted: list[float], measured: list[float]) -> list[list[int]]:
+    """Who runs in each turn, where every step of a plan takes as long."""
+    trials: list[list[float]] = [[] for _ in measured]
+    found = []
+    while numbers := turn(predicted, trials):
+        found.append(numbers)
+        for number in numbers:
+            trials[number] += [measured[number]] * STEPS
+    return found
+
+
+def test_all_plans_take_turns_then_those_that_are_nearly_as_fast():
+    found = turns([0.1] * 4, [0.11, 0.1, 0.105, 0.102])
+    assert found == [[0, 1, 2, 3]] * PASSES + [[1, 2, 3]] * (MOST_PASSES - PASSES)
+
+
+def test_a_plan_that_is_clearly_the_fastest_ends_them():
+    assert turns([0.1, 0.1], [0.1, 0.1 * CLOSE + 0.001]) == [[0, 1]] * PASSES
+
+
+@pytest.mark.parametrize(("seconds", "plans", "expected"), [(2.0, 2, 1), (0.4, 5, 2), (0.3, 2, 7)])
+def test_they_take_turns_as_often_as_time_allows(seconds, plans, expected):
+    assert len(turns([seconds] * plans, [seconds] * plans)) == expected
 
 
 def test_the_fastest_is_the_one_that_is_least_disturbed():
     """Other load only ever makes a step longer, so neither a lucky nor a disturbed step decides."""
-    assert fastest([[1.1] * 8, [1.0, 1.0, 1.0, 1.1, 5.0, 5.0, 9.0, 9.0], [0.9, *[1.2] * 7]]) == 1
+    assert ranking([[1.1] * 8, [1.0, 1.0, 1.0, 1.1, 5.0, 5.0, 9.0, 9.0], [0.9, *[1.2] * 7]])[0] == 1
+
+
+def test_a_plan_that_was_left_out_is_not_the_fastest():
+    assert ranking([[0.9] * 5, [1.1] * 10, [1.0] * 10]) == [2, 1, 0]

@@ -9,8 +9,10 @@ from pipeloom.plan.local.references import lower_quartile
 
 MOST_PLANS = 6
 NEAR = 1.1  # predicted, over the least prediction
-WARM_UP, STEPS, PASSES = 2, 5, 3  # a machine is faster and slower in phases: plans take turns
-_MOST_SECONDS = 30.0  # predicted, of all trial steps
+WARM_UP, STEPS = 2, 5
+# A machine is faster and slower in phases, so plans take turns: all of them, then those that are nearly as fast.
+PASSES, MOST_PASSES, CLOSE = 3, 9, 1.06
+_MOST_SECONDS = 30.0  # of all trial steps
 
 
 def tried(predicted: Sequence[float]) -> int:
@@ -25,11 +27,28 @@ def tried(predicted: Sequence[float]) -> int:
     return len(near)
 
 
-def passes_of(predicted: Sequence[float]) -> int:
-    """How often plans with these predictions take turns."""
-    return max(1, min(PASSES, int(_MOST_SECONDS / (sum(predicted) * (WARM_UP + STEPS)))))
+def turn(predicted: Sequence[float], trials: Sequence[Sequence[float]]) -> list[int]:
+    """The plans that run `WARM_UP` and `STEPS` steps next, one after another; empty: enough is known, or time is up.
+
+    Args:
+        predicted: seconds per step of each plan.
+        trials: seconds of the steps that each has run, without those that warm up.
+    """
+    passes = [len(measured) // STEPS for measured in trials]
+    seconds = [
+        lower_quartile(measured) if measured else least for measured, least in zip(trials, predicted, strict=True)
+    ]
+    number, plans = max(passes), range(len(trials))
+    if number == MOST_PASSES:
+        return []
+    chosen = [plan for plan in plans if number < PASSES or seconds[plan] <= CLOSE * min(seconds)]
+    spent = sum(seconds[plan] * passes[plan] for plan in plans) + sum(seconds[plan] for plan in chosen)
+    if number and spent * (WARM_UP + STEPS) > _MOST_SECONDS:
+        return []
+    return chosen if len(chosen) > 1 else []
 
 
-def fastest(trials: Sequence[Sequence[float]]) -> int:
-    """The plan whose lower quartile of measured seconds is the least."""
-    return min(range(len(trials)), key=lambda number: lower_quartile(trials[number]))
+def ranking(trials: Sequence[Sequence[float]]) -> list[int]:
+    """The plans, fastest first: by the lower quartile of measured seconds, and first those that took the most turns."""
+    most = max(map(len, trials))
+    return sorted(range(len(trials)), key=lambda number: (len(trials[number]) < most, lower_quartile(trials[number])))

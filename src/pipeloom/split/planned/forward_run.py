@@ -107,7 +107,7 @@ class ForwardRun:
         self.watch = DecisionWatch(decisions) if decisions else None
         self._lasting, self._early = lasting, 0  # decisions by inputs before that part
         self._early_decisions: tuple[Any, ...] = ()
-        self.has_taken = False
+        self.has_taken = self._has_given = False
         self.inside: str | None = None
         self.called_inside: dict[str, str] = {}
         self.calls: dict[str, int] = {}
@@ -182,6 +182,11 @@ class ForwardRun:
         """Whether all own parts have run, and the rest of the forward only has, or shows, what later stages need."""
         place = self.place
         return len(self.done) == len(place.names) and place.last != place.end
+
+    @property
+    def has_only_zeros(self) -> bool:
+        """Whether the forward has got nothing yet of what arrived: zeros stand for results of earlier stages."""
+        return bool(self.place.first) and not self.has_taken and not self._has_given
 
     @property
     def explores(self) -> bool:
@@ -399,6 +404,7 @@ class ForwardRun:
 
     def given(self, name: str, result: Any, origin: int) -> Any:
         """What the forward gets of a module's result: a copy where the result is sent, since it may go on in place."""
+        self._has_given = True
         if self.origins is None and result is not self.result and RESULT + name not in self.sends:
             return result
         given = tree_map_only(Tensor, Tensor.clone, result)

@@ -158,6 +158,15 @@ class StagePlace:
             "self.shared in the forward), use a cut that keeps these layers together, or use one stage."
         )
 
+    def raised_on_zeros(self, error: Exception) -> SplitError:
+        """The error for code between parts of earlier stages that does not run on zeros."""
+        return self._cannot(
+            f"the forward of {self.model} runs into {one_line(error).rstrip('.')} before "
+            f"{self.names[0]!r}, on the stage that begins there: for results of earlier stages it has zeros without a "
+            "gradient",
+            "Move such code into the layers",
+        )
+
     def asks_type(self, call: str) -> SplitError:
         """The error for a forward that asks for the type of a stand-in."""
         return SplitError(

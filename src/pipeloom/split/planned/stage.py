@@ -271,7 +271,9 @@ class PlannedStage(StageModule):
             raise
         except PipeloomError:
             raise
-        except Exception:  # some code does not work on zeros
+        except Exception as error:  # some code does not work on zeros
+            if not call.is_past_own and call.has_only_zeros:
+                raise self._where.raised_on_zeros(error) from error
             if not call.is_past_own:
                 raise
             return self._message(form, call)

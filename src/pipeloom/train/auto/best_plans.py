@@ -9,7 +9,7 @@ from pipeloom.errors import PipeloomError
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.references import lower_quartile
-from pipeloom.plan.local.trials import MOST_PLANS
+from pipeloom.plan.local.trials import MOST_PLANS, ranking
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.answer import plan_of, predicted
 from pipeloom.plan.search.best_first import find_plans
@@ -94,10 +94,10 @@ def _chosen(costs: CostModel, found: Simulated, plans: Sequence[Simulated], cons
 
 def trials_text(best: Sequence[Chosen], trials: Sequence[Sequence[float]]) -> str:
     """What trial steps of some of the best plans took: ``1f1b: 5.2 ms, predicted 5.0; ..``, fastest first."""
-    measured = sorted(zip(map(lower_quartile, trials), best, strict=False), key=lambda pair: pair[0])
     return "; ".join(
-        f"{words_of(each.of)}: {seconds_text(seconds)}, predicted {seconds_text(each.times.step)}"
-        for seconds, each in measured
+        f"{words_of(best[number].of)}: {seconds_text(lower_quartile(trials[number]))}, predicted "
+        f"{seconds_text(best[number].times.step)}"
+        for number in ranking(trials)
     )
 
 

@@ -19,7 +19,7 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
 from pipeloom.plan.local.references import MOST_SAMPLES
 from pipeloom.plan.local.saved import local_path, notices
-from pipeloom.plan.local.trials import fastest, passes_of, tried
+from pipeloom.plan.local.trials import ranking, tried
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
 from pipeloom.train.auto.best_plans import Chosen, best_plans, predicted_times, trials_text
@@ -87,7 +87,7 @@ class RunPlanner:
             self._say(f"planning: trial steps of {len(plans)} plans")
         trials = self._trials(plans)
         if self._group.rank == 0:
-            number = fastest(trials) if trials else 0
+            number = ranking(trials)[0] if trials else 0
             said.append(f"plan for {_processes(self._group.size)}: {best[number].words}")
             if trials:
                 said.append(f"plan trials: {trials_text(best, trials)}")
@@ -108,8 +108,8 @@ class RunPlanner:
         if len(plans) < 2:
             return []
         configs = [planned_config(self._asked, plan) for plan in plans]
-        passes = passes_of([plan.predicted_step_seconds or 0.0 for plan in plans])
-        return measure_trials(configs, self._group, run_tokenizer(self._asked).vocabulary_size, passes=passes)
+        predicted = [plan.predicted_step_seconds or 0.0 for plan in plans]
+        return measure_trials(configs, predicted, self._group, run_tokenizer(self._asked).vocabulary_size)
 
     def _answer(self, chosen: Chosen, notes: Sequence[str]) -> dict[str, Any]:
         self._of = chosen.of

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from pipeloom.plan.local.trials import STEPS, WARM_UP
+from pipeloom.plan.local.trials import STEPS, WARM_UP, turn
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.process_group import Group, with_layout
 from pipeloom.train.run_model import RunModel
@@ -15,25 +15,26 @@ from pipeloom.training import BarrierStep
 
 
 def measure_trials(
-    configs: Sequence[TrainConfig], group: Group, vocabulary_size: int, *, passes: int
+    configs: Sequence[TrainConfig], predicted: Sequence[float], group: Group, vocabulary_size: int
 ) -> list[list[float]]:
     """Seconds of steps of each configuration on random tokens; every process calls it.
 
     Args:
-        configs: of a run whose processes are in no mesh yet.
+        configs: of a run whose processes are in no mesh yet. One has memory at a time.
+        predicted: seconds per step of each.
         group: its processes.
         vocabulary_size: of the model.
-        passes: the configurations take turns so often. One has memory at a time.
 
     Returns:
         Of each step the seconds of the slowest process, the same on every process.
     """
     found: list[list[float]] = [[] for _ in configs]
-    for _ in range(passes):
-        for times, config in zip(found, configs, strict=True):
+    while numbers := turn(predicted, found):
+        for number in numbers:
+            config = configs[number]
             layout = with_layout(group, config)
             every = group.gather_json(_seconds(RunModel(config, layout, vocabulary_size), config, group))
-            times += map(max, zip(*every, strict=True))
+            found[number] += map(max, zip(*every, strict=True))
             if layout.mesh is not None:
                 layout.mesh.close()
             gc.collect()

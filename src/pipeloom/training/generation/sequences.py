@@ -33,6 +33,7 @@ _UNSUPPORTED = {
     "return_dict_in_generate": False,
     "guidance_scale": None,
 }
+_CACHES = ("past_key_values", "cache_params")  # arguments of a forward; the second of state-space models
 _UNSUPPORTED_ARGUMENTS = ("assistant_model", "custom_generate", "negative_prompt_ids", "streamer", "synced_gpus")
 
 
@@ -91,13 +92,14 @@ class ModelSequences(Sequences):
     def __init__(self, model: Any, num_blocks: int, prompt: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         self._model = model
         found = _prepared(model, prompt, settings)
-        cache = found.arguments.get("past_key_values")
+        cache = next((each for name in _CACHES if (each := found.arguments.get(name)) is not None), None)
         if cache is not None and not _fits_stages(cache, num_blocks):
             found = _prepared(model, prompt, {**settings, "use_cache": False})
             cache = None
         self._arguments, self._processors, self._criteria = found.arguments, found.processors, found.criteria
         self._config, self._cache = found.config, cache
-        self._arguments.pop("past_key_values", None)
+        for name in _CACHES:
+            self._arguments.pop(name, None)
         self._caches: dict[nn.Module, Any] = {}
         self.ids, self._is_first = found.ids, True
         self.max_new_tokens = self._config.max_length - found.ids.shape[1]

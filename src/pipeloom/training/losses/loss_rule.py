@@ -40,6 +40,7 @@ from pipeloom.training.losses.term_rules import (
 )
 
 _NUM_ASKED = 2  # batches in which the host may wait for the device to learn the rule
+_NEAR = 1e-3  # between two values of a loss, relative
 _MOST_ASKED = 100  # batches that are watched, as long as nothing is known
 _WEIGHTS = {Rule.LABELS: 0, Rule.SHIFTED: 1, Rule.SAMPLES: 2, Rule.SUM: 3}  # where weights stand
 
@@ -118,7 +119,9 @@ class LossRule:
         if not self._is_decided:
             self._decide(terms, others, means, given, by_value)
         self.asks = self._compare(means, given) or not self._is_decided
-        if (others is not None or self.rule is Rule.SAMPLES) and not self._told & {"rule", "contrasts"}:
+        by_sample = self.rule is Rule.SAMPLES or _has_label_per_sample(given)
+        compares = others is not None or by_sample or not _is_sum_of(terms, loss)
+        if compares and not self._told & {"rule", "contrasts"}:
             self._thread.to_halve = terms, others, given
 
     def _decide(
@@ -186,10 +189,15 @@ class LossRule:
         except CannotAskError:
             self._halves = None
             return
-        if found is None or found.means_differ:  # `_compare` tells about means that differ between micro-batches
+        if found is None or (found.means_differ and self.asks):  # later micro-batches show which means differ
             return
-        if not found.combine_to(self._weights_of_halves(found.middle, given)):
+        weights = self._weights_of_halves(found.middle, given)
+        seen = ""
+        if not found.combine_to(weights):
             seen = f"{others} ({found.text()})" if others else f"samples that depend on each other ({found.text()})"
+        elif not found.gradients_combine_to(weights):
+            seen = f"{others or 'samples'} whose gradients depend on other samples"
+        if seen:
             self._tell("rule", self._unknown(terms, seen, given))
             self._halves = None
 
@@ -298,6 +306,16 @@ class LossRule:
         """How many count, as they are and without the first of each sample."""
         counted = self.counted(labels)
         return int(counted.sum()), int((counted[..., 1:] if counted.dim() > 1 else counted).sum())
+
+
+def _is_sum_of(terms: Sequence[Reduction], loss: Tensor) -> bool:
+    """Whether a loss has the value of its terms together: another may have a factor that they do not show."""
+    return abs(float(sum(each.result.detach() for each in terms)) - float(loss)) <= _NEAR * abs(float(loss))
+
+
+def _has_label_per_sample(given: Given) -> bool:
+    """Whether samples have one label each, which may be the numbers of samples that it is compared with."""
+    return given.labels is not None and given.labels.dim() == 1
 
 
 def ignored_label(model: Any) -> int | None:

@@ -1,6 +1,7 @@
 """`SampleHalves`: how the loss of a micro-batch follows from its samples, by its values for two halves of them.
 
-Whatever a loss_fn calls, its values show whether it is a mean over samples or over labels, a sum, or none of these.
+Whatever a loss_fn calls, its values and gradients show whether it is a mean over samples or over labels, a sum, or none
+of these.
 """
 
 import math
@@ -16,6 +17,7 @@ from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in
 from pipeloom.training.losses.element_means import Means, UnequalMeans, means_of
 from pipeloom.training.losses.labels import labels_of
 from pipeloom.training.losses.reductions import Reductions
+from pipeloom.training.losses.sample_gradients import Gradients, gradients_combine, gradients_of
 from pipeloom.transport.values import Value, flatten, unflatten, with_form
 
 _NEAR, _NUM_EPS = 1e-5, 2  # between numbers that are equal: relative, and in units of the rounding
@@ -25,6 +27,7 @@ _FEW = 4  # samples of a micro-batch that has no halves of at least two, as a st
 # Bytes of the output of a micro-batch. What a comparison takes is memory that no forecast knows: two micro-batches that
 # are joined, and copies, have to be small; of a large micro-batch, few samples are enough.
 _MOST_BYTES, _FEW_BYTES = 2**26, 2**18
+_GRADIENT_BYTES = 2**22  # of the output of samples whose gradients are compared, which takes several times as much
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 
@@ -75,6 +78,7 @@ class SampleHalves:
         self._loss_fn, self._ignored, self._weigh = loss_fn, ignored, weigh
         self._before: tuple[Value, Value, float] | None = None  # a micro-batch of few samples, and its loss
         self._left = _NUM_ASKED
+        self._differed = False  # whether gradients alone differed before
 
     @torch.no_grad()
     def ask(self, output: Value, targets: Value, loss: Tensor, *, knows_means: bool) -> str | None:
@@ -135,9 +139,21 @@ class SampleHalves:
             weights = [[self._weigh(_some(targets, half, num_samples)) for half in halves]]
         elif labels is not None:
             weights.append(counts_of_labels([labels[list(half)] for half in halves], self._ignored))
-        from_mean = min(abs(value - _mean(values, each)) for each in weights if any(each))
+        weights = [each for each in weights if any(each)]
+        from_means = [abs(value - _mean(values, each)) for each in weights]
         from_sum = abs(value - sum(values))
-        if from_mean <= far or near < from_sum <= far:
+        if min(from_means) <= near:
+            fits = [each for each, distance in zip(weights, from_means, strict=True) if distance <= near]
+            combine = self._gradients_combine(output, targets, halves, fits)
+            differed, self._differed = self._differed, not combine
+            if combine or not differed:  # halves with losses that are nearly equal hide a function that is not linear
+                return None
+            return (
+                "loss_fn gives samples gradients that depend on other samples, such as by a detached loss as a factor: "
+                "the pipeline trains with those of the micro-batches' losses, and those of the whole batch are others. "
+                "Let loss_fn be a mean over samples that do not depend on each other."
+            )
+        if min(from_means) <= far or near < from_sum <= far:
             return None
         if abs(self._evaluate(output, targets, again) - given) > near:
             raise CannotAskError("another value for the same samples")
@@ -168,6 +184,26 @@ class SampleHalves:
     def _evaluate(self, output: Value, targets: Value, samples: Sequence[int]) -> float:
         num = _num_samples(targets)
         return float(loss_in(self._loss_fn(_some(output, samples, num), _some(targets, samples, num))))
+
+    @torch.enable_grad()
+    def _gradients_combine(
+        self, output: Value, targets: Value, halves: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]
+    ) -> bool:
+        """Whether gradients with respect to the output are those of the halves, with one of these weights.
+
+        So it is said of large outputs, too, which are not compared.
+        """
+        num_samples, found = _num_samples(targets), list[Gradients]()
+        whole = range(halves[0][0], halves[-1][-1] + 1)
+        if _num_bytes(output) * len(whole) > _GRADIENT_BYTES * num_samples:
+            return True
+        for samples in (whole, *halves):
+            layout, values = flatten(_some(output, samples, num_samples, with_graph=True))
+            given = with_form(unflatten(layout, [each.clone() for each in values]), output)  # it may change them
+            loss = loss_in(self._loss_fn(given, _some(targets, samples, num_samples)))
+            found.append(gradients_of(loss, [each for each in values if each.dim()]))
+        shares = ([number / sum(each) for number in each] for each in weights)
+        return any(gradients_combine(found[0], found[1:], each) for each in shares)
 
     @torch.enable_grad()
     def _has_unequal_means(self, output: Value, targets: Value, halves: Sequence[Sequence[int]]) -> bool:

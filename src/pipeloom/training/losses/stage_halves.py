@@ -1,6 +1,7 @@
 """`StageHalves`: the losses of two halves of a micro-batch's samples, of a model that computes its own loss.
 
-The last stage runs again for each half. Whatever functions make the loss, its values show how losses combine.
+The last stage runs again for each half. Whatever functions make the loss, its values and its gradients with respect to
+the model's other results show how losses combine.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeloom.training.losses.element_means import UnequalMeans, means_of
 from pipeloom.training.losses.output_loss import loss_of_output
 from pipeloom.training.losses.reductions import Reductions
+from pipeloom.training.losses.sample_gradients import Gradients, gradients_combine, gradients_of
 from pipeloom.training.losses.sample_halves import CannotAskError, RefusingEffects
 
 _NEAR = 1e-4  # between numbers that are equal, relative
@@ -25,11 +27,13 @@ _MOST_BYTES = 2**24  # of the output of a micro-batch that runs again: what its 
 class HalfLosses(NamedTuple):
     """The loss of a micro-batch, and those of its first `middle` samples and of the others.
 
-    `means_differ`: whether it is seen to be a mean over elements of which halves have different numbers per sample.
+    `gradients`: of each, with respect to results with samples. `means_differ`: whether it is seen to be a mean over
+    elements of which halves have different numbers per sample.
     """
 
     value: float
     halves: tuple[float, float]
+    gradients: tuple[Gradients, Gradients, Gradients]
     middle: int
     num_samples: int
     means_differ: bool
@@ -43,6 +47,11 @@ class HalfLosses(NamedTuple):
         """Whether the loss is the sum of those of the halves with these weights."""
         found = sum(value * weight for value, weight in zip(self.halves, weights, strict=True))
         return abs(found - self.value) <= _NEAR * max(map(abs, (self.value, *self.halves)))
+
+    def gradients_combine_to(self, weights: tuple[float, float]) -> bool:
+        """Whether its gradients are those of the halves with these weights."""
+        whole, *halves = self.gradients
+        return gradients_combine(whole, halves, weights)
 
 
 class StageHalves:
@@ -65,19 +74,21 @@ class StageHalves:
         """
         if num_samples < 2:
             return None
-        own = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        own = _tensors(output)
         self._left -= 1
         if self._left < 0 or sum(each.nbytes for each in own) > _MOST_BYTES:
             raise CannotAskError("enough were asked, or a large output")
         if any(not each.dim() for each in tree_leaves(value) if isinstance(each, Tensor)):
             raise CannotAskError("a number that may count samples")
         middle, whole = num_samples // 2, _loss_in(output).item()
-        losses, unequal, texts = [], UnequalMeans(), []
+        losses, gradients, unequal, texts = [], list[Gradients](), UnequalMeans(), []
         for samples in (slice(0, middle), slice(middle, num_samples), slice(0, num_samples)):
+            number = samples.stop - samples.start
             with Reductions() as seen:
                 found = _run(stage, tree_map_only(Tensor, _cut(samples, num_samples), value))
             _check_same(own, found, samples, num_samples)
-            loss, number = _loss_in(found), samples.stop - samples.start
+            loss = _loss_in(found)
+            gradients.append(gradients_of(loss, [each for each in _tensors(found) if _has_samples(each, number)]))
             losses.append(loss.item())
             texts.append(unequal.compare(means_of(loss, seen, number), number, [number]))
         first, second, again = losses
@@ -85,7 +96,8 @@ class StageHalves:
             return None
         if abs(again - whole) > _NEAR * abs(whole):
             raise CannotAskError("another loss for the same samples")
-        return HalfLosses(whole, (first, second), middle, num_samples, any(texts))
+        by_sample = gradients[2], gradients[0], gradients[1]
+        return HalfLosses(whole, (first, second), by_sample, middle, num_samples, any(texts))
 
 
 def _run(stage: nn.Module, value: Any) -> Any:
@@ -114,13 +126,17 @@ def _loss_in(output: Any) -> Tensor:
 @torch.no_grad()
 def _check_same(whole: list[Tensor], output: Any, samples: slice, num_samples: int) -> None:
     """Raises CannotAskError unless results of these samples are those that they have beside the others."""
-    some = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    some = _tensors(output)
     pairs = [(one[samples], other) for one, other in zip(whole, some, strict=False) if _has_samples(one, num_samples)]
     if not pairs or len(whole) != len(some):
         raise CannotAskError("no results of single samples")
     for one, other in pairs:
         if one.shape != other.shape or not torch.allclose(one, other, rtol=_NEAR, atol=_NEAR * float(one.abs().max())):
             raise CannotAskError("other results for the same samples")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _has_samples(value: Tensor, num_samples: int) -> bool:
