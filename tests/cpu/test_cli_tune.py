@@ -77,9 +77,10 @@ def test_errors_are_one_line(capsys, own):
         (["--module", own], "must be MODULE:FUNCTION"),
         (["--module", f"{own}:nothing"], "nothing"),
         (["--module", f"{own}:alone"], "must be model and batch"),
-        (["--module", f"{own}:build", "--model.layers", "1"], "does not work with model.layers"),
+        (["--module", f"{own}:build", "--model.layers", "1"], "does not work with --model.layers"),
         (["--chunks", "2", "--module", f"{own}:build", "--devices", "cuda:7,cuda:8"], "'cuda:7' does not exist"),
         (["--rounds", "0", "--module", f"{own}:build"], "at least one round"),
+        (["--batch", "-1", "--module", f"{own}:build"], "--batch=-1: must be at least 1"),
     ):
         code, _, err = run(capsys, *words)
         assert (code, err.count("\n")) == (2, 1), err

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed
 
 from pipeloom.cli import doctor
+from pipeloom.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,3 +126,16 @@ def test_what_can_be_installed_beside_is_used_and_looked_for() -> None:
     del extras["benchmarks"]
     fixes = {module: package for module, (_, package) in doctor._EXTRAS.items()}
     assert fixes == {package: f"'pipeloom[{extra}]'" for extra, package in extras.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("local.txt", "must end in .json"), ("file/below/local.json", "Not a directory. Use a writable path.")],
+)
+def test_where_a_measurement_cannot_be_kept_is_told_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    monkeypatch.setattr("pipeloom.train.machine.measure.measure_machine", lambda: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=said):
+        doctor.main(["--measure", "--out", str(tmp_path / name)])

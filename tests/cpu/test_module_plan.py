@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import pipeloom as pl
 from pipeloom.errors import InputError
+from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.split.layer_rows import measure_calls, measure_layers
 
 
@@ -20,6 +23,8 @@ def loss_fn(output, targets):
 
 
 EXAMPLE = torch.zeros(8, 32), torch.zeros(8, 32)
+DGX = CLUSTERS["dgx-a100-80"]
+NO_HOST = replace(DGX, device=replace(DGX.device, host_bytes_per_second=None))
 
 
 def test_a_plan_of_any_module_runs_as_it_says():
@@ -114,6 +119,16 @@ def test_less_memory_recomputes_or_shards_more():
         ({"fix": "tensor=2"}, "tensor needs times of parts of layers"),
         ({"cluster": "dgx-b900"}, "cluster=dgx-b900"),
         ({"global_batch_size": 0}, "global_batch_size=0: must be at least 1"),
+        ({"global_batch_size": 8.5}, "global_batch_size=8.5: must be an integer"),
+        ({"devices": 2**40}, "devices=1099511627776: must be at most 1,048,576"),
+        ({"num_rounds": 0}, "num_rounds=0: must be at least 1"),
+        ({"memory_bytes": float("nan")}, "memory_bytes=nan: must be a number of bytes above 0"),
+        ({"memory_bytes": "1GiB"}, "memory_bytes='1GiB': must be a number of bytes above 0"),
+        ({"optimizer": "adamax"}, "optimizer='adamax': must be one of sgd, "),
+        ({"objective": "speed"}, "objective='speed': must be one of time, memory, cost"),
+        ({"fix": "data=1", "forbid": "data"}, "forbid=data: data is in fix too"),
+        ({"fix": "offload=0", "cluster": NO_HOST}, "offload: cluster dgx-a100-80 has no known bandwidth"),
+        ({"fix": {"data": 3}}, "Change devices, global_batch_size or fix."),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(options, said):
@@ -122,3 +137,14 @@ def test_what_cannot_be_planned_is_one_line(options, said):
         pl.plan(layers(2), torch.zeros(4, 32), **given)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_values_of_python_can_be_fixed():
+    fix = {
+        "pipeline": 2, "recompute": ["full", "none"], "blocks": (3, 1), "offload": None, "offload_states": False,
+        "tensor": 1,
+    }  # fmt: skip
+    found = pl.plan(
+        layers(), torch.zeros(4, 32), cluster="dgx-a100-80", devices=2, global_batch_size=8, num_rounds=1, fix=fix
+    )
+    assert (found.pipeline, found.cut, found.recompute) == (2, (3, 1), ("full", "none"))

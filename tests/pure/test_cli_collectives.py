@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -74,3 +75,9 @@ def test_errors(capsys, line, error):
     found = capsys.readouterr().err
     assert error in found
     assert len(found.splitlines()) == 1
+
+
+def test_nodes_of_one_device(capsys, tmp_path):
+    file = tmp_path / "cluster.json"
+    file.write_text(replace(CLUSTERS["dgx-h100"], devices_per_node=1).to_json())
+    assert json.loads(shown(capsys, f"gather --cluster {file} --json"))["devices"] == 2

@@ -101,6 +101,37 @@ def test_a_grid_with_holes_is_refused():
         parse_cluster(json.dumps(data))
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("device", "operations_per_second", 5e-324),
+        ("inside_node", "latency_seconds", 1e300),
+        (None, "efficiency", 1e-320),
+    ],
+)
+def test_a_cluster_with_figures_out_of_range_is_refused(section, name, value):
+    data = json.loads(machine().to_json())
+    (data if section is None else data[section])[name] = value
+    with pytest.raises(InputError, match=rf"{name}=\S+: must be .*1e-30"):
+        parse_cluster(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "message"),
+    [
+        ("products", {}, "missing key 'fp32'"),
+        ("curves", {"all_reduce": [[1.0, 1.0]]}, "missing key 'all_gather'"),
+        ("seconds", {"kernel": 1e-6}, "missing key 'send'"),
+        ("curves", {"update": [[2.0, 1.0], [1.0, 2.0]]}, "sizes must ascend"),
+    ],
+)
+def test_tables_that_predictions_need_are_there(part, content, message):
+    data = json.loads(machine().to_json())
+    data["measured"]["rates"][1][part] = content
+    with pytest.raises(InputError, match=message):
+        parse_cluster(json.dumps(data))
+
+
 def test_a_machine_that_is_not_measured_says_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = main(

@@ -135,12 +135,13 @@ def test_moves_are_never_fewer_than_the_bound(name, chunks):
         assert max(bound for bound, _ in bounds) >= 0.5 * max(moved)
 
 
-def test_offload_needs_a_link_to_the_host(capsys, tmp_path):
+@pytest.mark.parametrize("fixed", ["offload=2", "offload=0", "offload_states=true"])
+def test_offload_needs_a_link_to_the_host(capsys, tmp_path, fixed):
     file = tmp_path / "cluster.json"
     cluster = cost_model(MODEL, "dgx-a100-80", "pipeloom").cluster
     file.write_text(replace(cluster, device=replace(cluster.device, host_bytes_per_second=None)).to_json())
     words = ["--devices", "8", "--batch.size", "16", "--cluster", str(file), "--vocabulary_size", "1000"]
-    assert main(["plan", *words, "--fix", "offload=2"]) == 2
+    assert main(["plan", *words, "--fix", fixed]) == 2
     error = capsys.readouterr().err
-    assert "--fix=offload=2: offload: cluster dgx-a100-80 has no known bandwidth" in error
+    assert f"--fix={fixed}: {fixed.partition('=')[0]}: cluster dgx-a100-80 has no known bandwidth" in error
     assert error.count("\n") == 1

@@ -98,8 +98,11 @@ def test_a_cut_of_a_graph_sends_all_that_later_layers_read():
         (ROWS, [], 'Add "samples" to the file, or --fix microbatch_size=N.'),
         (ROWS, ["--fix", "microbatch_size=4,tensor=2"], "tensor needs times of parts of layers"),
         (NOT_KEPT, ["--fix", "microbatch_size=4,recompute=full"], "recompute needs `kept_bytes` of every layer"),
+        (ROWS, ["--fix", "microbatch_size=4,recompute=selective"], "recompute=selective needs times of parts"),
+        ([(*row[:1], 0.0, 0.0, *row[3:]) for row in ROWS], [], "no layer takes time"),
         (ROWS, ["--model.layers", "4"], "--model.layers: does not work with --profile"),
-        (ROWS, ["--vocabulary_size", "4"], "--vocabulary-size: does not work with --profile"),
+        (ROWS, ["--model.config", "gpt3-175b"], "--model.config: does not work with --profile"),
+        (ROWS, ["--vocabulary_size", "4"], "--vocabulary_size: does not work with --profile"),
     ],
 )
 def test_bad_input_is_one_line(written, capsys, rows, words, said):
@@ -117,3 +120,17 @@ def test_a_damaged_file_is_one_line(tmp_path, capsys, text):
     assert code == 2
     assert error.startswith(f"pipeloom: error: --profile {path}: the profile")
     assert error.count("\n") == 1
+
+
+def test_values_of_whole_layers_can_be_fixed(written, capsys):
+    whole = "tensor=1,context=1,expert=1,slices=1,sequence=false"
+    code, text, _ = plan(capsys, "--profile", written(ROWS, samples=4), "--fix", whole)
+    assert code == 0
+    assert "samples/s" in text
+
+
+def test_layers_without_memory(written, capsys):
+    rows = [(*row[:3], 0.0, 0.0, 0.0) for row in ROWS]
+    code, text, _ = plan(capsys, "--profile", written(rows, samples=4), "--objective", "memory")
+    assert code == 0
+    assert "samples/s" in text

@@ -18,6 +18,7 @@ from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.bounds import mixed_seconds
+from pipeloom.plan.search.comparison import usual_plan
 from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.request import Refusals, Request, parse_fixed
 from pipeloom.plan.search.shapes import Shapes, shape_of
@@ -257,6 +258,16 @@ def test_the_words_for_others():
         ("schedule=1f1b,chunks=2,pipeline=2", "chunks=2: schedule '1f1b' has 1 stage per rank"),
         ("sequence=true,tensor=1", "sequence=true has no effect with tensor=1"),
         ("pipeline=2,data=1,tensor=1,context=1", "pipeline=2 x data=1 x tensor=1 x context=1 use 2 of 8 devices"),
+        (
+            "data=2,microbatches=2,microbatch_size=2",
+            "data=2 x microbatches=2 x microbatch_size=2 are 8 of 16 samples",
+        ),
+        ("pipeline=4,recompute=full,none", "recompute=full,none: 2 stages cannot be divided by pipeline=4"),
+        ("pipeline=4,blocks=2,6", "blocks=2,6: 2 stages cannot be divided by pipeline=4"),
+        (
+            "data=2,data_strategy=zero1,data_granularity=chunk",
+            "data_granularity=chunk: works with data_strategy zero2 and zero3, not zero1",
+        ),
     ],
 )
 def test_the_error_says_which_fixed_values_do_not_divide(fixed, why):
@@ -317,3 +328,80 @@ def test_lines_have_the_plans():
     costs = cost_model(MODELS[0], "dgx-a100-80", "pipeloom")
     lines = lines_of([row_of(costs, found) for found in answer.plans], 80 * GIB)
     assert lines[1].split()[0] == "1"
+
+
+def test_more_ranks_than_blocks_are_named_as_given():
+    with pytest.raises(InputError, match="no plan can run: pipeline=16: more stages than the 8 blocks of the model"):
+        search(devices=16, fixed="pipeline=16")
+
+
+def test_fewer_devices_are_no_reason_where_the_cost_counts():
+    fixed = "pipeline=1,data=1,tensor=1,context=1,chunks=2"
+    with pytest.raises(InputError) as told:
+        search(fixed=fixed, objective="cost")
+    assert "of 8 devices" not in str(told.value)
+
+
+def test_kinds_of_recomputation_for_another_number_of_stages_are_no_lack_of_memory():
+    with pytest.raises(InputError, match="the kinds of recomputation do not fit the stages"):
+        search(fixed="recompute=full,none,full,none,schedule=1f1b,pipeline=2")
+
+
+def test_embedding_and_head_alone_can_be_fixed():
+    fixed = "pipeline=4,data=2,tensor=1,context=1,slices=1,schedule=1f1b,blocks=0,4,4,0"
+    assert search(fixed=fixed, top=1).plans[0].of.blocks == (0, 4, 4, 0)
+    with pytest.raises(InputError, match="each stage needs a block"):
+        search(fixed=fixed, ends_alone=False)
+    with pytest.raises(InputError, match="must be an integer of at least 1"):
+        parse_fixed("blocks=4,0,4")
+
+
+@pytest.mark.parametrize(
+    ("objective", "line"),
+    [
+        ("time", "no plan takes less than 2 s; plan 1 takes 50.0 % more."),
+        ("cost", "no plan takes less than 2 s x devices; plan 1 takes 50.0 % more."),
+        ("memory", "no plan needs less than 2 B per device; plan 1 needs 50.0 % more."),
+    ],
+)
+def test_a_search_that_ends_early_names_what_is_minimized(objective, line):
+    assert counts_of(Answer(objective=objective, value=3.0, least=2.0))[0] == f"The search ended early: {line}"
+    assert not counts_of(Answer(objective=objective, value=3.0, least=3.5))[0].startswith("The search ended early")
+
+
+def test_a_plan_file_does_not_call_a_plan_the_fastest_where_the_search_ended_early(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pipeloom.plan.search.tree.tree_search._MOST_STEPS", 1.0)
+    out = tmp_path / "plan.json"
+    words = "--cluster dgx-a100-80 --devices 8 --batch.size 16 --model.layers 8 --model.width 512 --model.heads 8"
+    assert main(["plan", *words.split(), "--vocabulary_size", "1000", "--out", str(out), "--json"]) == 0
+    why = " ".join(Plan.load(out).why)
+    assert "The search ended early" in why
+    assert "It is the fastest" not in why
+    capsys.readouterr()
+
+
+def test_the_usual_choice_has_the_tensor_degree_that_is_fixed():
+    costs = cost_model(MODELS[1], "dgx-a100-80", "pipeloom")
+    request = Request(devices=8, batch_size=32, memory_bytes=4 * GIB, fixed={"tensor": 1, "sequence": False})
+    found = usual_plan(costs, request)
+    assert found is not None
+    assert (found.of.inside.tensor, found.of.pipeline > 1) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers": 20_000}, "model layers=20000: must be at most 10,000"),
+        ({"width": 1e200}, "must be at most 1,099,511,627,776"),
+        ({"experts": 10**15, "top_k": 2}, "model experts=1000000000000000: must be at most"),
+    ],
+)
+def test_sizes_that_are_far_too_large_are_one_line(tmp_path, capsys, change, said):
+    file = tmp_path / "model.json"
+    sizes = {"layers": 8, "width": 512, "heads": 8, "vocabulary_size": 1000, "sequence_length": 512}
+    file.write_text(json.dumps(sizes | change))
+    words = f"--cluster dgx-a100-80 --devices 8 --batch.size 16 --model.config {file}"
+    assert main(["plan", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

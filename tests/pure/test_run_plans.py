@@ -8,12 +8,17 @@ from pipeloom import schedules
 from pipeloom.cli.train import parse
 from pipeloom.errors import InputError
 from pipeloom.passes import lower
+from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layers
 from pipeloom.sim import Costs, Network, simulate
+from pipeloom.train.auto import run_planner
+from pipeloom.train.auto.best_plans import best_plans
 from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.auto.same_losses import same_losses
 from pipeloom.train.config.automatic import for_processes
 from pipeloom.train.config.train_config import TrainConfig
+from tests.pure.test_local_machine import machine, model
 
 
 def row(factor=1.0):
@@ -101,6 +106,10 @@ def test_the_processes_of_an_automatic_plan(monkeypatch):
         (["--parallel", "auto", "--local"], "--parallel auto with local=true: runs all ranks in this process"),
         (["--parallel", "auto", "--processes", "0"], "processes=0: must be at least 1."),
         (["--parallel", "auto", "--memory.offload", "cpu"], "--parallel auto with memory.offload=cpu"),
+        (["--parallel", "auto", "--schedule", "pipedream"], "--parallel auto with schedule=pipedream: plans have"),
+        (["--parallel", "auto", "--schedule", "search"], "--parallel auto with schedule=search: plans have"),
+        (["--parallel", "auto", "--schedule", "orders.csv"], "--parallel auto with schedule=orders.csv: plans have"),
+        (["--parallel", "auto", "--schedule", "1f2b"], "schedule '1f2b' is unknown"),
     ],
 )
 def test_what_an_automatic_plan_refuses(options, message):
@@ -113,3 +122,31 @@ def test_an_automatic_plan_has_the_processes_of_torchrun():
     asked = replace(parse(["--parallel", "auto"]), processes=3)
     with pytest.raises(InputError, match="processes=3: torchrun started 2"):
         for_processes(asked, 2)
+
+
+def test_an_automatic_plan_keeps_the_format_of_gradients_and_names_options_of_train():
+    asked = parse(["--parallel=auto", "--precision.dtype=bf16", "--precision.gradients=same", "--batch.microbatches=3"])
+    costs = CostModel(model=model(), cluster=machine())
+    with pytest.raises(
+        InputError, match=r"--processes=2 --batch\.size=16: .* Change --processes, --batch\.size"
+    ):
+        best_plans(asked.changed("batch", size=16), costs, 2, lambda _: None)
+    found = best_plans(asked.changed("batch", size=16, microbatches=2), costs, 2, lambda _: None)
+    assert {each.plan.gradients for each in found} == {"same"}
+
+
+def test_a_measurement_that_is_damaged_or_cannot_be_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "pipeloom").mkdir()
+    for content in (b"{", b"\xff\xfe", b"{}"):
+        (tmp_path / "pipeloom" / "local.json").write_bytes(content)
+        assert run_planner._saved() is None
+    monkeypatch.setattr(run_planner, "measure_machine", machine)
+    found, unsaved = run_planner._measured_now()
+    assert (found, unsaved) == (machine(), None)
+    assert find_cluster("local", "--cluster") == machine()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found, unsaved = run_planner._measured_now()
+    assert found == machine()
+    assert unsaved.endswith("Not a directory")

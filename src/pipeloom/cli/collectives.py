@@ -104,7 +104,7 @@ def _devices(options: Any, cluster: Cluster | None) -> int:
         most = _PER_CORE * cores
         found = max(2, cores) if found is None else found
     elif found is None:
-        found = _DEVICES if cluster is None else cluster.devices_per_node
+        found = _DEVICES if cluster is None else min(max(2, cluster.devices_per_node), most)
     if not 2 <= found <= most:
         where = f", for processes on {cores} cores" if options.measure else ""
         raise InputError(f"--devices {found}: must be from 2 to {most:,}{where}.")

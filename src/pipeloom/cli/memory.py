@@ -51,7 +51,10 @@ def main(argv: Sequence[str]) -> int:
             raise InputError(f"--out={options.out}: a finished run makes no plan. Remove --out, or --run.")
         _print_run(read_memory(Path(options.run)), as_json=options.json)
         return 0
-    config = resolve_data_degree(to_config(options.as_dict()), None)
+    asked = to_config(options.as_dict())
+    if asked.parallel.auto:
+        raise InputError("--parallel auto: the degrees are unknown before a run. Give them, or --plan of a run.")
+    config = resolve_data_degree(asked, None)
     from pipeloom.train.config.rules.settings import validate_settings
 
     validate_settings(config)

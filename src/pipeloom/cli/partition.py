@@ -152,7 +152,7 @@ def _profile(given: dict[str, Any], num_ranks: int) -> tuple[Profile, dict[str, 
     """The profile of a file, or measured here; and options of a training run on the measured model."""
     if given["profile"] is not None:
         sized = given["inside"].processes > 1
-        check_file_alone(given, "--profile", ("batch", "write_profile"), "the layer times", sized=sized)
+        check_file_alone(given, "--profile", ("batch", "write-profile"), "the layer times", sized=sized)
         return parse_file("--profile", given["profile"], parse_profile_file), {}
     from pipeloom.plan.partition.profile import measure_gpt
 

@@ -25,9 +25,13 @@ from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.comparison import USUAL_NAME, more_memory, usual_plan
 from pipeloom.plan.search.request import (
     FIXABLE,
+    MOST_DEVICES,
+    MOST_SAMPLES,
     USUAL,
     Objective,
     Request,
+    check_conditions,
+    check_offload,
     parse_fixed,
     parse_forbidden,
     parse_precisions,
@@ -50,15 +54,13 @@ pipeloom plan --profile profile.json --cluster cluster.json --devices 4 --batch.
 """
 
 
-_MOST = {"devices": 2**20, "batch.size": 2**28, "top": 10_000, "model.layers": 10_000}  # larger ones would take minutes
+_MOST = {"devices": MOST_DEVICES, "batch.size": MOST_SAMPLES, "top": 10_000}
 
 
 def main(argv: Sequence[str]) -> int:
     """Search, and print the best plans; returns the exit code."""
     options = _parser().parse_args(list(argv))
     numbers = {"devices": options.devices, "batch.size": options.batch.size, "top": options.top}
-    if options.model.layers is not None:
-        numbers["model.layers"] = options.model.layers
     for name, value in numbers.items():
         if value < 1:
             raise InputError(f"--{name}={value}: must be at least 1.")
@@ -67,8 +69,7 @@ def main(argv: Sequence[str]) -> int:
     cluster = find_cluster(options.cluster, "--cluster")
     fixed = {} if options.fix is None else parse_fixed(options.fix)
     forbidden = frozenset[str]() if options.forbid is None else parse_forbidden(options.forbid)
-    if (both := next((key for key in fixed if key in forbidden), None)) is not None:
-        raise InputError(f"--forbid={options.forbid}: {both} is in --fix too. Remove it from one of them.")
+    check_conditions(fixed, forbidden, "--fix", f"--forbid={options.forbid}")
     precisions: tuple[str, ...] = () if options.precision is None else parse_precisions(options.precision)
     if precisions and "precision" in fixed:
         raise InputError(f"--precision={options.precision}: precision is in --fix too. Remove it from one of them.")
@@ -79,12 +80,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         planned = _planned(options, cluster, fixed)
     costs = planned.costs
-    given = next((key for key in ("offload", "offload_states") if fixed.get(key) not in (None, False)), None)
-    if given is not None and not costs.can_offload:
-        raise InputError(
-            f"--fix={options.fix}: {given}: cluster {cluster.name} has no known bandwidth from devices to a host with "
-            "memory of its own. Remove it, or add `host_bytes_per_second` to the device of the cluster file."
-        )
+    check_offload(fixed, cluster, f"--fix={options.fix}", can_offload=costs.can_offload)
     request = Request(
         devices=options.devices,
         batch_size=options.batch.size,
@@ -107,8 +103,9 @@ def main(argv: Sequence[str]) -> int:
 
         write_named("--html", options.html, plan_page(costs, request, answer, rows, lines, usual))
     if options.out is not None:
-        counted = f"It is the fastest of {answer.considered:,} configurations." if options.objective == "time" else ""
-        why = (*words.summary(rows[0]), *([counted] if counted else []), *lines)
+        end = words.early_end(answer)
+        counted = f"It is the fastest of {answer.considered:,} configurations."
+        why = (*words.summary(rows[0]), *(end or ([counted] if options.objective == "time" else [])), *lines)
         write_named("--out", options.out, replace(plan, why=why).to_json() + "\n")
     if options.json:
         print(json.dumps(json_of(answer, rows), allow_nan=False))

@@ -157,7 +157,7 @@ def _parser() -> Parser:
 def _costs(given: dict[str, Any]) -> tuple[SliceCosts, tuple[float, float] | None]:
     """The slice times and, where they were measured, the error of the fit (forward, backward)."""
     if given["costs"] is not None:
-        check_file_alone(given, "--costs", ("write_costs",), "the slice times", sized=given["inside"].tensor > 1)
+        check_file_alone(given, "--costs", ("write-costs",), "the slice times", sized=given["inside"].tensor > 1)
         return parse_file("--costs", given["costs"], parse_slice_costs), None
     from pipeloom.plan.slicing.measure_slices import measure_slices
 

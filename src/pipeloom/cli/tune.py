@@ -29,8 +29,11 @@ def main(argv: Sequence[str]) -> int:
     counts = given["balance"]
     balance: Any = counts if counts in ("time", "size", None) else _integers("--balance", counts)
     devices = [word for word in given["devices"].split(",") if word]
-    if given["module"] is not None and given_model(given):
-        raise InputError(f"--module {given['module']}: does not work with {', '.join(given_model(given))}. Remove one.")
+    if given["module"] is not None and (sizes := given_model(given)):
+        names = ", ".join(f"--{name}" for name in sizes)
+        raise InputError(f"--module {given['module']}: does not work with {names}. Remove one.")
+    if given["batch"] is not None and given["batch"] < 1:
+        raise InputError(f"--batch={given['batch']}: must be at least 1.")
     from pipeloom.pipe.tuning import measure_chunks
 
     model, inputs, loss_fn = _gpt(given) if given["module"] is None else _of_user(given["module"], given["batch"])
@@ -122,8 +125,11 @@ def _of_user(name: str, batch: int | None) -> tuple[Any, Any, Any]:
         found = function()
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         raise InputError(f"--module={name}: the function returned {folded(found)}: must be model and batch.")
+    from pipeloom.pipe.micro_batches import check_value
+
     model, inputs, *more = found
     if batch is not None:
+        check_value(inputs, f"--module={name}: the batch")
         inputs = tuple(each[:batch] for each in inputs) if isinstance(inputs, tuple) else inputs[:batch]
     return model, inputs, more[0] if more else None
 

@@ -1,9 +1,12 @@
 """Division of integers: degrees that divide a size, and parts of a size."""
 
+from math import isqrt
+
 
 def divisors(number: int) -> list[int]:
     """The divisors of a positive number, from 1 up to the number itself."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return [*small, *(number // n for n in reversed(small) if n * n != number)]
 
 
 def even_parts(total: int, num_parts: int) -> list[int]:

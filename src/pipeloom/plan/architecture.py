@@ -9,7 +9,12 @@ from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.parallel.traffic import LayerSizes
 
+_SIZES = (
+    *("layers", "width", "heads", "key_heads", "mlp_width", "vocabulary_size", "sequence_length"),
+    "experts_every",
+)
 _MOST_TRIED = 1 << 14  # divisors, for a hint
+_MOST, _MOST_LAYERS = 1 << 40, 10_000  # larger sizes are mistakes, and would overflow; more layers would take minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +40,8 @@ class Architecture:
         experts_every: block i has experts if `experts_every` divides i + 1.
 
     Raises:
-        InputError: a size is less than 1, heads do not divide width or key heads do not divide heads, or more experts
-            per token than there are.
+        InputError: a size is less than 1 or far too large, heads do not divide width, key heads do not divide heads, or
+            there are fewer experts than a token has.
     """
 
     name: str
@@ -58,10 +63,10 @@ class Architecture:
     experts_every: int = 1
 
     def __post_init__(self) -> None:
-        sizes = ("layers", "width", "heads", "key_heads", "mlp_width", "vocabulary_size", "sequence_length")
-        for name in (*sizes, "experts_every"):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise InputError(f"model {name}={getattr(self, name)}: must be at least 1.")
+        self._check_most()
         if self.experts is not None and not 0 < self.experts.top_k <= self.experts.experts:
             raise InputError(
                 f"model top_k={self.experts.top_k}: must be above 0 and at most experts={self.experts.experts}. Change "
@@ -76,6 +81,16 @@ class Architecture:
                 tried = range(first, max(first - _MOST_TRIED, 0), -1)
                 fit = next((n for n in tried if whole % n == 0), 1)
                 raise InputError(f"model {name}={folded(part)}: must divide {of}={folded(whole)}. Use {fit}.")
+
+    def _check_most(self) -> None:
+        """Raises InputError for a size that is too large."""
+        found = {name: getattr(self, name) for name in _SIZES} | {"head_width": self.given_head_width or 1}
+        if self.experts is not None:
+            found |= {name: getattr(self.experts, name) for name in ("experts", "expert_width", "shared")}
+        for name, value in found.items():
+            most = _MOST_LAYERS if name == "layers" else _MOST
+            if value > most:
+                raise InputError(f"model {name}={folded(value)}: must be at most {most:,}.")
 
     @classmethod
     def of_gpt(cls, sizes: GPTConfig) -> Self:

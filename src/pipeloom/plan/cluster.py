@@ -26,6 +26,7 @@ from typing import Any, Self
 from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.plan.local.measured import Measured, Rates
 
+_LEAST, _MOST = 1e-30, 1e30  # of rates, bytes and seconds: what is computed of them stays finite
 _HOST_PART = 0.8  # of host memory: the rest is for processes, data and files
 
 
@@ -191,6 +192,11 @@ def _read(kind: Any, entry: Entry) -> Any:
             values[name] = value.whole(least=1)
         elif name.endswith("efficiency"):
             values[name] = value.number(above=True, most=1)
+            if values[name] < _LEAST:
+                value.refuse(f"must be at least {_LEAST:g}")
         else:
-            values[name] = value.number(above=not name.endswith("_seconds"))  # a latency may be 0
+            number = value.number(above=not name.endswith("_seconds"))  # a latency may be 0
+            if number and not _LEAST <= number <= _MOST:
+                value.refuse(f"must be from {_LEAST:g} to {_MOST:g}")
+            values[name] = number
     return kind(**values)

@@ -6,18 +6,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING, Any
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, get_args
 
 from pipeloom.common.quantities import seconds_text
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, folded
+from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.named_clusters import find_cluster
+from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.profiled_costs import WHOLE, ProfiledCosts, Unit, UnitRow, check_whole, together
 from pipeloom.plan.search.answer import plan_of, predicted, why_not
 from pipeloom.plan.search.best_first import find_plans
-from pipeloom.plan.search.request import Objective, Request, parse_fixed, parse_forbidden
+from pipeloom.plan.search.request import (
+    MOST_DEVICES,
+    MOST_SAMPLES,
+    PYTHON,
+    Objective,
+    Request,
+    check_conditions,
+    check_offload,
+    parse_fixed,
+    parse_forbidden,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,28 +81,28 @@ def plan_module(
         optimizer: a name of `pipeloom memory --optimizers`.
         objective: "time", "memory" or "cost", as ``--objective``.
         fix, forbid: as ``--fix`` and ``--forbid`` of `pipeloom plan`, such as ``"schedule=1f1b,pipeline=4"``; `fix` may
-            be a dict.
+            be a dict, such as ``{"pipeline": 2, "recompute": ["full", "none"]}``.
         num_rounds: measurements whose median counts.
 
     Raises:
-        InputError: no plan fits, a size is less than 1, or an unknown name.
+        InputError: no plan fits, an argument is out of range, or an unknown name.
         SplitError: the model can neither be cut into layers nor traced.
 
     Source: the profile of layers is PipeDream's (arXiv:1806.03377, section 3.1).
     """
     if isinstance(fix, Mapping):
-        fix = ",".join(f"{key}={value}" for key, value in fix.items())
+        fix = ",".join(f"{key}={_word(value)}" for key, value in fix.items())
     where = find_cluster(cluster, "cluster") if isinstance(cluster, str) else cluster
     count = where.devices_per_node if devices is None else devices
-    for name, value in (("global_batch_size", global_batch_size), ("devices", count)):
-        if value < 1:
-            raise InputError(f"{name}={value}: must be at least 1.")
+    whole = {"global_batch_size": (global_batch_size, MOST_SAMPLES), "devices": (count, MOST_DEVICES)}
+    _check_arguments({**whole, "num_rounds": (num_rounds, MOST_SAMPLES)}, memory_bytes, optimizer, objective)
     from pipeloom.split.stages import knows_layers
 
     traced = layers is None and not knows_layers(model)
     fixed, forbidden = _constraints(fix, forbid, type(model).__name__ if traced else None)
     units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds, count if traced else None)
     costs = ProfiledCosts(units=units, cluster=where)
+    check_offload(fixed, where, f"fix={fix}", can_offload=costs.can_offload)
     request = Request(
         devices=count,
         batch_size=global_batch_size,
@@ -100,7 +113,7 @@ def plan_module(
         objective=objective,
         top=1,
         ends_alone=False,
-        in_python=True,
+        names=PYTHON,
     )
     answer = find_plans(costs, request, accept=lambda found: why_not(costs, found))
     best = answer.plans[0]
@@ -121,14 +134,39 @@ def _constraints(fix: str | None, forbid: str | None, traced: str | None) -> tup
         InputError: an unknown key or value, or one of which a profile has no times.
     """
     fixed = parse_fixed(fix, "fix") if fix else {}
-    forbidden = (parse_forbidden(forbid, "forbid") if forbid else frozenset()) | set(WHOLE)
+    forbidden = parse_forbidden(forbid, "forbid") if forbid else frozenset()
+    check_conditions(fixed, forbidden, "fix", f"forbid={forbid}")
+    forbidden |= set(WHOLE)
     check_whole(fixed, f"fix={fix}")
-    if traced is not None and "recompute" in fixed:
+    if traced is not None and set(fixed.get("recompute", ())) - {Recompute.NONE}:
         raise InputError(
             f"fix={fix}: {traced} is traced, and stages of a trace recompute as a whole, of which a profile has no "
             "times. Remove recompute, or name the layers: layers=."
         )
     return fixed, forbidden if traced is None else forbidden | {"recompute"}
+
+
+def _check_arguments(
+    whole: Mapping[str, tuple[Any, int]], memory_bytes: float | None, optimizer: str, objective: str
+) -> None:
+    """Raises InputError for a value out of range; `whole` are integers from 1, with the most."""
+    for name, (value, most) in whole.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise InputError(f"{name}={folded(value)}: must be an integer.")
+        if not 1 <= int(value) <= most:
+            raise InputError(f"{name}={value}: must be at {'least 1' if int(value) < 1 else f'most {most:,}'}.")
+    if memory_bytes is not None and not (isinstance(memory_bytes, Real) and float(memory_bytes) > 0):
+        raise InputError(f"memory_bytes={folded(memory_bytes)}: must be a number of bytes above 0.")
+    for name, word, known in (("optimizer", optimizer, OPTIMIZERS), ("objective", objective, get_args(Objective))):
+        if word not in known:
+            raise InputError(f"{name}={folded(word)}: must be one of {', '.join(known)}.")
+
+
+def _word(value: Any) -> str:
+    """A value as `parse_fixed` reads it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _modules_begun(units: Sequence[Unit], of: Configuration) -> tuple[str, ...] | None:

@@ -25,8 +25,8 @@ from pipeloom.plan.stage_times import Seconds
 from pipeloom.sim import Costs, Network
 from pipeloom.sim.costs import MOST_UNITS
 
-WHOLE = ("tensor", "context", "expert", "slices", "sequence")
-"""Keys of `pipeloom.plan.search.request.FIXABLE` that divide layers, of whose parts a profile has no times."""
+WHOLE = {"tensor": 1, "context": 1, "expert": 1, "slices": 1, "sequence": False}
+"""Keys of ``--fix`` that divide layers, of whose parts a profile has no times, and their values for whole layers."""
 _UPDATE_BYTES, _STATE_BYTES = 24.0, 8.0  # of an update per parameter, and per number of state: read and written
 
 
@@ -78,7 +78,9 @@ class Unit:
 
 def check_whole(fixed: Mapping[str, Any], source: str) -> None:
     """Raises InputError where a value needs times that a profile has not; `source` begins the message."""
-    if (wrong := next((name for name in WHOLE if name in fixed), None)) is not None:
+    parts = [name for name, whole in WHOLE.items() if fixed.get(name, whole) != whole]
+    parts += ["recompute=selective"] if Recompute.SELECTIVE in fixed.get("recompute", ()) else []
+    for wrong in parts[:1]:
         raise InputError(f"{source}: {wrong} needs times of parts of layers, which a profile has not. Remove it.")
 
 

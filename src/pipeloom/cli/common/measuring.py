@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.quantities import bytes_text, counted, seconds_text
+from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.local.saved import local_path, notices
 
@@ -13,10 +14,15 @@ def measure_and_save(out: str | None, *, as_json: bool) -> int:
     """Measure, save to `out` or to the file of cluster ``local``, and print; returns the exit code."""
     from pipeloom.train.machine.measure import measure_machine
 
+    path = Path(out) if out is not None else local_path()
+    if path.suffix != ".json":
+        raise InputError(f"--out={out}: must end in .json, as the cluster files that --cluster takes.")
+    try:  # before a measurement that takes a minute
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {path}: {error.strerror or error}. Use a writable path.") from error
     start = time.perf_counter()
     cluster = measure_machine()
-    path = Path(out) if out is not None else local_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_named("--out", str(path), cluster.to_json() + "\n")
     if as_json:
         print(cluster.to_json())

@@ -51,13 +51,13 @@ def measured_model(given: Mapping[str, Any], **sizes: Any) -> GPTConfig:
 def check_file_alone(
     given: Mapping[str, Any], file: str, others: Sequence[str], content: str, *, sized: bool = False
 ) -> None:
-    """Raise InputError if model sizes or `others` are given with the option `file`, whose file has `content`.
+    """Raise InputError if model sizes or options of `others` are given with option `file`, whose file has `content`.
 
     `sized`: sizes may be given, they are those of the model in the file.
     """
     given_too = [
         *(() if sized else given_model(given)),
-        *(name.replace("_", "-") for name in others if given[name] is not None),
+        *(name for name in others if given[name.replace("-", "_")] is not None),
     ]
     if given_too:
         names = ", ".join(f"--{name}" for name in given_too)

@@ -134,7 +134,7 @@ def planned_model(given: Mapping[str, Any], batch_size: int, optimizer: str) -> 
         model = _sized(_of_file(named["config"]), length, given["vocabulary_size"])
         return PlannedModel(model=model, options=None, check=check_mesh)
     if named["pretrained"] is not None:
-        words = {"pretrained": named["pretrained"], **({"sequence_length": length} if length else {})}
+        words = {"pretrained": named["pretrained"], **({} if length is None else {"sequence_length": length})}
         config = TrainConfig.from_mapping({**mapping, "model": words})
         assert config.facts is not None
         model = architecture_of(config.facts.content, f"--model.pretrained={named['pretrained']}")

@@ -48,7 +48,7 @@ def plan_page(
         peak_bytes=found.peak_bytes,
         memory_bytes=None if request.memory_bytes == inf else request.memory_bytes,
         timeline=found.timeline,
-        reasons=[*words.summary(rows[0]), *reasons],
+        reasons=[*words.summary(rows[0]), *words.early_end(answer), *reasons],
         refused=answer.refused,
         others=others,
     )

@@ -29,11 +29,12 @@ def planned_profile(given: Mapping[str, Any], cluster: Cluster, fixed: Mapping[s
     from pipeloom.plan.partition.graph_text import parse_profile_file
     from pipeloom.plan.profile_units import has_kept_bytes, units_of
 
-    others = [f"model.{name}" for name in ("config", "pretrained") if given["model"][name] is not None]
-    check_file_alone(given, _OPTION, ("vocabulary_size", "precision", *others), "the layers")
+    check_file_alone(given, _OPTION, ("vocabulary_size", "precision"), "the layers")
     check_whole(fixed, f"--fix={given['fix']}")
     path = given["profile"]
     profile = parse_file(_OPTION, path, parse_profile_file)
+    if not any(layer.forward_seconds + layer.backward_seconds for layer in profile.layers):
+        raise InputError(f"{_OPTION} {path}: no layer takes time. Profile the model again.")
     samples = profile.samples or fixed.get("microbatch_size")
     if samples is None:
         raise InputError(

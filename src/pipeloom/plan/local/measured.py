@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Self
 
 from pipeloom.common.json_reader import Entry
@@ -169,29 +169,47 @@ class Measured:
         rates = tuple(_rates(each) for each in values["rates"].members())
         if not rates:
             raise InputError(f"{values['rates'].place}=[]: must have an entry. Run `pipeloom doctor --measure` again.")
+        cores = values["cores"].whole(least=1)
+        for each, tables in zip(values["rates"].members(), rates, strict=True):
+            if tables.processes <= cores:
+                each.fields(_RATES)["products"].fields(FORMATS)
         return cls(
             **{name: values[name].text() for name in ("date", "machine", "torch")},
-            cores=values["cores"].whole(least=1),
+            cores=cores,
             rates=tuple(sorted(rates, key=lambda each: each.processes)),
         )
 
 
+_RATES = ("processes", "threads", "products", "curves", "seconds")
+_TOGETHER = {"curves": ("all_gather", "message"), "seconds": ("send", "receive")}  # of entries with all_reduce
+
+
 def _rates(entry: Entry) -> Rates:
-    values = entry.fields(("processes", "threads", "products", "curves", "seconds"))
+    values = entry.fields(_RATES)
     products = values["products"].fields((), FORMATS)
     curves = values["curves"].fields((), CURVES)
     seconds = values["seconds"].fields((), SECONDS)
+    for part, names in _TOGETHER.items() if "all_reduce" in curves else ():
+        values[part].fields(names, CURVES if part == "curves" else SECONDS)
     return Rates(
         processes=values["processes"].whole(least=1),
         threads=values["threads"].whole(least=1),
         products={kind: _grid(rows) for kind, rows in products.items()},
-        curves={name: tuple(_row(row, 2) for row in rows.members()) for name, rows in curves.items()},  # type: ignore[misc]
+        curves={name: _curve(rows) for name, rows in curves.items()},
         seconds={name: each.number() for name, each in seconds.items()},
     )
 
 
 def _row(entry: Entry, length: int) -> tuple[float, ...]:
     return tuple(each.number(above=True) for each in entry.members(length=length))
+
+
+def _curve(entry: Entry) -> Curve:
+    rows: Any = tuple(_row(row, 2) for row in entry.members())
+    if any(a[0] >= b[0] for a, b in pairwise(rows)):
+        entry.refuse("sizes must ascend", "Run `pipeloom doctor --measure` again")
+    found: Curve = rows
+    return found
 
 
 def _grid(entry: Entry) -> Products:

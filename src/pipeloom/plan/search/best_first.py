@@ -17,7 +17,7 @@ from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.request import Objective, Request
 from pipeloom.plan.search.shapes import MANY_DEVICES
 from pipeloom.plan.search.simulated import Simulated, Steps
 from pipeloom.plan.search.space import CanRun
@@ -36,18 +36,22 @@ class Answer:
     """What a search found.
 
     Attributes:
+        objective: what is minimized.
         plans: best first.
         refused: configurations by reason.
         considered: configurations that were refused, discarded by their bound, or simulated.
         simulated: number of simulated ones.
+        value: what is minimized, of the best plan.
         least: no configuration that was not looked at is below it; infinite where none is left.
         seconds: of the search.
     """
 
+    objective: Objective = "time"
     plans: list[Simulated] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     considered: int = 0
     simulated: int = 0
+    value: float = inf
     least: float = inf
     seconds: float = 0.0
 
@@ -81,13 +85,14 @@ def find_plans(
     """
     begin, steps, simulated = time.perf_counter(), steps or Steps(costs), 0
     coarse = request.devices > MANY_DEVICES and "data_granularity" not in request.fixed and not exhaustive
+    coarse = coarse and request.objective != "memory"  # finer granularities need less
     first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
 
-    def searched(of: Request, plans: Sequence[Simulated]) -> tuple[TreeSearch, list[Simulated]]:
+    def searched(of: Request, plans: Sequence[Simulated]) -> tuple[TreeSearch, BestPlans]:
         best = BestPlans(of, accept, plans)
         search = TreeSearch(steps, of, best, exhaustive=exhaustive, can_run=can_run, part=part)
         search.run()
-        return search, best.plans
+        return search, best
 
     with _rare_collections():
         best = list(known)
@@ -97,22 +102,24 @@ def find_plans(
                 search = TreeSearch(steps, few, look, exhaustive=False, can_run=can_run, part=_FIRST_LOOK)
                 search.run()
                 simulated, best = simulated + search.simulated, look.plans
-        search, plans = searched(first, best)
-        far = not plans or plans[0].step_seconds > _FAR * search.least
-        if coarse and far and request.objective != "memory":  # finer granularities need less memory, and hide less
+        search, found = searched(first, best)
+        far = not found.plans or found.value(found.plans[0]) > _FAR * search.least
+        if coarse and far:  # finer granularities need less memory, and hide less
             simulated += search.simulated
-            search, plans = searched(request, plans)
-        if not plans:
+            search, found = searched(request, found.plans)
+        if not found.plans:
             least: Sequence[Simulated] = ()
             if search.refusals.least_bytes < inf:
-                _, least = searched(replace(request, memory_bytes=inf, objective="memory", top=1), ())
+                least = searched(replace(request, memory_bytes=inf, objective="memory", top=1), ())[1].plans
             raise InputError(no_plan(costs, request, search.refusals, least[0].peak if least else inf))
     simulated += search.simulated
     return Answer(
-        plans=plans,
+        objective=request.objective,
+        plans=found.plans,
         refused=dict(search.refusals.reasons.most_common()),
         considered=search.refusals.considered + simulated,
         simulated=simulated,
+        value=found.value(found.plans[0]),
         least=search.least,
         seconds=time.perf_counter() - begin,
     )

@@ -47,9 +47,8 @@ def usual_plan(costs: CostModel, request: Request, **asked: Any) -> Simulated | 
     """
     node, model = costs.cluster.devices_per_node, costs.model
     common = gcd(model.heads, request.devices, model.mlp_width)
-    tensor = max(n for n in divisors(common) if n <= node)
     usual = {
-        "tensor": tensor,
+        "tensor": max(n for n in divisors(common) if n <= node),
         "context": 1,
         "slices": 1,
         "schedule": "1f1b",
@@ -59,8 +58,9 @@ def usual_plan(costs: CostModel, request: Request, **asked: Any) -> Simulated | 
         "offload": None,
     }
     fixed = {**usual, **request.fixed}
-    for pipeline in [request.fixed["pipeline"]] if "pipeline" in request.fixed else range(1, costs.num_blocks + 1):
-        if request.devices % (pipeline * tensor):
+    degrees = [n for n in divisors(request.devices) if n <= costs.num_blocks]
+    for pipeline in [fixed["pipeline"]] if "pipeline" in fixed else degrees:
+        if request.devices % (pipeline * fixed["tensor"]):
             continue
         try:
             few = replace(request, fixed={**fixed, "pipeline": pipeline}, forbidden=frozenset(), top=1)

@@ -4,16 +4,25 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pipeloom import schedules
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.options import DType, GradientDType
+from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.links import ORDER
 
 Objective = Literal["time", "memory", "cost"]
+MOST_DEVICES, MOST_SAMPLES = 2**20, 2**28  # larger numbers would take minutes
+
+
+def score(objective: Objective, seconds: float, peak: float, devices: int) -> float:
+    """What is minimized, of a step with these seconds and this peak memory."""
+    if objective == "time":
+        return seconds
+    return peak if objective == "memory" else seconds * devices
 
 
 def _whole(word: str) -> int:
@@ -49,7 +58,10 @@ def _order(word: str) -> tuple[str, ...]:
 
 
 def _blocks(word: str) -> tuple[int, ...]:
-    return tuple(map(_whole, word.split(",")))
+    """Embedding and head may be stages without a block."""
+    words = word.split(",")
+    ends = {0, len(words) - 1} if len(words) > 1 else set()
+    return tuple(0 if each == "0" and at in ends else _whole(each) for at, each in enumerate(words))
 
 
 def _recompute(word: str) -> tuple[str, ...]:
@@ -107,6 +119,23 @@ def parse_fixed(text: str, option: str = "--fix") -> dict[str, Any]:
     return found
 
 
+def check_conditions(fixed: Mapping[str, Any], forbidden: frozenset[str], fix: str, forbid: str) -> None:
+    """Raises InputError for a key that is both fixed and forbidden; `fix` and `forbid` are what messages call them."""
+    if (both := next((key for key in fixed if key in forbidden), None)) is not None:
+        raise InputError(f"{forbid}: {both} is in {fix} too. Remove it from one of them.")
+
+
+def check_offload(fixed: Mapping[str, Any], cluster: Cluster, fix: str, *, can_offload: bool) -> None:
+    """Raises InputError where offload is fixed and a cluster has none; `fix` is what the message calls it."""
+    usual = {"offload": None, "offload_states": False}
+    given = next((key for key, value in usual.items() if key in fixed and fixed[key] is not value), None)
+    if given is not None and not can_offload:
+        raise InputError(
+            f"{fix}: {given}: cluster {cluster.name} has no known bandwidth from devices to a host with memory of its "
+            "own. Remove it, or add `host_bytes_per_second` to the device of the cluster file."
+        )
+
+
 def parse_forbidden(text: str, option: str = "--forbid") -> frozenset[str]:
     """The keys of ``--forbid offload,context``. Raises InputError for one that cannot be forbidden."""
     keys = [word.strip() for word in text.split(",")]
@@ -127,6 +156,19 @@ def parse_precisions(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+class Names(NamedTuple):
+    """What messages call the number of devices, the batch size, and what is fixed."""
+
+    devices: str
+    batch: str
+    fix: str
+
+
+COMMAND = Names("--devices", "--batch.size", "--fix")  # of `pipeloom plan`
+PYTHON = Names("devices", "global_batch_size", "fix")  # of `pipeloom.plan`
+TRAIN = Names("--processes", "--batch.size", "other options")  # of `pipeloom train --parallel auto`
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is planned.
@@ -142,7 +184,7 @@ class Request:
         top: number of plans.
         ends_alone: whether embedding and head can be stages without a block.
         precisions: number formats that plans may have; empty: the usual one of the cluster.
-        in_python: whether messages name arguments of `pipeloom.plan`, not options of the command line.
+        names: what messages call what is asked.
     """
 
     devices: int
@@ -155,13 +197,12 @@ class Request:
     top: int = 3
     ends_alone: bool = True
     precisions: tuple[str, ...] = ()
-    in_python: bool = False
+    names: Names = COMMAND
 
     @property
     def asked(self) -> str:
         """Devices and samples, for the beginning of a message."""
-        names = ("devices", "global_batch_size") if self.in_python else ("--devices", "--batch.size")
-        return " ".join(f"{name}={size}" for name, size in zip(names, (self.devices, self.batch_size), strict=True))
+        return f"{self.names.devices}={self.devices} {self.names.batch}={self.batch_size}"
 
     @property
     def kinds(self) -> tuple[Recompute, ...]:

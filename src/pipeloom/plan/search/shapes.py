@@ -140,7 +140,11 @@ class Shapes:
         """Even ones, and those with the least work of the rank that has most."""
         given = self._request.fixed.get("blocks")
         if given is not None:
-            return [given] if len(given) == placement.num_stages and sum(given) == self._layers else []
+            fits = len(given) == placement.num_stages and sum(given) == self._layers
+            if not fits or (0 in given and not self._request.ends_alone):
+                self._refusals.add("the blocks do not fit the stages")
+                return []
+            return [given]
         even = tuple(even_blocks(self._layers, placement.num_stages))
         if not self._request.ends_alone:
             seconds = [sum(each) for each in self.block_seconds(of)]

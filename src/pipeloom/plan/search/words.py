@@ -142,17 +142,25 @@ def lines_of(rows: Sequence[Row], memory_bytes: float) -> list[str]:
 
 def counts_of(answer: Answer) -> list[str]:
     """How many configurations were considered, and why others were not."""
-    lines = [
+    return [
+        *early_end(answer),
         f"{answer.considered:,} configurations considered, {answer.simulated:,} simulated, in "
-        f"{seconds_text(answer.seconds)}. Refused or discarded:"
+        f"{seconds_text(answer.seconds)}. Refused or discarded:",
+        *(f"  {count:>9,}  {reason}" for reason, count in answer.refused.items()),
     ]
-    if answer.least < inf:
-        more = percent_text(answer.plans[0].step_seconds / answer.least - 1)
-        text = (
-            f"The search ended early: no plan takes less than {seconds_text(answer.least)}; plan 1 takes {more} more."
-        )
-        lines.insert(0, text)
-    return [*lines, *(f"  {count:>9,}  {reason}" for reason, count in answer.refused.items())]
+
+
+def early_end(answer: Answer) -> list[str]:
+    """A line where the search ended before it had looked at all that may be better than the best plan."""
+    if not 0 < answer.least < answer.value:
+        return []
+    least, does = {
+        "time": (seconds_text(answer.least), "takes"),
+        "cost": (f"{seconds_text(answer.least)} x devices", "takes"),
+        "memory": (f"{bytes_text(answer.least)} per device", "needs"),
+    }[answer.objective]
+    more = percent_text(answer.value / answer.least - 1)
+    return [f"The search ended early: no plan {does} less than {least}; plan 1 {does} {more} more."]
 
 
 def against(best: Row, other: Row, number: int) -> str:

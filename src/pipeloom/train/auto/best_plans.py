@@ -13,7 +13,7 @@ from pipeloom.plan.local.trials import MOST_PLANS, ranking
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.answer import plan_of, predicted
 from pipeloom.plan.search.best_first import find_plans
-from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.request import TRAIN, Request
 from pipeloom.plan.search.simulated import Simulated
 from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.config.train_config import TrainConfig
@@ -108,7 +108,7 @@ def predicted_times(costs: CostModel, of: Configuration) -> PlanTimes:
 
 
 def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[str, Any]) -> Request:
-    fixed = {"precision": asked.precision.dtype, **fixed}
+    fixed = {"precision": asked.precision.dtype, "gradients": asked.precision.gradients, **fixed}
     if asked.batch.microbatches is not None:
         fixed["microbatches"] = asked.batch.microbatches
     if asked.schedule != "auto":
@@ -126,6 +126,7 @@ def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[s
         optimizer=asked.optimizer.name,
         top=2 * MOST_PLANS,
         ends_alone=False,
+        names=TRAIN,
     )
 
 

@@ -146,8 +146,10 @@ class RunPlanner:
             cluster = _saved()
             if cluster is None:
                 self._say("planning: measuring this machine, for a minute or two; it is kept for later runs")
-                cluster = _measured_now()
+                cluster, unsaved = _measured_now()
                 said += notices(cluster)
+                if unsaved is not None:
+                    self._say(f"planning: {unsaved}. The measurement is not kept; later runs measure again.")
             text = cluster.to_json()
         self._say("planning: measuring the layers of the model")
         cluster = parse_cluster(group.gather_json(text)[0]).beside(group.size)
@@ -299,18 +301,20 @@ def planned_config(asked: TrainConfig, plan: Plan) -> TrainConfig:
 
 
 def _saved() -> Cluster | None:
-    """The measurement of this machine; None: there is none that fits."""
-    path = local_path()
-    if path.exists():
-        cluster = parse_cluster(path.read_text(encoding="utf-8"))
-        if len(notices(cluster)) == 1:
-            return cluster
-    return None
+    """The measurement of this machine; None: there is none that fits, or its file is damaged."""
+    try:
+        cluster = parse_cluster(local_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return cluster if len(notices(cluster)) == 1 else None
 
 
-def _measured_now() -> Cluster:
-    """Measure this machine, and save that."""
+def _measured_now() -> tuple[Cluster, str | None]:
+    """Measure this machine, and save that; and why it cannot be saved."""
     cluster, path = measure_machine(), local_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(cluster.to_json() + "\n", encoding="utf-8")
-    return cluster
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, cluster.to_json() + "\n")
+    except OSError as error:
+        return cluster, f"{path}: {error.strerror or error}"
+    return cluster, None

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from pipeloom.common.cores import usable_cores
 from pipeloom.errors import InputError
+from pipeloom.schedules import SYNCHRONOUS, find, is_file
+from pipeloom.train.config.schedule import AUTO
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import TrainConfig
 
@@ -35,6 +37,7 @@ def for_processes(config: TrainConfig, world_size: int | None) -> TrainConfig:
         if value:
             shown = "true" if value is True else value
             raise InputError(f"--parallel auto with {name}={shown}: {why}")
+    _check_schedule(config.schedule)
     usual = ParallelConfig()
     for name in ParallelConfig.__dataclass_fields__:
         value = getattr(config.parallel, name)
@@ -47,6 +50,18 @@ def for_processes(config: TrainConfig, world_size: int | None) -> TrainConfig:
         raise InputError(f"processes={count}: torchrun started {world_size}. Remove --processes, or make both equal.")
     found = replace(config, processes=count or world_size or usable_cores())
     return found.changed("parallel", pipeline=1)
+
+
+def _check_schedule(name: str) -> None:
+    """Raises InputError for a schedule that plans of a run cannot have."""
+    if name == AUTO or (not is_file(name) and name in SYNCHRONOUS and not find(name).to_measure):
+        return
+    if not is_file(name):
+        find(name)  # says which names there are
+    raise InputError(
+        f"--parallel auto with schedule={name}: plans have synchronous schedules that need no measured times, such as "
+        "1f1b. Remove --schedule, or give degrees."
+    )
 
 
 def without_plan(config: TrainConfig) -> TrainConfig:

@@ -109,8 +109,6 @@ class MemoryChoices:
         more = beside or [0.0] * len(fixed)
         tight = [[size + extra for size in sizes] for sizes, extra in zip(fixed, more, strict=True)]
         uniform, offload = self.uniform(), self._request.fixed.get("offload")
-        if not uniform:
-            return [], inf
         if "recompute" in self._request.fixed or offload is not None:
             candidates = uniform
         else:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.request import Request, score
 from pipeloom.plan.search.simulated import Simulated
 
 _TOLERANCE = 0.005  # of values: a configuration has to be better by more
@@ -24,13 +24,7 @@ class BestPlans:
 
     def score(self, seconds: float, peak: float, devices: int) -> float:
         """What is minimized, of a step with these seconds and this peak memory."""
-        match self._request.objective:
-            case "memory":
-                return peak
-            case "cost":
-                return seconds * devices
-            case _:
-                return seconds
+        return score(self._request.objective, seconds, peak, devices)
 
     @property
     def limit(self) -> float:
@@ -40,19 +34,20 @@ class BestPlans:
     @property
     def _last(self) -> float:
         top = self._request.top
-        return self._value(self.plans[top - 1]) if len(self.plans) >= top else inf
+        return self.value(self.plans[top - 1]) if len(self.plans) >= top else inf
 
-    def _value(self, plan: Simulated) -> float:
+    def value(self, plan: Simulated) -> float:
+        """What is minimized, of a plan."""
         return self.score(plan.step_seconds, plan.peak, plan.of.devices)
 
     def add(self, found: Simulated) -> str | None:
         """Keep a plan that is among the best, in place of a worse one of its kind; why it cannot be offered."""
-        if self._value(found) >= self._last:
+        if self.value(found) >= self._last:
             return None
         if (refusal := self._accept(found)) is not None:
             return refusal
-        both = sorted([*self.plans, found], key=self._value, reverse=True)
-        self.plans = sorted({_kind(plan.of): plan for plan in both}.values(), key=self._value)[: self._request.top]
+        both = sorted([*self.plans, found], key=self.value, reverse=True)
+        self.plans = sorted({_kind(plan.of): plan for plan in both}.values(), key=self.value)[: self._request.top]
         return None
 
 

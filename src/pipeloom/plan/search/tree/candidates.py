@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import ceil, inf
+from math import ceil
 from typing import NamedTuple
 
 from pipeloom.errors import PipeloomError
@@ -99,9 +99,7 @@ class Candidates:
                 return []
             peaks = step.peaks()
         except PipeloomError:
-            kept, least = choice.of.offload or inf, lowest_cap(choice.of)
-            few = f"offload={kept} keeps fewer activations than a rank needs at once ({least})"
-            self._refusals.add(few if kept < least else SIZES)
+            self._refusals.add(_too_few(choice.of) or SIZES)
             return []
         if max(peaks) > self._request.memory_bytes:
             self._refusals.too_large(max(peaks))
@@ -150,3 +148,11 @@ class Candidates:
             return []
         choice = replace(candidate.choice, of=replace(of, offload=number))
         return [replace(candidate, choice=choice, instead=[], tries=tries + 1)]
+
+
+def _too_few(of: Configuration) -> str | None:
+    """Why ranks cannot offload all but so many activations; None: that is not the reason."""
+    least = lowest_cap(of) if of.offload else 0
+    if not of.offload or of.offload >= least:
+        return None
+    return f"offload={of.offload} keeps fewer activations than a rank needs at once ({least})"

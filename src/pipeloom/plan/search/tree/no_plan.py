@@ -7,6 +7,7 @@ from typing import Any
 from pipeloom import schedules
 from pipeloom.common.quantities import bytes_text, counted
 from pipeloom.errors import InputError, ScheduleError
+from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
@@ -14,6 +15,7 @@ from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import shape_of
 
 _DEGREES = ("pipeline", "data", "tensor", "context")
+_BATCH = ("data", "microbatches", "microbatch_size")
 
 
 def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: float) -> str:
@@ -25,32 +27,29 @@ def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: 
             f"needs {bytes_text(least_peak)}, {more} more. Use more devices, or devices with more memory."
         )
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
-    fix = "fix" if request.in_python else "--fix"
-    why = next(_wrong(costs, request), reasons or f"the values of {fix} exclude each other")
-    return f"{request.asked}: no plan can run: {why}. Change devices, batch or {fix}."
+    names = request.names
+    why = next(_wrong(costs, request), reasons or f"the values of {names.fix} exclude each other")
+    return f"{request.asked}: no plan can run: {why}. Change {names.devices}, {names.batch} or {names.fix}."
 
 
 def _wrong(costs: StepCosts, request: Request) -> Iterator[str]:
     """Which values of ``--fix`` no plan can have, the plainest reason first."""
     fixed = request.fixed
-    for whole, size, names in (
-        ("devices", request.devices, _DEGREES),
-        ("samples", request.batch_size, ("data", "microbatches", "microbatch_size")),
-    ):
+    for whole, size, names in (("devices", request.devices, _DEGREES), ("samples", request.batch_size, _BATCH)):
         given = {name: fixed[name] for name in names if name in fixed}
         if size % prod(given.values()):
-            yield f"{size} {whole} cannot be divided by {' x '.join(f'{name}={n}' for name, n in given.items())}"
+            yield f"{size} {whole} cannot be divided by {_product(given)}"
     degrees = {**{name: 1 for name in _DEGREES if name in request.forbidden}, **fixed}
     degrees = {name: degrees[name] for name in _DEGREES if name in degrees}
-    if len(degrees) == len(_DEGREES) and prod(degrees.values()) < request.devices:
-        used = " x ".join(f"{name}={n}" for name, n in degrees.items())
-        yield f"{used} use {prod(degrees.values())} of {counted(request.devices, 'device')}"
+    if len(degrees) == len(_DEGREES) and prod(degrees.values()) < request.devices and request.objective != "cost":
+        yield f"{_product(degrees)} use {prod(degrees.values())} of {counted(request.devices, 'device')}"
+    batch = {name: fixed[name] for name in _BATCH if name in fixed}
+    if len(batch) == len(_BATCH) and prod(batch.values()) < request.batch_size:
+        yield f"{_product(batch)} are {prod(batch.values())} of {counted(request.batch_size, 'sample')}"
     if fixed.get("sequence") and degrees.get("tensor") == 1:
         yield "sequence=true has no effect with tensor=1"
-    blocks, expert, slices = fixed.get("blocks"), fixed.get("expert", 1), fixed.get("slices", 1)
-    if blocks is not None and sum(blocks) != costs.num_blocks:
-        text = ",".join(map(str, blocks))
-        yield f"blocks={text} add up to {sum(blocks)}, and the model has {costs.num_blocks}"
+    yield from _wrong_stages(costs, request)
+    expert, slices = fixed.get("expert", 1), fixed.get("slices", 1)
     if expert not in costs.expert_degrees:
         experts = max(costs.expert_degrees)
         yield f"expert={expert}: {f'must divide the {experts} experts' if experts > 1 else 'the model has no experts'}"
@@ -63,10 +62,37 @@ def _wrong(costs: StepCosts, request: Request) -> Iterator[str]:
         costs.check(Configuration(inside=InsideStage(**inside)))
     except InputError as error:
         yield _sentence(error)
-    if fixed.get("chunks", 1) * fixed.get("pipeline", 1) > costs.num_blocks + 2:
-        yield f"chunks={fixed.get('chunks', 1)}: more stages than the {costs.num_blocks} blocks of the model"
     if "schedule" in fixed:
         yield from _unsupported(fixed, slices)
+    granularity, strategy = fixed.get("data_granularity", Granularity.STEP), fixed.get("data_strategy")
+    if granularity != Granularity.STEP and strategy is not None and not DataStrategy(strategy).shards_gradients:
+        yield f"data_granularity={granularity}: works with data_strategy zero2 and zero3, not {strategy}"
+
+
+def _wrong_stages(costs: StepCosts, request: Request) -> Iterator[str]:
+    """Which values do not fit the number of stages."""
+    fixed, blocks = request.fixed, costs.num_blocks
+    pipeline = fixed.get("pipeline", 1)
+    for name in ("blocks", "recompute"):
+        number = len(fixed.get(name, ()))
+        if number > 1 and number % (pipeline * fixed.get("chunks", 1)):
+            ranks = {key: fixed[key] for key in ("pipeline", "chunks") if key in fixed}
+            yield f"{name}={_list(fixed[name])}: {number} stages cannot be divided by {_product(ranks)}"
+    if "blocks" in fixed and sum(fixed["blocks"]) != blocks:
+        yield f"blocks={_list(fixed['blocks'])} add up to {sum(fixed['blocks'])}, and the model has {blocks}"
+    if 0 in fixed.get("blocks", ()) and not request.ends_alone:
+        yield f"blocks={_list(fixed['blocks'])}: each stage needs a block"
+    stages = {name: fixed[name] for name in ("chunks", "pipeline") if name in fixed}
+    if prod(stages.values()) > blocks + 2 * request.ends_alone or pipeline > blocks:
+        yield f"{_product(stages)}: more stages than the {blocks} blocks of the model"
+
+
+def _product(values: Mapping[str, Any]) -> str:
+    return " x ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _list(values: Any) -> str:
+    return ",".join(map(str, values))
 
 
 def _unsupported(fixed: Mapping[str, Any], slices: int) -> Iterator[str]:

@@ -108,7 +108,7 @@ class TreeSearch:
         bound = min(score(max(seconds, way.least), way.peak, devices) for way in ways)
         usual = min(score(max(seconds, way.seconds), way.peak, devices) for way in ways)
         penalty *= min(PENALTIES[way.of.granularity] for way in ways)
-        penalty *= usual / bound if bound < usual < inf else 1.0
+        penalty *= usual / bound if 0 < bound < usual < inf else 1.0
         self._push(Node(level, bound, expand, (of, ways)), penalty)
 
     def _choices(self, shape: Shape, ways: Sequence[Way]) -> None:
@@ -119,6 +119,9 @@ class TreeSearch:
             return
         first: dict[object, Candidate] = {}  # by recomputation
         memory = MemoryChoices(self._costs, shape, moments, self._request)
+        if not memory.uniform():
+            self.refusals.add("the kinds of recomputation do not fit the stages")
+            return
         kept: dict[object, float] = {}  # by recomputation, the most activations that stay on a rank
         for way in ways:
             given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
@@ -162,7 +165,8 @@ class TreeSearch:
         of, least = found.choice.of, found.choice.least_bytes
         bound, likely = (self._best.score(seconds, least, of.devices) for seconds in bounds)
         mesh = of.inside, of.pipeline, of.data, of.microbatch_size
-        self._push(Node(3, bound, self._simulate, (found,), mesh), PENALTIES[of.granularity] * likely / bound)
+        factor = likely / bound if bound else 1.0
+        self._push(Node(3, bound, self._simulate, (found,), mesh), PENALTIES[of.granularity] * factor)
 
     def _simulate(self, candidate: Candidate) -> None:
         before = self._steps.work
