@@ -145,3 +145,10 @@ def test_offload_needs_a_link_to_the_host(capsys, tmp_path, fixed):
     error = capsys.readouterr().err
     assert f"--fix={fixed}: {fixed.partition('=')[0]}: cluster dgx-a100-80 has no known bandwidth" in error
     assert error.count("\n") == 1
+
+
+def test_the_plan_with_the_least_memory_is_found_where_no_other_fits():
+    fixed = f"{FREE},schedule=1f1b"
+    least = search(80 * GIB, fixed, objective="memory").plans[0]
+    found = search(1.0001 * least.peak, fixed).plans[0]
+    assert found.peak <= 1.0001 * least.peak

@@ -405,3 +405,13 @@ def test_sizes_that_are_far_too_large_are_one_line(tmp_path, capsys, change, sai
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_finer_granularities_are_tried_on_many_devices_where_coarse_ones_have_to_recompute():
+    fixed = "tensor=1,context=1,slices=1,schedule=1f1b,offload=none,offload_states=false,pipeline=2,microbatch_size=1"
+    case = {"model": gpt(24, 6144, 48), "devices": 128, "batch": 512, "memory": 40 * GIB, "top": 1}
+    free, coarse, fine = (
+        search(**case, fixed=f"{fixed}{more}").plans[0].step_seconds
+        for more in ("", ",data_granularity=step", ",data_granularity=microbatch")
+    )
+    assert free == fine < 0.9 * coarse

@@ -127,9 +127,7 @@ def test_an_automatic_plan_has_the_processes_of_torchrun():
 def test_an_automatic_plan_keeps_the_format_of_gradients_and_names_options_of_train():
     asked = parse(["--parallel=auto", "--precision.dtype=bf16", "--precision.gradients=same", "--batch.microbatches=3"])
     costs = CostModel(model=model(), cluster=machine())
-    with pytest.raises(
-        InputError, match=r"--processes=2 --batch\.size=16: .* Change --processes, --batch\.size"
-    ):
+    with pytest.raises(InputError, match=r"--processes=2 --batch\.size=16: .* Change --processes, --batch\.size"):
         best_plans(asked.changed("batch", size=16), costs, 2, lambda _: None)
     found = best_plans(asked.changed("batch", size=16, microbatches=2), costs, 2, lambda _: None)
     assert {each.plan.gradients for each in found} == {"same"}

@@ -26,7 +26,7 @@ from pipeloom.plan.search.tree.no_plan import no_plan
 from pipeloom.plan.search.tree.tree_search import TreeSearch
 
 _COLLECTED = 1_000_000  # objects between two looks for cycles
-_FAR = 1.25  # from the bound of what is left: a search goes on
+_FAR = 1.25  # from the bound of what is left: a search goes on, as where nothing is left
 _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
 _LOOSE = frozenset({"offload", "offload_states", "slices"})  # what plans take with them is far above their bounds
 
@@ -103,7 +103,7 @@ def find_plans(
                 search.run()
                 simulated, best = simulated + search.simulated, look.plans
         search, found = searched(first, best)
-        far = not found.plans or found.value(found.plans[0]) > _FAR * search.least
+        far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
         if coarse and far:  # finer granularities need less memory, and hide less
             simulated += search.simulated
             search, found = searched(request, found.plans)
@@ -111,7 +111,9 @@ def find_plans(
             least: Sequence[Simulated] = ()
             if search.refusals.least_bytes < inf:
                 least = searched(replace(request, memory_bytes=inf, objective="memory", top=1), ())[1].plans
-            raise InputError(no_plan(costs, request, search.refusals, least[0].peak if least else inf))
+            if not least or least[0].peak > request.memory_bytes:
+                raise InputError(no_plan(costs, request, search.refusals, least[0].peak if least else inf))
+            found.plans = [*least]  # closed forms of memory with offload led to none that fits
     simulated += search.simulated
     return Answer(
         objective=request.objective,
