@@ -258,3 +258,8 @@ def test_times_of_a_costs_file_are_the_predicted_step(capsys, tmp_path):
     line = f"{MODEL} --memory.cap 8MiB --costs {costs}"
     answer = memory(capsys, f"{line} --out {path}")
     assert Plan.load(path).predicted_step_seconds == answer["chosen"]["step_seconds"]
+
+
+def test_degrees_that_a_run_chooses_are_unknown(capsys):
+    assert main(["memory", "--parallel", "auto"]) == 2
+    assert "--parallel auto: the degrees are unknown before a run" in capsys.readouterr().err
