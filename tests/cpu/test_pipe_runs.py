@@ -393,3 +393,108 @@ def test_torch_compile_leaves_a_pipe_as_it_is():
     torch.testing.assert_close(found, model(2 * x) + 1)
     found.sum().backward()
     torch.testing.assert_close(model[1].bias.grad, torch.full((1,), 4.0, dtype=torch.float64))
+
+
+class Later(nn.Module):
+    """Draws from Python's or numpy's generator, once it is told to."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.draw, self.begins = draw, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.draw() if self.begins else x.clone()
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_numbers_of_python_and_numpy_that_begin_later_are_repeated(draw):
+    model = nn.Sequential(Later(draw), nn.Identity(), Later(draw))
+    pipe = pl.Pipe(model, [2, 1], chunks=3, devices=CPU2, checkpoint="always")
+    x = torch.ones(6, 4, requires_grad=True)
+    pipe(x)
+    model[0].begins = model[2].begins = True
+    y = pipe(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+
+
+class Average(nn.Linear):
+    """Sets a buffer to another tensor in each forward, and uses it."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("average", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.5 * self.average + x.detach().mean(0)
+        return super().forward(x) * self.average
+
+
+def test_buffers_that_a_forward_replaces_are_noticed():
+    x, model = torch.randn(6, 2), nn.Sequential(Average(), nn.Linear(2, 2))
+    with pytest.raises(RunError, match=r"changes its buffer '0.average' .*checkpoint='never'"):
+        pl.Pipe(copy.deepcopy(model), [1, 1], chunks=3, devices=CPU2, checkpoint="always")(x)
+    plain = copy.deepcopy(model)
+    pl.Pipe(model, [1, 1], chunks=3, devices=CPU2, checkpoint="never")(x).sum().backward()
+    on_chunks(plain, x, 3)
+    assert torch.equal(model[0].average, plain[0].average)
+
+
+class Twice(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_deferred_statistics_are_those_of_torchs_norms_alone():
+    x = torch.randn(6, 2)
+    norm, parametrized, changed = nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    norm.register_forward_hook(lambda module, inputs, output: 3 * output)
+    expected = copy.deepcopy(norm)(x)
+    pipe = pl.Pipe(nn.Sequential(norm), chunks=1, deferred_batch_norm=True)
+    assert isinstance(pipe[0], DeferredBatchNorm)
+    torch.testing.assert_close(pipe(x), expected)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
+    changed.forward = lambda x: x
+    for other, text in (
+        (Twice(2), "Twice has a forward"),
+        (changed, "BatchNorm1d has a f"),
+        (parametrized, "parametr"),
+    ):
+        with pytest.raises(InputError, match=f"^deferred_batch_norm=True: .*{text}"):
+            pl.Pipe(nn.Sequential(nn.Sequential(other)), chunks=1, deferred_batch_norm=True)
+
+
+class Trims(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, : int(x[0, 0])]
+
+
+def test_micro_batches_that_cannot_be_joined_are_told():
+    x = torch.ones(4, 3)
+    x[2:, 0] = 2
+    with pytest.raises(InputError, match=r"of shapes \[samples, \.\.\.\] with \(1,\) and \(2,\) behind"):
+        pl.Pipe(nn.Sequential(nn.Identity(), Trims()), [1, 1], chunks=2, devices=CPU2)(x)
+
+
+class Lists(nn.Module):
+    def forward(self, x: torch.Tensor) -> list[object]:
+        return [x, 1]
+
+
+@pytest.mark.parametrize("measure", [balance_by_size, balance_by_time])
+def test_what_cannot_be_measured(measure):
+    model, sample = nn.Sequential(nn.Linear(2, 2), nn.Dropout()), torch.ones(2, 2)
+    before = torch.get_rng_state()
+    assert sum(measure(2, model, sample)) == 2
+    assert torch.equal(before, torch.get_rng_state())
+    for number in (0, 3, "2"):
+        with pytest.raises(
+            InputError, match=r"^partitions=.*: must be an integer from 1 to 2, the number of layers\.$"
+        ):
+            measure(number, model, sample)
+    with pytest.raises(InputError, match="'hall' is no device"):
+        measure(2, model, sample, device="hall")
+    with pytest.raises(PipeTypeError, match=r"^the output of layer 0 is "):
+        measure(1, nn.Sequential(Lists(), nn.Identity()), sample)
+    with pytest.raises(InputError, match=r"^chunks=0: "):
+        balance_by_size(2, model, sample, chunks=0)

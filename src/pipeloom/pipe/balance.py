@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, folded
+from pipeloom.pipe.arguments import checked_chunks, checked_devices
 from pipeloom.pipe.micro_batches import check_value
 from pipeloom.split.chain_partition import partition
 from pipeloom.split.skippable import SkipKey, skip_values
@@ -34,7 +36,7 @@ def balance_by_time(
         timeout: for how long rounds are repeated, in seconds; at least one round is measured.
         device: where the layers are measured; None: where they are.
     """
-    layers = _Copies(module, sample, device)
+    layers = _Copies(partitions, module, sample, device)
     totals = [0.0] * len(layers.modules)
     layers.round()  # the first one allocates memory and chooses kernels
     begin = perf_counter()
@@ -66,21 +68,27 @@ def balance_by_size(
         param_scale: bytes held per byte of parameters: 2 with the gradient, 3 for SGD with momentum, 4 for Adam.
         device: where the layers run; None: where they are.
     """
-    layers = _Copies(module, sample, device)
+    layers, chunks = _Copies(partitions, module, sample, device), checked_chunks(chunks)
     kept = layers.saved_bytes()
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers.modules]
     return partition([own * param_scale + saved / chunks for own, saved in zip(sizes, kept, strict=True)], partitions)
 
 
 class _Copies:
-    """Copies of a model's layers, to be measured."""
+    """Copies of a model's layers, to be measured. The random state stays as it was."""
 
-    def __init__(self, module: nn.Sequential, sample: Any, device: torch.device | str | int | None) -> None:
+    def __init__(
+        self, partitions: int, module: nn.Sequential, sample: Any, device: torch.device | str | int | None
+    ) -> None:
         if not isinstance(module, nn.Sequential):
             raise InputError(f"a {type(module).__name__}: must be an nn.Sequential, whose layers can be measured.")
+        if not isinstance(partitions, int) or not 1 <= partitions <= len(module):
+            raise InputError(
+                f"partitions={folded(partitions)}: must be an integer from 1 to {len(module)}, the number of layers."
+            )
         check_value(sample, "the sample")
         where = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-        self._device = where if device is None else torch.device(device)
+        self._device = where if device is None else checked_devices(device, 1)[0]
         self.modules = []
         for layer in module:
             for parameter in (found := copy.deepcopy(layer)).parameters():
@@ -89,20 +97,23 @@ class _Copies:
         self._sample = tree_map(lambda tensor: tensor.detach().to(self._device), sample)
 
     def round(self) -> list[float]:
-        """Seconds of each layer's forward and backward; the random state stays as it was."""
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+        """Seconds of each layer's forward and backward."""
+        with self._random_state_kept():
             return self._round()
 
+    def _random_state_kept(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
+
     def _round(self) -> list[float]:
-        """Seconds of each layer's forward and backward."""
         seconds = []
         value = self._sample
         skips: dict[SkipKey, Any] = {}
-        for layer in self.modules:
+        for index, layer in enumerate(self.modules):
             given = self._fresh(value)
             begin = self._time()
             with torch.enable_grad(), skip_values(skips):
                 value = layer(given)
+            check_value(value, f"the output of layer {index}")
             skips.update({key: tree_map(_detached, skip) for key, skip in skips.items()})
             roots = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
             leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -114,10 +125,14 @@ class _Copies:
 
     def saved_bytes(self) -> list[int]:
         """Bytes of the tensors that each layer's forward saves, and of its output."""
+        with self._random_state_kept():
+            return self._saved_bytes()
+
+    def _saved_bytes(self) -> list[int]:
         found = []
         value = self._sample
         skips: dict[SkipKey, Any] = {}
-        for layer in self.modules:
+        for index, layer in enumerate(self.modules):
             given = self._fresh(value)
             own = {each.untyped_storage().data_ptr() for each in (*layer.parameters(), *tree_leaves(given))}
             kept: dict[int, int] = {}
@@ -130,6 +145,7 @@ class _Copies:
 
             with torch.enable_grad(), skip_values(skips), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
                 value = layer(given)
+            check_value(value, f"the output of layer {index}")
             for leaf in tree_leaves(value):
                 note(leaf)
             found.append(sum(kept.values()))

@@ -5,7 +5,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
+from pipeloom.errors import InputError
 from pipeloom.pipe.calls.stage_call import is_recomputing
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -92,18 +94,38 @@ class DeferredBatchNorm(_BatchNorm):
         """Replace the BatchNorms in `module` that have running statistics; parameters and buffers are shared.
 
         Returns:
-            the module, or what replaces it.
+            the module, or what replaces it; hooks are those of the module.
+
+        Raises:
+            InputError: a BatchNorm computes something else than those of torch.
         """
         converted: nn.Module = module
         known = isinstance(module, DeferredBatchNorm) and module.chunks == chunks
         if isinstance(module, _BatchNorm) and module.track_running_stats and not known:
+            _check_plain(module)
             converted = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
             for name in ("weight", "bias"):
                 converted.register_parameter(name, getattr(module, name))
             for name in ("running_mean", "running_var", "num_batches_tracked"):
                 converted.register_buffer(name, getattr(module, name))
             converted.train(module.training)
+            vars(converted).update({name: value for name, value in vars(module).items() if "hook" in name})
         for name, child in module._modules.items():
             if child is not None:
                 converted._modules[name] = cls.convert_deferred_batch_norm(child, chunks)
         return cast("Module", converted)
+
+
+def _check_plain(norm: nn.Module) -> None:
+    """Raises InputError for a norm whose forward or parameters are not those of nn.BatchNorm."""
+    kind = type(norm)
+    if kind.forward not in (_BatchNorm.forward, DeferredBatchNorm.forward) or "forward" in vars(norm):
+        raise InputError(
+            f"deferred_batch_norm=True: {kind.__name__} has a forward of its own, which DeferredBatchNorm does not "
+            "run. Use nn.BatchNorm1d, 2d or 3d, or deferred_batch_norm=False."
+        )
+    if parametrize.is_parametrized(norm):
+        raise InputError(
+            "deferred_batch_norm=True: a BatchNorm has parametrized tensors, which DeferredBatchNorm does not compute. "
+            "Remove the parametrization, or use deferred_batch_norm=False."
+        )

@@ -58,7 +58,7 @@ def gather(parts: Sequence[Value]) -> Value:
     """The outputs of the micro-batches as the output of the batch; a tensor that occurs several times stays one.
 
     Raises:
-        InputError: micro-batches differ in their number of tensors, or a tensor has no dimension.
+        InputError: micro-batches differ in their number of tensors or in their shapes, or a tensor has no dimension.
     """
     columns = [tensors_of(part) for part in parts]
     if len({(isinstance(part, Tensor), len(column)) for part, column in zip(parts, columns, strict=True)}) > 1:
@@ -68,6 +68,13 @@ def gather(parts: Sequence[Value]) -> Value:
             "the last layer returns a tensor without dimensions, which has no batch to join. Move the loss out of the "
             "pipe, or use chunks=1."
         )
+    for each in zip(*columns, strict=True):
+        shapes = list(dict.fromkeys(tuple(tensor.shape[1:]) for tensor in each))
+        if len(shapes) > 1:
+            raise InputError(
+                f"the last layer returns tensors of shapes [samples, ...] with {shapes[0]} and {shapes[1]} behind the "
+                "samples for two micro-batches, which cannot be joined. Return tensors of one shape, or use chunks=1."
+            )
     joined: list[Tensor] = []
     for place, each in zip(first_places(columns), zip(*columns, strict=True), strict=True):
         if place < len(joined):

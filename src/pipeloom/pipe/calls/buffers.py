@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipeloom.errors import RunError
 
@@ -30,8 +30,8 @@ class BufferCheck:
     """Notes the buffers of a module that a recomputation could not restore, before a forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._before: list[tuple[str, Tensor, int]] = [
-            (f"{prefix}.{name}", buffer, buffer._version)
+        self._before = [
+            (part, f"{prefix}.{name}", name, buffer, buffer._version)
             for prefix, part in module.named_modules()
             if not isinstance(part, Norm)
             for name, buffer in part.named_buffers(recurse=False)
@@ -41,11 +41,11 @@ class BufferCheck:
         """After the forward.
 
         Raises:
-            RunError: it changed such a buffer.
+            RunError: it changed such a buffer, in place or by setting another one.
         """
-        for name, buffer, version in self._before:
-            if buffer._version != version:
+        for part, path, name, buffer, version in self._before:
+            if part._buffers.get(name) is not buffer or buffer._version != version:
                 raise RunError(
-                    f"{place} changes its buffer {name!r} in a forward: a recomputation would start from the changed "
+                    f"{place} changes its buffer {path!r} in a forward: a recomputation would start from the changed "
                     "values. Use checkpoint='never'."
                 )

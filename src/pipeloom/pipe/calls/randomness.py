@@ -93,6 +93,7 @@ class BatchRandomness:
         self._in_order = known.alone or num_microbatches == 1
         self._begin = torch.get_rng_state()
         self._turns = not self._in_order and known.draws.get(training, True)
+        self._begin_others = None if self._in_order or self._turns else RandomStates.now(quickly=True)
         self._seed = int(torch.randint(_SEEDS - 1, ()).item()) if self._turns else 0
         if self._turns:
             torch.set_rng_state(self._begin)
@@ -157,7 +158,9 @@ class BatchRandomness:
             self._known.draws[self._training] = self._drawn
             if self._drawn:
                 torch.randint(_SEEDS - 1, ())  # so that the next batch has other seeds
-        elif not self._in_order and not torch.equal(self._begin, torch.get_rng_state()):
-            self._known.draws[self._training] = True
-            return True
+        elif self._begin_others is not None:
+            others = RandomStates.now(quickly=True)
+            if others != self._begin_others or not torch.equal(self._begin, torch.get_rng_state()):
+                self._known.draws[self._training] = True
+                return True
         return False
