@@ -55,6 +55,44 @@ def test_hooks_around_a_chain_are_told():
         pipe.step(X, X)
 
 
+def halves(module, gradients, *others):
+    return tuple(None if each is None else each / 2 for each in gradients)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("place", ["", "1"])
+def test_backward_hooks_around_layers_are_told(register, place):
+    text = (
+        rf"^{f'module {place!r} of ' if place else ''}Sequential has backward hooks, and no stage runs the whole module"
+    )
+    for before in (True, False):
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+        if before:
+            handle = getattr(model.get_submodule(place), register)(halves)
+        with pipeline(model, layers=["0.*", "1.*"]) as pipe:
+            if not before:
+                pipe.step(X, X)
+                handle = getattr(model.get_submodule(place), register)(halves)
+            with pytest.raises(pl.PipeloomError, match=text):
+                pipe.step(X, X)
+            handle.remove()
+            getattr(model[1][1], register)(halves)  # of a layer
+            pipe.step(X, X)
+
+
+def test_backward_hooks_run_where_one_stage_runs_the_forward_of_the_model():
+    model = Chain()
+    model.register_full_backward_pre_hook(halves)
+    F.mse_loss(model(X), X).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    schedule = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=1)
+    with pl.Pipeline(model, schedule, loss_fn=F.mse_loss, layers=LAYERS) as pipe:
+        pipe.step(X, X)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 def test_other_layers_are_told():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
     with pipeline(model) as pipe:

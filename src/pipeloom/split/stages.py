@@ -347,7 +347,9 @@ def _describe(
 
 
 def _around(model: nn.Module, modules: Sequence[nn.Module]) -> AroundLayers:
-    return AroundLayers(model, modules, keeps_hooks=any(isinstance(module, PlannedStage) for module in modules))
+    plans = any(isinstance(module, PlannedStage) for module in modules)
+    is_cut = any(isinstance(module, StageModule) for module in modules) and (len(modules) > 1 or not plans)
+    return AroundLayers(model, modules, keeps_hooks=plans, runs_backward_hooks=not is_cut)
 
 
 def _is_of_transformers(model: Any) -> TypeGuard[nn.Module]:

@@ -26,13 +26,24 @@ class AroundLayers:
         model: the uncut model; it may be freed.
         stages: the modules of all its stages.
         keeps_hooks: whether the stages run the forward hooks that these modules have at the time of a forward.
+        runs_backward_hooks: whether their backward hooks run, or ran while the model was traced.
     """
 
-    def __init__(self, model: nn.Module, stages: Iterable[nn.Module], *, keeps_hooks: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Iterable[nn.Module],
+        *,
+        keeps_hooks: bool,
+        runs_backward_hooks: bool = True,
+    ) -> None:
         parts = list(stages)
         inside = {id(part) for stage in parts for part in stage.modules()}
         around = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
         self._model = type(model).__name__
+        self._without_backward_hooks = (
+            [] if runs_backward_hooks else [(name, weakref.ref(part)) for name, part in around]
+        )
         self._seen = [(name, weakref.ref(module), keeps_hooks, _found(module, keeps_hooks)) for name, module in around]
         self._chances = list(_layer_drops(around))
         configs = [vars(module).get("config") for _, module in around] if len(parts) > 1 else []
@@ -49,16 +60,22 @@ class AroundLayers:
         Args:
             training: whether the stages are in training mode, where a model may drop layers.
         """
+        for name, part_of in self._without_backward_hooks:
+            part = part_of()
+            if part is not None and (part._backward_hooks or part._backward_pre_hooks):
+                raise SplitError(
+                    f"{self._named(name)} has backward hooks, and no stage runs the whole module: gradients would be "
+                    "others. Register them on its layers, or remove them."
+                )
         for name, module_of, keeps_hooks, before in self._seen:
             module = module_of()
             now = None if module is None else _found(module, keeps_hooks)
             if now is not None and now != before:
                 changes = zip(("another forward", "other forward hooks", "other modules"), now, before, strict=True)
                 what = next(f"has {what}" for what, one, other in changes if one != other)
-                where = f"module {name!r} of {self._model}" if name else self._model
                 raise SplitError(
-                    f"{where} {what} than when the model was cut, and stages run the earlier ones. Change them before "
-                    "the Pipeline is made, or make another Pipeline."
+                    f"{self._named(name)} {what} than when the model was cut, and stages run the earlier ones. "
+                    "Change them before the Pipeline is made, or make another Pipeline."
                 )
         every = 0 if training else getattr(self._rescaled, "rescale_every", 0)
         if every > 0:
@@ -73,6 +90,9 @@ class AroundLayers:
                     f"{where}={chance}: {self._model} drops whole layers at random, and every stage runs each of its "
                     "layers once. Set it to 0 before training."
                 )
+
+    def _named(self, name: str) -> str:
+        return f"module {name!r} of {self._model}" if name else self._model
 
     def add_copied(self, modules: Iterable[tuple[str, nn.Module, bool]]) -> None:
         """Watch modules of which a stage runs a copy: name, module, and whether the copy runs its hooks of the time."""
