@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,6 +44,33 @@ def test_branches_on_inputs_are_those_of_each_micro_batch(make, schedule, monkey
         if not make.late:  # both ways are known after the first step
             compared(model, {"x": x, "flag": flag}, x, pipe)
             assert len(explored) == times
+
+
+FLAGS = {
+    "where": lambda flag: len(torch.where(flag > 0)[0]) > 0,
+    "nonzero": lambda flag: flag.nonzero().shape[0] > 0,
+    "mask": lambda flag: flag[flag > 0].numel() > 0,
+    "slice": lambda flag: flag[: flag.sum()].numel() > 0,
+    "slice of several": lambda flag: flag[None][:, : flag.sum()].numel() > 0,
+    "arange": lambda flag: torch.arange(flag.sum()).numel() > 0,
+    "one_hot": lambda flag: F.one_hot(flag).shape[1] > 1,
+    "bincount": lambda flag: len(torch.bincount(flag)) > 1,
+    "unique": lambda flag: len(flag.unique()) > 1,
+    "numpy": lambda flag: np.asarray(flag).any(),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_branches_on_shapes_that_follow_from_values_of_inputs(name):
+    class Shapes(Net):
+        def forward(self, x, flag):
+            first = self.first(x)
+            return self.last(self.through(first) + (first if FLAGS[name](flag) else 0))
+
+    model, x, flag = Shapes(), torch.randn(8, 4), torch.tensor([0, 0, 0, 0, 0, 1, 0, 1])
+    with pipeline(model, ranks=2) as pipe:
+        for _ in range(2):
+            assert compared(model, {"x": x, "flag": flag}, x, pipe) < 1e-9
 
 
 def test_a_padding_mask_of_some_micro_batches_is_explored_once():

@@ -89,8 +89,23 @@ def drawn_by_python_and_numpy(x):
     return x * random.random() + torch.from_numpy(np.random.randn(len(x), 4))
 
 
+def drawn_by_attention(x):
+    return F.scaled_dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None], dropout_p=0.5)[..., 0]
+
+
 @pytest.mark.parametrize(
-    "draw", [torch.randn_like, torch.bernoulli, lambda x: torch.rand(len(x), 4), drawn_by_python_and_numpy]
+    "draw",
+    [
+        torch.randn_like,
+        torch.bernoulli,
+        lambda x: torch.rand(len(x), 4),
+        lambda x: torch.distributions.Beta(x, x).sample(),
+        lambda x: torch.distributions.Gamma(x, x).sample(),
+        lambda x: torch.native_dropout(x, 0.5, True)[0],
+        lambda x: torch.ops.aten.bernoulli.p(x, 0.5),
+        drawn_by_attention,
+        drawn_by_python_and_numpy,
+    ],
 )
 def test_stages_draw_the_same_numbers_between_layers(draw):
     """The model subtracts what it has drawn, or compares with it."""

@@ -15,14 +15,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 TO_PYTHON = frozenset(
     (
         *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"),
-        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
+        *("item", "tolist", "numpy", "__array__", "equal", "allclose", "is_nonzero"),
     )
 )
 _SHAPED_BY_VALUES = frozenset(
-    ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave")
+    ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave", "bincount")
 )
-
-
+_MAYBE_SHAPED = frozenset(("__getitem__", "where", "one_hot", "arange"))
 ANY = object()  # in place of a decision that does not matter
 
 
@@ -48,13 +47,29 @@ def decision_of(name: str, args: Sequence[Any], settings: Mapping[str, Any], res
         if isinstance(result, bool | int | float | complex):
             return result
         return result.tobytes() if hasattr(result, "tobytes") else repr(result)
-    index = args[1] if name == "__getitem__" and len(args) > 1 else None
-    masks = index if isinstance(index, tuple) else (index,)
-    by_mask = any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in masks)
-    if by_mask or name in _SHAPED_BY_VALUES:
+    if name in _SHAPED_BY_VALUES or (name in _MAYBE_SHAPED and _is_shaped_by_values(name, args, settings)):
         first = result[0] if isinstance(result, tuple) else result
         return tuple(first.shape) if isinstance(first, Tensor) else None
     return None
+
+
+def _is_shaped_by_values(name: str, args: Sequence[Any], settings: Mapping[str, Any]) -> bool:
+    """Whether the shape of what a function of `_MAYBE_SHAPED` returns follows from values of its arguments."""
+    if name == "__getitem__":
+        index = args[1] if len(args) > 1 else None
+        return any(map(_selects, index if isinstance(index, tuple) else (index,)))
+    if name == "arange":
+        return any(isinstance(each, Tensor) for each in (*args, *settings.values()))
+    if name == "one_hot":
+        return bool((*args[1:2], settings.get("num_classes", -1))[0] == -1)
+    return len(args) + len(settings) == 1  # the places where a condition holds
+
+
+def _selects(index: Any) -> bool:
+    """Whether an index is a mask, or a slice that a tensor bounds."""
+    if isinstance(index, slice):
+        return any(isinstance(each, Tensor) for each in (index.start, index.stop, index.step))
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 class DecisionWatch(TorchFunctionMode):

@@ -30,7 +30,8 @@ _DROPOUTS = frozenset(
 _DRAWS = _DROPOUTS | frozenset(
     (
         *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "binomial"),
-        *("rand_like", "randn_like", "randint_like", "gumbel_softmax", "rrelu", "rrelu_"),
+        *("rand_like", "randn_like", "randint_like", "gumbel_softmax", "rrelu", "rrelu_", "native_dropout"),
+        *("_standard_gamma", "_sample_dirichlet", "scaled_dot_product_attention", "multi_head_attention_forward"),
         *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_"),
     )
 )
@@ -140,7 +141,7 @@ class SharedDraws(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         settings = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # without the name of an overload
         if self._quiet or name not in _DRAWS or settings.get("generator") is not None:
             return func(*args, **settings)
         if name in _DROPOUTS and not settings.get("training", args[2] if len(args) > 2 else True):
