@@ -256,6 +256,29 @@ def test_what_is_refused_in_one_line(saved):
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
+def test_a_buffer_that_the_model_does_not_initialize_has_no_value(saved, dtype):
+    class Buffers(transformers.LlamaForCausalLM):
+        def __init__(self, configuration):
+            super().__init__(configuration)
+            for name, value in (("empty", 0), ("full", 1)):
+                self.register_buffer(name, torch.full((3,), value, dtype=dtype), persistent=False)
+
+    class Initializes(Buffers):
+        def _init_weights(self, module):
+            super()._init_weights(module)
+            if module is self:
+                self.empty.fill_(0)
+                self.full.fill_(1)
+
+    home = saved(transformers.LlamaForCausalLM, config("llama"))
+    with pytest.raises(InputError, match=r"^'(empty|full)' is in no file, and Buffers gives it no value"):
+        load_weights(pl.from_pretrained(home, Buffers))
+    loaded = load_weights(pl.from_pretrained(home, Initializes))
+    assert not loaded.empty.any()
+    assert torch.equal(loaded.full, torch.ones(3, dtype=dtype))
+
+
 def test_a_module_added_on_the_meta_device_has_no_values(saved):
     model = pl.from_pretrained(saved(transformers.LlamaForCausalLM, config("llama")))
     model.extra = torch.nn.Linear(2, 2, device="meta")

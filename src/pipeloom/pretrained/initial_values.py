@@ -49,8 +49,18 @@ def initial_values(model: nn.Module, path: str, names: Collection[str], seed: in
             nn.Parameter(empty, empty.is_floating_point()) if name in module._parameters else empty
         )
     _initialize(chain, hashed(seed, path))
+    # Of a bool or an unsigned integer, no value shows that nothing was written: it has to stay as another one, too.
+    doubtful = {name: value for name, value in made.items() if _may_be_unwritten(value)}
+    found = {name: value.clone() for name, value in doubtful.items()}
+    for value in doubtful.values():
+        value.fill_(_highest(value.dtype))
+    if doubtful:
+        _initialize(chain, hashed(seed, path))
+    unwritten = {name for name, value in doubtful.items() if bool((value == _highest(value.dtype)).all())}
+    for name, value in found.items():
+        doubtful[name].copy_(value)
     for name, value in made.items():
-        if _has_no_value(value):
+        if name in unwritten or _has_no_value(value):
             full = f"{path}.{name}".lstrip(".")
             raise InputError(
                 f"{full!r} is in no file, and {type(model).__name__} gives it no value. Compute it in `_init_weights`, "
@@ -94,6 +104,16 @@ def _without_value(like: Tensor) -> Tensor:
     if like.dtype.is_floating_point or like.dtype.is_complex:
         return empty.fill_(float("nan"))
     return empty.zero_() if like.dtype == torch.bool else empty.fill_(torch.iinfo(like.dtype).min)
+
+
+def _may_be_unwritten(tensor: Tensor) -> bool:
+    """Whether a bool or an unsigned integer is as `_without_value` made it."""
+    is_signed = tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype.is_signed
+    return not is_signed and bool(tensor.numel()) and not bool(tensor.any())
+
+
+def _highest(dtype: torch.dtype) -> int | bool:
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _has_no_value(tensor: Tensor | None) -> bool:
