@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,23 @@ def test_what_a_pipeline_does_not_support_is_one_line(tmp_path: Path) -> None:
     trainer = PipelineTrainer(llama(), arguments(tmp_path, gradient_accumulation_steps=1), data_collator=padded)
     with pytest.raises(InputError, match="no training state of a pipeline"):
         trainer._load_from_checkpoint(str(tmp_path))
+
+
+def test_another_model_has_another_pipeline_and_the_earlier_one_is_freed(tmp_path: Path) -> None:
+    trainer = PipelineTrainer(
+        None,
+        arguments(tmp_path, max_steps=1),
+        model_init=lambda trial: llama(),
+        data_collator=padded,
+        train_dataset=SAMPLES,
+        schedule=schedule(3),
+    )
+    trainer.train()
+    assert trainer._loss_rule._model == "LlamaForCausalLM"
+    first = weakref.ref(trainer.pipe)
+    trainer.train()
+    gc.collect()
+    assert first() is None
 
 
 def test_every_sample_is_in_one_micro_batch_and_shares_add_up() -> None:

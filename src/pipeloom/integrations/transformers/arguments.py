@@ -27,7 +27,6 @@ _UNSUPPORTED = {
     "use_liger_kernel": "Remove it",
     "parallelism_config": "Remove it, and pass mesh=",
     "enable_jit_checkpoint": "Use save_strategy='steps'",
-    "tpu_num_cores": "Remove it",
     "debug": "Remove it",
 }
 _OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise")  # in names of optimizers that need the whole model

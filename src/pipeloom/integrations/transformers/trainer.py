@@ -1,7 +1,7 @@
 """`PipelineTrainer`: transformers' Trainer whose model runs on a pipeline."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +100,8 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             "precision": precision,
             "timeout_seconds": timeout_seconds,
         }
-        self._loss_rule = LossRule(model)
-        self._stage_loss, self._stage_forward = StageLoss(self._loss_rule), StageForward(self, self._loss_rule)
         self._pipelined: PipelinedModel | None = None
+        self._close: Callable[[], Any] = lambda: None  # the pipeline
         self._pending: list[Any] = []
         self._preprocess: Any = None
         super().__init__(model, args, *others, **kwargs)
@@ -117,15 +116,16 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelinedModel:
         held = self._pipelined
         if held is None or held.module is not self.model:
-            if held is not None:
-                held.pipe.close()
+            self._close()
+            self._loss_rule = rule = LossRule(self.model)
+            self._stage_loss, self._stage_forward = StageLoss(rule), StageForward(self, rule)
             with self._stage_forward.installed(self.model):
                 rank = self._processes.rank if self._processes.size > 1 else None
                 pipe = make_pipeline(
                     self.model, self._schedule, self._stage_loss, self._cut, self._options, rank, self.args.device
                 )
             held = self._pipelined = PipelinedModel(self.model, pipe)
-            weakref.finalize(self, held.pipe.close)
+            self._close = weakref.finalize(self, held.pipe.close)
         return held
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
