@@ -415,3 +415,19 @@ def test_finer_granularities_are_tried_on_many_devices_where_coarse_ones_have_to
         for more in ("", ",data_granularity=step", ",data_granularity=microbatch")
     )
     assert free == fine < 0.9 * coarse
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "lion"])
+def test_plans_keep_the_rules_of_the_optimizer(optimizer, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    words = "--cluster dgx-a100-80 --devices 4 --batch.size 8 --model.layers 4 --model.width 512 --model.heads 8"
+    more = f"--vocabulary_size 1000 --optimizer {optimizer} --out {out} --fix tensor=2"
+    code = main(["plan", *words.split(), *more.split(), "--json"])
+    if optimizer == "adafactor":
+        assert code == 2
+        assert "does not work with parallel.tensor" in capsys.readouterr().err
+        return
+    assert code == 0
+    sizes = {"layers": 4, "width": 512, "heads": 8}
+    asked = {"model": sizes, "batch": {"size": 8}, "optimizer": {"name": optimizer}}
+    planned_config(TrainConfig.from_mapping(asked), Plan.load(out))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import add_model_options as add_sizes
@@ -19,9 +19,11 @@ from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.answer import plan_of
 from pipeloom.plan.search.simulated import Simulated
 from pipeloom.train.config.planned import check_mesh, planned_config, reason_of
+from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.config.train_config import TrainConfig
 
 _OF_LENGTH = "model.sequence_length"
+_TRAINED = get_args(get_type_hints(OptimizerConfig)["name"])  # optimizers that `pipeloom train` offers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def planned_model(given: Mapping[str, Any], batch_size: int, optimizer: str) -> 
     length = own.get(_OF_LENGTH)
     mapping: dict[str, Any] = {
         "batch": {"size": batch_size},
-        "optimizer": {"name": optimizer} if optimizer in ("adamw", "adam", "sgd", "momentum", "muon") else {},
+        "optimizer": {"name": optimizer} if optimizer in _TRAINED else {},
     }
     if named["config"] is not None:
         model = _sized(_of_file(named["config"]), length, given["vocabulary_size"])
