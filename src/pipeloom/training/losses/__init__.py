@@ -12,7 +12,6 @@ term_rules       how calls in a forward show how losses of micro-batches combine
 loss_rule        how a model's own loss combines over micro-batches
 sample_halves    how a loss_fn follows from halves of a micro-batch's samples
 stage_halves     how a model's own loss follows from halves of a micro-batch's samples
-sample_gradients whether the gradients of a loss are those of the losses of such halves
 watched_mean     a loss of mean_over_labels that may be no such mean
 watched_loss     a user's loss_fn that may be a mean of means
 """

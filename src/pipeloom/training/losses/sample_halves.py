@@ -17,7 +17,6 @@ from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in
 from pipeloom.training.losses.element_means import Means, UnequalMeans, means_of
 from pipeloom.training.losses.labels import labels_of
 from pipeloom.training.losses.reductions import Reductions
-from pipeloom.training.losses.sample_gradients import Gradients, gradients_combine, gradients_of
 from pipeloom.transport.values import Value, flatten, unflatten, with_form
 
 _NEAR, _NUM_EPS = 1e-5, 2  # between numbers that are equal: relative, and in units of the rounding
@@ -28,7 +27,12 @@ _FEW = 4  # samples of a micro-batch that has no halves of at least two, as a st
 # are joined, and copies, have to be small; of a large micro-batch, few samples are enough.
 _MOST_BYTES, _FEW_BYTES = 2**26, 2**18
 _GRADIENT_BYTES = 2**22  # of the output of samples whose gradients are compared, which takes several times as much
+# Between gradients that are equal: relative to their norm, and in units of the rounding.
+_GRADIENTS_NEAR, _GRADIENTS_EPS = 1e-3, 20
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+
+Gradients = list[Tensor | None]
+"""Of a loss, with respect to values [samples, ...]; None: it does not depend on the value."""
 
 
 class CannotAskError(Exception):
@@ -263,3 +267,34 @@ def _some(value: Value, samples: Sequence[int], num_samples: int, *, with_graph:
         part = part.clone() if part.nbytes <= _FEW_BYTES else part
         some.append(part.requires_grad_(with_graph and part.is_floating_point()))
     return with_form(unflatten(layout, some), value)
+
+
+# Gradients: the value of ``loss / loss.detach()`` is 1 for any samples, and so is the mean of those of its halves.
+
+
+def gradients_of(loss: Tensor, values: Sequence[Tensor]) -> Gradients:
+    """The gradients of a loss with respect to values; it keeps its graph."""
+    asked = [each for each in values if each.requires_grad]
+    if not asked or loss.grad_fn is None:
+        return [None] * len(values)
+    found = iter(torch.autograd.grad(loss, asked, allow_unused=True, retain_graph=True))
+    return [next(found) if each.requires_grad else None for each in values]
+
+
+@torch.no_grad()
+def gradients_combine(whole: Gradients, parts: Sequence[Gradients], weights: Sequence[float]) -> bool:
+    """Whether the gradients of a loss are those of the losses of its samples' parts with these weights.
+
+    Args:
+        whole, parts: gradients with respect to values of all samples, and of consecutive parts of them.
+        weights: of the losses of the parts.
+    """
+    for gradient, *of_parts in zip(whole, *parts, strict=True):
+        if gradient is None or any(each is None for each in of_parts):
+            continue
+        pairs = zip(of_parts, weights, strict=True)
+        combined = torch.cat([each * weight for each, weight in pairs if each is not None])
+        near = max(_GRADIENTS_NEAR, _GRADIENTS_EPS * torch.finfo(gradient.dtype).eps) * float(gradient.double().norm())
+        if bool(gradient.isfinite().all()) and float((combined.double() - gradient.double()).norm()) > near:
+            return False
+    return True

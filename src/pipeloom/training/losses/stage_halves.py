@@ -16,8 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeloom.training.losses.element_means import UnequalMeans, means_of
 from pipeloom.training.losses.output_loss import loss_of_output
 from pipeloom.training.losses.reductions import Reductions
-from pipeloom.training.losses.sample_gradients import Gradients, gradients_combine, gradients_of
-from pipeloom.training.losses.sample_halves import CannotAskError, RefusingEffects
+from pipeloom.training.losses.sample_halves import (
+    CannotAskError,
+    Gradients,
+    RefusingEffects,
+    gradients_combine,
+    gradients_of,
+)
 
 _NEAR = 1e-4  # between numbers that are equal, relative
 _NUM_ASKED = 4  # micro-batches
