@@ -70,6 +70,22 @@ class _Private(_Two):
         return h * self.numbers.random()
 
 
+class _InInferenceMode(_Two):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            h = self.a(x)
+        return self.b(x + h.clone())
+
+
+class _Lists(_Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.a.weight]
+
+    def between(self, h: Tensor) -> Tensor:
+        return h @ self.weights[0]
+
+
 class _Asks(_Two):
     def between(self, h: Tensor) -> Tensor:
         return h if torch.compiler.is_exporting() else -h
@@ -127,6 +143,8 @@ class _HooksModules(_Two):
         (_ReversesGradients, "computes other gradients than its forward: the backward of _Scaled is lost"),
         (_HooksTensors, "computes other gradients than its forward: a hook of a tensor is lost"),
         (_HooksModules, "computes other gradients than its forward: a backward hook of a module is lost"),
+        (_InInferenceMode, "computes other gradients than its forward: torch.inference_mode is lost"),
+        (_Lists, "reads the parameter 'a.weight' in another way than from its module"),
     ],
 )
 def test_another_function(kind: type[_Two], message: str) -> None:
@@ -144,6 +162,24 @@ def test_a_function_with_the_gradients_of_its_operations() -> None:
             return _Scaled.apply(h, 1.0)
 
     assert len(split(Doubles(), 2, example=torch.ones(2, 4), cut="parameters").modules) == 2
+
+
+@pytest.mark.parametrize("cut", ["parameters", ["b"]])
+def test_no_stage_begins_inside_of_vmap(cut: str | list[str]) -> None:
+    class Maps(_Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.vmap(lambda row: torch.tanh(self.a(row)) * row)(x))
+
+    model = Maps()
+    plain, x = copy.deepcopy(model), torch.randn(4, 4)
+    for part in x.chunk(2):
+        (nn.functional.mse_loss(plain(part), part) / 2).backward()
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, example=x[:2], cut=cut) as pipe:
+        pipe.step(x, x)
+        gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
 
 
 def test_a_buffer_that_changes_without_gradients_and_is_read_by_a_later_stage() -> None:

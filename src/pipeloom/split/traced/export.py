@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec, tree_map
 
+from pipeloom.common.overlaps import share_storage
 from pipeloom.errors import SplitError, unwrapped
 from pipeloom.split.traced.attributes import ChangedAttributes, forbid_changed_constants, tell_set
 from pipeloom.split.traced.buffers import settle_buffers
@@ -107,6 +108,7 @@ def _trace(model: nn.Module, signature: Signature, changed: ChangedAttributes) -
             held[spec.arg.name] = spec.target
             if spec.kind is InputKind.CONSTANT_TENSOR:
                 constants[spec.target] = exported.constants[spec.target]
+                _refuse_parameter(model, constants[spec.target])
         else:
             raise SplitError(f"{type(model).__name__} uses a {spec.kind.name}, which stages do not carry. {_WAYS_IN}.")
     forbid_changed_constants(model, exported.graph, {key: name for key, name in held.items() if name in constants})
@@ -132,6 +134,17 @@ def _trace(model: nn.Module, signature: Signature, changed: ChangedAttributes) -
     with _lock, _quiet():
         own.check(exported.graph_module, inputs, {name: values[target] for name, target in held.items()}, export)
     return Trace(exported.graph_module, held, constants, tuple(inputs), rules, exported.call_spec.out_spec)
+
+
+def _refuse_parameter(model: nn.Module, constant: Tensor) -> None:
+    """Raises SplitError for a constant of a trace that is a parameter: stages would have a copy of it."""
+    name = next((name for name, each in model.named_parameters() if share_storage(each, constant)), None)
+    if name is not None:
+        raise SplitError(
+            f"the forward of {type(model).__name__} reads the parameter {name!r} in another way than from its module, "
+            f"such as from a list: a trace would keep its values. Read it as self.{name}, or name the layers with "
+            "layers=."
+        )
 
 
 def tensors_of(model: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Gradients that a trace loses: an autograd function with a backward of its own, and hooks, are no operations.
+"""Gradients that a trace loses: an autograd function with a backward of its own, hooks, and inference mode are no operations.
 
 Their results are in the trace. So the gradients of the model's own forward and of the graph are compared where the
 forward has one of them.
@@ -32,7 +32,10 @@ class OwnBackwards(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.register_hook:
             self.found = "a hook of a tensor"
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_inference():
+            self.found = "torch.inference_mode"
+        return result
 
     def look_into(self, outputs: Any) -> None:
         """Look for functions in the graph of the outputs; hooks of modules are such functions, too."""

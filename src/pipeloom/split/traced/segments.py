@@ -92,10 +92,19 @@ def path_of(node: fx.Node, depth: int | None = None) -> str:
 
 
 def unbroken(nodes: Sequence[fx.Node]) -> set[int]:
-    """The positions before which no stage may begin: inside changes in place, and where gradients are switched off."""
+    """The positions before which no stage may begin.
+
+    These are inside changes in place, where gradients are switched off, and inside of functions such as torch.vmap.
+    """
     place = {node: index for index, node in enumerate(nodes)}
     closed: set[int] = set()
+    mapped: list[int] = []  # where functions of torch.func begin that have not ended
     for index, node in enumerate(nodes):
+        name = getattr(node.target, "__name__", "")
+        if name.endswith("_increment_nesting"):
+            mapped.append(index)
+        elif name.endswith("_decrement_nesting") and mapped:
+            closed.update(range(mapped.pop() + 1, index + 1))
         if node.target is switch_gradients and isinstance(node.args[0], fx.Node):
             closed.update(range(place[node.args[0]] + 1, index + 1))
         for changed in written(node):
