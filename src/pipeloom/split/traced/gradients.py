@@ -1,4 +1,4 @@
-"""Gradients that a trace loses: an autograd function with a backward of its own, hooks, and inference mode are no operations.
+"""Gradients that a trace loses: backwards of autograd functions, hooks and inference mode are no operations.
 
 Their results are in the trace. So the gradients of the model's own forward and of the graph are compared where the
 forward has one of them.
