@@ -92,6 +92,7 @@ def measure(data: dict[str, Any], columns: list[str], only: list[str]) -> None:
     """Fill columns of the table; a family that cannot be measured has the reason in place of the difference."""
     import torch
     import transformers
+    from pipeloom.errors import PipeloomError
     from tests.cpu import huggingface_axes, huggingface_kinds
     from tests.cpu import huggingface_families as walk
 
@@ -106,7 +107,10 @@ def measure(data: dict[str, Any], columns: list[str], only: list[str]) -> None:
                 continue
             if axis != "pp" and kind not in huggingface_axes.families_with(axis):
                 continue
-            row[axis] = _measured(walk, huggingface_axes, row, axis)
+            try:
+                row[axis] = _measured(walk, huggingface_axes, row, axis)
+            except PipeloomError as error:
+                row[axis] = str(error)
             print(kind, axis, row[axis], flush=True)
             DATA.write_text(json.dumps(data, indent=1) + "\n")
     if "kinds" in columns:

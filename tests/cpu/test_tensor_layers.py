@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipeloom as pl
+from pipeloom.errors import StageError
 from pipeloom.engine.stores.blocks import BlockSum
 from pipeloom.models import GPT, init_parameters, materialize
 from pipeloom.parallel import axis_functions
@@ -90,6 +91,14 @@ def test_plans_for_models_of_users(plan, sequence, tp):
     expected = one_process(made(), loss)
     assert_equal(found, expected)
     assert not found.gradients["table.weight"][3].any()
+
+
+@pytest.mark.parametrize("gates", [{}, {"layers.*.gates": "colwise_gather_output"}], ids=["left out", "gathered"])
+def test_a_row_layer_takes_its_part_of_a_whole_input(gates):
+    plan = {"layers.*.down": "rowwise"} | gates
+    assert_equal(run(made, "zb-h1", plan=plan, pp=2, tp=2), one_process(made()))
+    with pytest.raises(StageError, match="has 8 inputs on each process, and gets 16"):
+        run(made, plan=plan | {"table": "vocabulary", "head": "vocabulary"}, sequence=True, tp=2)
 
 
 def test_a_plan_may_leave_layers_out():

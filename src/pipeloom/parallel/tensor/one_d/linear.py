@@ -10,6 +10,7 @@ graph, so a split backward has the collectives in I and defers the weight gradie
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeloom.errors import InputError
 from pipeloom.parallel import axis_functions
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.tensor.one_d.tokens import NotKept, gather_tokens, is_gathered, scatter_sum
@@ -81,7 +82,8 @@ class RowLinear(nn.Module):
         transposed: as for `ColumnLinear`.
         axis: of the processes that share the layer.
         sequence: whether the output has a part of the tokens, [B, S / t, out].
-        splits: whether the input is whole, and this process takes its part.
+        splits: whether the input is whole, and this process takes its part. So it does of any input that is whole but
+            for sequence parallelism, where such an input may have other tokens on each process.
     """
 
     sliceable = True
@@ -102,8 +104,14 @@ class RowLinear(nn.Module):
         self.axis, self.transposed, self.sequence, self.splits = axis, transposed, sequence, splits
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.splits:
+        inputs = self.weight.shape[0 if self.transposed else 1]
+        if self.splits or (not self.sequence and x.shape[-1] == inputs * self.axis.degree):
             x = axis_functions.scatter(x, self.axis, -1)
+        elif x.shape[-1] != inputs:
+            raise InputError(
+                f"a layer of kind row has {inputs} inputs on each process, and gets {x.shape[-1]}: the layers before it "
+                "are not cut. Leave it out of the plan, or cut them by columns."
+            )
         y = _product(x, self.weight, None, self.transposed)
         y = scatter_sum(y, self.axis, sequence=self.sequence)
         return y if self.bias is None else y + self.bias
