@@ -92,9 +92,10 @@ def measure(data: dict[str, Any], columns: list[str], only: list[str]) -> None:
     """Fill columns of the table; a family that cannot be measured has the reason in place of the difference."""
     import torch
     import transformers
-    from pipeloom.errors import PipeloomError
     from tests.cpu import huggingface_axes, huggingface_kinds
     from tests.cpu import huggingface_families as walk
+
+    from pipeloom.errors import PipeloomError
 
     torch.set_num_threads(1)
     data["transformers"] = transformers.__version__

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipeloom as pl
-from pipeloom.errors import StageError
 from pipeloom.engine.stores.blocks import BlockSum
+from pipeloom.errors import StageError
 from pipeloom.models import GPT, init_parameters, materialize
 from pipeloom.parallel import axis_functions
 from pipeloom.parallel.axis import Axis

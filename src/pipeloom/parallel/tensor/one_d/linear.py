@@ -109,8 +109,8 @@ class RowLinear(nn.Module):
             x = axis_functions.scatter(x, self.axis, -1)
         elif x.shape[-1] != inputs:
             raise InputError(
-                f"a layer of kind row has {inputs} inputs on each process, and gets {x.shape[-1]}: the layers before it "
-                "are not cut. Leave it out of the plan, or cut them by columns."
+                f"a layer of kind row has {inputs} inputs on each process, and gets {x.shape[-1]}: the layers before "
+                "it are not cut. Leave it out of the plan, or cut them by columns."
             )
         y = _product(x, self.weight, None, self.transposed)
         y = scatter_sum(y, self.axis, sequence=self.sequence)
