@@ -258,7 +258,7 @@ PAGES = (
     "docs/how-to/pipe.md",
     "docs/how-to/fine-tune.md",
     "docs/reference/checkpoints.md",
-    "docs/how-to/recipes.md",
+    "docs/how-to/masks.md",
     "docs/how-to/faults.md",
     "docs/how-to/plan.md",
 )

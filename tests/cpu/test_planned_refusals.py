@@ -439,3 +439,30 @@ def test_check_tells_a_mean_of_means():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="loss_fn is a mean over the labels of a micro-batch"):
         pl.Pipeline(model, schedule, loss_fn=F.cross_entropy, check=(x, y)).close()
+
+
+class Summed(nn.Module):
+    """The last result plus the sum of all earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        total = 0
+        for block in self.blocks:
+            x = block(x)
+            total = total + x
+        return x + total
+
+
+def test_a_registered_layout_that_skips_stages_names_layers_which_train_it():
+    pl.register_layout(Summed, ["blocks.*"])
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    with (
+        pl.Pipeline(Summed(), schedule, loss_fn=F.mse_loss) as pipe,
+        pytest.raises(StageError, match=r"reads what earlier stages .*Pass layers=.*register another layout"),
+    ):
+        pipe.step(X, X)
+    equal_steps(Summed(), layers=["blocks.*"])

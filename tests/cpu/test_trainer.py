@@ -268,7 +268,7 @@ def test_what_a_pipeline_does_not_support_is_one_line(tmp_path: Path) -> None:
     refused("num_microbatches=4: must be a multiple of gradient_accumulation_steps=3", schedule=schedule(4))
     refused("schedule='no-such'|no-such", schedule="no-such")
     refused("schedule=3: must be the name", schedule=3)
-    refused("Linear has no pipeline plan", model=torch.nn.Linear(2, 2))
+    refused("model=Linear: must be a PreTrainedModel", model=torch.nn.Linear(2, 2))
     refused("precision='bf16' with bf16=True", {"bf16": True}, precision="bf16")
     trainer = PipelineTrainer(llama(), arguments(tmp_path, gradient_accumulation_steps=1), data_collator=padded)
     with pytest.raises(InputError, match="no training state of a pipeline"):

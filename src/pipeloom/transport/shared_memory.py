@@ -27,6 +27,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from pipeloom.common.cores import usable_cores
 from pipeloom.devices.sharing import MemorySharing
@@ -51,7 +52,7 @@ def host_identity() -> str:
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
         try:
-            parts.append(os.readlink(path) if path.endswith("net") else open(path).read().strip())  # noqa: SIM115
+            parts.append(os.readlink(path) if path.endswith("net") else Path(path).read_text().strip())
         except OSError:
             parts.append(socket.gethostname())
     return "/".join(parts)

@@ -66,13 +66,15 @@ class StageForward:
         Raises:
             InputError: the order of the model's layers is not known.
         """
+        if not isinstance(model, PreTrainedModel):
+            raise InputError(
+                f"model={type(model).__name__}: must be a PreTrainedModel. Train it with pipeloom.Pipeline."
+            )
         if find_layout(model) is None:
             raise InputError(
                 f"{type(model).__name__} has no pipeline plan. Name its layers in order with "
                 "pipeloom.register_layout(ModelClass, ['embeddings', 'encoder.layer.*'])."
             )
-        if not isinstance(model, PreTrainedModel):
-            raise InputError(f"{type(model).__name__} is no model of transformers. Train it with pipeloom.Pipeline.")
         given = vars(model)
         before = {name: given[name] for name in HOOKS}
         own: Any = given.get("forward")

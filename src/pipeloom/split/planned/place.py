@@ -7,6 +7,7 @@ from pipeloom.split.layouts.layout import Layout
 from pipeloom.split.planned.tracking.origins import GRADIENT
 
 _OTHER_WAYS = "trace the model with example= (Pipeline, split), {}, or use one stage"
+_DECLARATIONS = {"layers": "name other layers", "its layout": "register another layout"}  # an order that did not fit
 
 
 class Leave(BaseException):
@@ -82,8 +83,7 @@ class StagePlace:
 
     def _cannot(self, problem: str, fix: str = "") -> SplitError:
         """The error for a model that stages cannot run: what is wrong, and a fix before those that always help."""
-        is_given = self._declared == "layers"
-        ways = _OTHER_WAYS.format("name other layers" if is_given else "declare its order with register_layout")
+        ways = _OTHER_WAYS.format(_DECLARATIONS.get(self._declared, "declare its order with register_layout"))
         fixes = f"{fix}, {ways}" if fix else ways[0].upper() + ways[1:]
         return SplitError(f"{problem}. {fixes}.")
 
@@ -120,8 +120,9 @@ class StagePlace:
         if absent:
             return self._not_sent("computes its result with", absent[0])
         return self._cannot(
-            f"the result of {self.model} reads what earlier stages computed, beside the result of {self.names[0]!r} "
-            "and later parts: it would be wrong"
+            f"the result of {self.model} reads what earlier stages computed, in addition to the result of "
+            f"{self.names[0]!r} and later parts: it would be wrong",
+            "" if self._declared == "layers" else "Pass layers=, with which results that skip stages are sent",
         )
 
     def decides_by_earlier(self, absent: Sequence[str]) -> SplitError:
