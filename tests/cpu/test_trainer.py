@@ -269,6 +269,9 @@ def test_what_a_pipeline_does_not_support_is_one_line(tmp_path: Path) -> None:
     refused("schedule='no-such'|no-such", schedule="no-such")
     refused("schedule=3: must be the name", schedule=3)
     refused("model=Linear: must be a PreTrainedModel", model=torch.nn.Linear(2, 2))
+    with_adapters = llama()
+    with_adapters.peft_config = {}
+    refused("model=LlamaForCausalLM with adapters of peft: .*--model.lora RANK", model=with_adapters)
     refused("precision='bf16' with bf16=True", {"bf16": True}, precision="bf16")
     trainer = PipelineTrainer(llama(), arguments(tmp_path, gradient_accumulation_steps=1), data_collator=padded)
     with pytest.raises(InputError, match="no training state of a pipeline"):

@@ -64,8 +64,13 @@ class StageForward:
         """Inside, stages that are cut from the model run this forward; the model's own forward and hooks are inside it.
 
         Raises:
-            InputError: the order of the model's layers is not known.
+            InputError: the order of the model's layers is not known, or the model is none that can be saved.
         """
+        if hasattr(model, "peft_config"):
+            raise InputError(
+                f"model={type(model).__name__} with adapters of peft: PipelineTrainer does not save adapters. Use "
+                "`pipeloom train --model.pretrained DIR --model.lora RANK`."
+            )
         if not isinstance(model, PreTrainedModel):
             raise InputError(
                 f"model={type(model).__name__}: must be a PreTrainedModel. Train it with pipeloom.Pipeline."
