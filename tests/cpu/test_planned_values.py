@@ -174,6 +174,31 @@ def test_a_comparison_of_what_is_drawn_is_certain_only_where_no_draw_changes_it(
     assert bool(origins.decided & DRAWN) is varies
 
 
+def test_a_forward_that_is_left_without_gradients_leaves_them_on():
+    class Frozen(Net):
+        def forward(self, x):
+            first = self.first(x)
+            torch.set_grad_enabled(False)
+            y = self.through(first)
+            torch.set_grad_enabled(True)
+            return self.last(y + first)
+
+    model, x = Frozen(), torch.randn(8, 4)
+    for block in model.blocks:
+        block.requires_grad_(False)
+    with pipeline(model, ranks=2, schedule="1f1b") as pipe:
+        loss = pipe.step({"x": x}, x)
+        assert torch.is_grad_enabled()
+        gradients = {name: each.grad for name, each in pipe.named_parameters() if each.requires_grad}
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    expected = F.mse_loss(plain(x), x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+
+
 def test_buffers_change_once_per_microbatch():
     class Counts(Net):
         def forward(self, x):

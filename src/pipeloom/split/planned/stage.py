@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import PipeloomError, SplitError
@@ -247,7 +248,7 @@ class PlannedStage(StageModule):
         lengths = [] if cache is None else lengths_of(cache)
         own = vars(self)  # nn.Module looks at what is set, which takes long
         own["current_run"] = call
-        begins_again = False
+        begins_again, gradients = False, torch.is_grad_enabled()
         try:
             if call.draws is None and call.watch is None:
                 output = self._copy.model(*first, **settings)
@@ -279,6 +280,7 @@ class PlannedStage(StageModule):
             return self._message(form, call)
         finally:
             own["current_run"] = own["_others"] = None
+            torch._C._set_grad_enabled(gradients)  # the forward may be left where it has switched them off
             if cache is not None and not begins_again:
                 fill_others(cache, lengths, inputs.get("input_ids", first[0] if first else None))
         output = call.finished(output)
