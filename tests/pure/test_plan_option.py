@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import yaml
@@ -158,3 +159,17 @@ def test_memory_counts_what_a_plan_takes(saved, capsys):
     planned = capsys.readouterr().out
     assert main(["memory", *SHARDED_WORDS.split(), *model, "--json"]) == 0
     assert capsys.readouterr().out == planned
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+def test_the_memory_of_a_plan_is_that_of_its_run(optimizer, tmp_path, capsys):
+    """Some optimizers need full matrices, which replicas share out whole."""
+    model = ["--model.layers", "4", "--model.width", "512", "--model.heads", "8", "--model.sequence_length", "256", "--model.dropout", "0"]
+    words = [*model, "--vocabulary_size", "1000", "--cluster", "dgx-a100-80", "--batch.size", "8", "--json"]
+    fix, out = "pipeline=2,data=2,data_strategy=zero3,schedule=v-half", str(tmp_path / "plan.json")
+    named = ["--optimizer", optimizer, "--fix", fix, "--top", "1", "--out", out]
+    assert main(["plan", *words, "--devices", "4", *named]) == 0
+    planned = json.loads(capsys.readouterr().out)["plans"][0]["peak_bytes"]
+    assert main(["memory", *words, "--plan", out, "--optimizer.name", optimizer]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert max(planned) == pytest.approx(max(rank["peak"] for rank in ranks), rel=1e-3)

@@ -21,6 +21,7 @@ from pipeloom.plan.costs.measured_links import measured_network, step_end_second
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel
 from pipeloom.plan.memory.choose import stage_bytes
+from pipeloom.plan.memory.state_bytes import NEED_FULL_MATRICES
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.sim import Costs, Network
 from pipeloom.sim.costs import MOST_UNITS
@@ -183,6 +184,7 @@ class ProfiledCosts(StepCosts):
             optimizer=of.optimizer,
             recompute=tuple(map(of.recompute_of, range(of.stages))),
             device="cuda" if self.cluster.measured is None else "cpu",
+            whole_parameters=of.optimizer in NEED_FULL_MATRICES,
             elsewhere=frozenset({"optimizer"}) if of.offload_states else frozenset(),
         )
 

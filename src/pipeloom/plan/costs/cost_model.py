@@ -25,6 +25,7 @@ from pipeloom.plan.local.layer_times import LayerTimes
 from pipeloom.plan.local.references import Corrections, References
 from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
 from pipeloom.plan.memory.choose import stage_bytes
+from pipeloom.plan.memory.state_bytes import NEED_FULL_MATRICES
 from pipeloom.plan.memory.transformer_layers import kept_of_kinds
 from pipeloom.plan.stage_times import Seconds, StageTimes
 from pipeloom.sim import Costs, Network, Timeline
@@ -251,6 +252,7 @@ class CostModel(StepCosts):
             recompute=tuple(map(of.recompute_of, range(of.stages))),
             device="cuda" if self.cluster.measured is None else "cpu",
             expert=of.inside.expert,
+            whole_parameters=of.optimizer in NEED_FULL_MATRICES,
             elsewhere=frozenset({"optimizer"}) if of.offload_states else frozenset(),
         )
 
