@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from pipeloom.errors import InputError, SplitError, StageError
@@ -466,3 +467,56 @@ def test_a_registered_layout_that_skips_stages_names_layers_which_train_it():
     ):
         pipe.step(X, X)
     equal_steps(Summed(), layers=["blocks.*"])
+
+
+class Around(Skips):
+    """Runs a layer inside of a function that computes its gradient, or draws with a generator of its own."""
+
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        x = self.a(x)
+        x = self.call(self.b, x)
+        return self.e(self.d(self.c(x)))
+
+
+GENERATOR = torch.Generator().manual_seed(1)
+AROUND = {
+    "reentrant checkpoint": (
+        lambda layer, x: checkpoint(layer, x, use_reentrant=True),
+        r"runs 'b' inside of torch\.utils\.checkpoint, .*Call the layer itself, and set recompute of the Pipeline",
+    ),
+    "checkpoint": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), r"inside of torch\.utils\.checkpoint"),
+    "vmap": (lambda layer, x: torch.vmap(layer)(x), r"inside of a transform of torch\.func, .*Call the layer itself"),
+    "grad": (lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x), r"a transform of torch\.func"),
+    "generator": (
+        lambda layer, x: layer(x) + torch.randn(x.shape, generator=GENERATOR),
+        r"draws between its layers with a generator of its own \(torch\.randn, generator=\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_functions_with_gradients_of_their_own_around_layers_are_refused(name):
+    call, said = AROUND[name]
+    x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
+    options = {"layers": ["a", "b", "c", "d", "e"], "loss_fn": F.mse_loss}
+    for schedule in ("1f1b", "zb-h1"):
+        built = pl.schedules.build(schedule, num_ranks=2, num_microbatches=2)
+        with pl.Pipeline(Around(call), built, **options) as pipe, pytest.raises(StageError, match=said) as error:
+            pipe.step(x, y)
+        assert "\n" not in str(error.value)
+    one = pl.schedules.build("1f1b", num_ranks=1, num_microbatches=1)
+    model = Around(call)
+    with pl.Pipeline(copy.deepcopy(model), one, **options) as pipe:  # one stage runs all
+        GENERATOR.manual_seed(1)
+        found = pipe.step(x, y)
+        gradients = {key: parameter.grad for key, parameter in pipe.named_parameters()}
+    GENERATOR.manual_seed(1)
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    torch.testing.assert_close(found, loss.detach())
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, msg=key)

@@ -164,7 +164,8 @@ def test_memory_counts_what_a_plan_takes(saved, capsys):
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 def test_the_memory_of_a_plan_is_that_of_its_run(optimizer, tmp_path, capsys):
     """Some optimizers need full matrices, which replicas share out whole."""
-    model = ["--model.layers", "4", "--model.width", "512", "--model.heads", "8", "--model.sequence_length", "256", "--model.dropout", "0"]
+    sizes = {"layers": 4, "width": 512, "heads": 8, "sequence_length": 256, "dropout": 0}
+    model = [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
     words = [*model, "--vocabulary_size", "1000", "--cluster", "dgx-a100-80", "--batch.size", "8", "--json"]
     fix, out = "pipeline=2,data=2,data_strategy=zero3,schedule=v-half", str(tmp_path / "plan.json")
     named = ["--optimizer", optimizer, "--fix", fix, "--top", "1", "--out", out]

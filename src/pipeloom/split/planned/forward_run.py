@@ -36,7 +36,7 @@ from pipeloom.split.planned.tracking.origins import (
     versions_of,
     with_tensors,
 )
-from pipeloom.split.planned.tracking.own_rules import OwnRules
+from pipeloom.split.planned.tracking.own_rules import OwnRules, function_around
 from pipeloom.split.planned.tracking.types import TypeWatch
 from pipeloom.split.stage_module import running
 
@@ -89,7 +89,9 @@ class ForwardRun:
         self.found: dict[str, Any] = {}
         self.done: list[int] = []
         self.result: Any = None
-        self.draws = SharedDraws(arrived.get("seed"), self.origins) if draws or known is None else None
+        self.draws = None
+        if draws or known is None:
+            self.draws = SharedDraws(arrived.get("seed"), self.origins, is_alone=place.is_alone)
         self.stage, self.place, self._around = stage, place, around
         self.extras: dict[str, Any] = {}
         self.entries: dict[str, dict[Any, Any]] = {}
@@ -306,6 +308,9 @@ class ForwardRun:
         versions: list[tuple[str, Tensor, int]] = []
         shared: list[Tensor] = []
         if origins is not None:
+            around = None if place.is_alone else function_around()
+            if around is not None:
+                raise place.inside_function(name, around)
             self.check_current((args, settings))
             self._rules.read((args, settings))
             combined = origins.argument_of_earlier(args, settings)

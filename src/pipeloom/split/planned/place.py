@@ -34,6 +34,7 @@ class StagePlace:
         elsewhere: names of the parts of other stages.
         blocks: names of the repeated parts.
         first, last: places of the stage's first and last part.
+        is_alone: whether the model has no other stage.
         before: the name of the part before the first.
         end: the place of the model's last part.
         last_block: the place of the last repeated part.
@@ -66,6 +67,7 @@ class StagePlace:
         self.combines = len({self.list_of(name) for name in blocks}) > 1 or layout.declared == "layers"
         self.keeps_others = blocks[0] in self.names or self.last == self.end
         self.everywhere = layout.everywhere
+        self.is_alone = not self.first and self.last == self.end
         self._declared, self.model = layout.declared, model_name
         self._forward_is_set = forward_is_set
 
@@ -166,6 +168,17 @@ class StagePlace:
             f"{self.names[0]!r}, on the stage that begins there: for results of earlier stages it has zeros without a "
             "gradient",
             "Move such code into the layers",
+        )
+
+    def inside_function(self, name: str, function: str) -> SplitError:
+        """The error for a part that runs inside a function which computes its gradient in its own way."""
+        fix = "Call the layer itself"
+        if "checkpoint" in function:
+            fix = "Call the layer itself, and set recompute of the Pipeline"
+        return self._cannot(
+            f"the forward of {self.model} runs {name!r} inside of {function}, which computes gradients in its own way: "
+            "it would cover the layers of one stage alone",
+            fix,
         )
 
     def asks_type(self, call: str) -> SplitError:

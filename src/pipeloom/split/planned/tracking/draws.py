@@ -44,14 +44,16 @@ class SharedDraws(TorchFunctionMode):
     Args:
         seed: of the micro-batch; None: the first draw makes one with torch's generator.
         origins: gets what is drawn, in a forward that explores; None: it does not.
+        is_alone: whether the model has one stage.
 
     Attributes:
         seed: of the micro-batch, or None as long as nothing was drawn.
         others: whether Python's or numpy's generators have drawn, for the forward or for another thread meanwhile.
     """
 
-    def __init__(self, seed: int | None, origins: Origins | None) -> None:
+    def __init__(self, seed: int | None, origins: Origins | None, *, is_alone: bool = False) -> None:
         super().__init__()
+        self._is_alone = is_alone
         self.seed, self.others = seed, False
         self._origins = origins
         self._quiet, self._scope = False, ""  # inside of parts; the module that draws, empty for the model's forward
@@ -142,8 +144,15 @@ class SharedDraws(TorchFunctionMode):
     ) -> Any:
         settings = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]  # without the name of an overload
-        if self._quiet or name not in _DRAWS or settings.get("generator") is not None:
+        if self._quiet or name not in _DRAWS:
             return func(*args, **settings)
+        if settings.get("generator") is not None:
+            if self._origins is None or self._is_alone:
+                return func(*args, **settings)
+            raise SplitError(
+                f"the forward draws between its layers with a generator of its own (torch.{name}, generator=): every "
+                "stage would draw from it. Leave generator out, and all stages draw alike, or draw in a layer."
+            )
         if name in _DROPOUTS and not settings.get("training", args[2] if len(args) > 2 else True):
             return func(*args, **settings)
         seed = self._take_seed()

@@ -1,15 +1,43 @@
-"""`OwnRules`: gradient rules of a model's own that several stages apply, each to a part of a gradient.
+"""Gradients in a way of their own between the parts of a model.
+
+`OwnRules`: gradient rules of a model's own that several stages apply, each to a part of a gradient.
 
 A value between the parts of several stages is computed on each of them, and the gradients that it gets there are added
 up. A rule that is linear, as every derivative is, gives the same sum; one that clips or normalizes does not.
+
+`function_around`: a function that runs a part and computes its gradient, such as `torch.utils.checkpoint`.
 """
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
+
+_STAGE = str(Path(__file__).parents[1] / "stage.py")  # whose `_run` calls the forward
+_FUNCTIONS = {
+    "/torch/utils/checkpoint.py": "torch.utils.checkpoint",
+    "/torch/autograd/function.py": "an autograd.Function",
+    "/torch/_functorch/": "a transform of torch.func",
+    "/torch/_higher_order_ops/": "an operator such as torch.cond",
+}
+
+
+def function_around() -> str | None:
+    """The innermost function around the part that a stage's forward calls now which computes gradients in its own way.
+
+    Called by `ForwardRun.run_part`.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and not (frame.f_code.co_name == "_run" and frame.f_code.co_filename == _STAGE):
+        for path, function in _FUNCTIONS.items():
+            if path in frame.f_code.co_filename:
+                return function
+        frame = frame.f_back
+    return None
 
 
 class OwnRules:
