@@ -11,6 +11,7 @@ up. A rule that is linear, as every derivative is, gives the same sum; one that 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +32,7 @@ def function_around() -> str | None:
 
     Called by `ForwardRun.run_part`.
     """
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (frame.f_code.co_name == "_run" and frame.f_code.co_filename == _STAGE):
         for path, function in _FUNCTIONS.items():
             if path in frame.f_code.co_filename:
