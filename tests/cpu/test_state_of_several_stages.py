@@ -103,6 +103,32 @@ def test_a_loss_of_parameters_on_other_ranks_is_refused():
     assert "InputError: loss_fn reads the parameter '0." in last
 
 
+class Hidden(nn.Module):
+    """Reads the weight of another layer, which is no part of it."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.own, self.others = nn.Linear(4, 4), [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(F.linear(x, self.others[0].weight))
+
+
+def _hidden(rank: int, place: int) -> str:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(4)]
+    layers[place] = Hidden(layers[0])
+    pipe = pl.Pipeline(nn.Sequential(*layers[:3]), schedule(3), loss_fn=F.mse_loss, timeout_seconds=20)
+    with pipe, pytest.raises(pl.PipeloomError) as raised:
+        pipe.step(X, Y)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_layer_that_reads_a_parameter_of_another_rank_is_refused(place):
+    assert f"stage {place} reads the parameter '0.weight' of another rank" in run_ranks(_hidden, 3, place)[place]
+
+
 def test_a_list_with_a_value_for_each_sample_is_refused():
     class Named(nn.Module):
         def __init__(self) -> None:

@@ -12,6 +12,7 @@ from pipeloom.engine.calls.agreement import number_of_forms
 from pipeloom.engine.calls.intake import BatchIntake
 from pipeloom.engine.calls.reader import Batching, Programs
 from pipeloom.engine.calls.refusals import PeerRefused, refused_by, send_refusals
+from pipeloom.engine.elsewhere import Elsewhere
 from pipeloom.engine.instructions import Record, Run
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import RankWiring
@@ -47,6 +48,7 @@ class Executor:
         blackbox: a writable buffer for the label of the running action.
         skips: by pair of stages, the names of the values that skip stages between them.
         graphs: whether the actions of steps are recorded as CUDA graphs.
+        elsewhere: see `parameters_elsewhere`; outputs of stages must not follow from these.
 
     Attributes:
         programs, connection, batching: as given.
@@ -69,6 +71,7 @@ class Executor:
         blackbox: Any,
         skips: Mapping[Skip, tuple[str, ...]],
         graphs: bool = False,
+        elsewhere: Elsewhere,
     ) -> None:
         self.programs, self.connection, self.batching = programs, connection, batching
         self.local_ranks = tuple(state.stages_of)
@@ -93,6 +96,7 @@ class Executor:
                 mover=open_mover(),
                 skips=skips,
                 device=devices[rank],
+                elsewhere=elsewhere,
             )
             self.workers[rank] = self._worker(wiring, blackbox)
         self._intake = BatchIntake(devices, state, programs, connection, batching)

@@ -28,6 +28,7 @@ from pipeloom.common.division import even_parts
 from pipeloom.devices import Device
 from pipeloom.engine.activation_mover import ActivationMover, Key
 from pipeloom.engine.batch import Batch, Extent
+from pipeloom.engine.elsewhere import Elsewhere
 from pipeloom.ir import Action, Program, Skip
 from pipeloom.ir.recompute import Recompute
 from pipeloom.slicing import SequenceParts, SliceContext, Tokens
@@ -78,6 +79,7 @@ class RankWiring:
         mover: moves saved activations, where programs have OFFLOAD and RELOAD.
         skips: by pair of stages, the names of the values that skip stages between them.
         device: where the rank computes.
+        elsewhere: parameters that only other ranks train.
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
         copies_input: by stage, whether it receives a copy of its input: the caller's batch, and leaves, must not change
             in place.
@@ -94,6 +96,7 @@ class RankWiring:
     mover: ActivationMover | None
     skips: Mapping[Skip, tuple[str, ...]]
     device: Device
+    elsewhere: Elsewhere
     forwards: dict[int, Callable[..., Value]] = field(init=False)
     copies_input: dict[int, bool] = field(init=False)
     runs_known: set[tuple[int, bool]] = field(init=False, default_factory=set)

@@ -12,6 +12,7 @@ from torch import nn
 
 from pipeloom.common.quantities import counted
 from pipeloom.engine.calls.reader import Batching, Programs
+from pipeloom.engine.elsewhere import parameters_elsewhere
 from pipeloom.engine.executor import Executor
 from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn
@@ -43,7 +44,6 @@ from pipeloom.training.argument_checks import (
     check_recompute,
     context_of,
 )
-from pipeloom.training.elsewhere import parameters_elsewhere
 from pipeloom.training.losses.own_loss import OwnLoss
 from pipeloom.training.losses.traced_loss import TracedLoss
 from pipeloom.training.losses.watched_loss import WatchedLoss
@@ -128,6 +128,7 @@ def construct(
         blackbox=blackbox,
         skips=skips,
         graphs=graphs,
+        elsewhere=elsewhere or {},
     )
     return state, executor, StageBuffers(stages, state.stages, programs.train.placement)
 

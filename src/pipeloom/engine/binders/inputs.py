@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.autograd.auxiliary_losses import Collected
+from pipeloom.engine.elsewhere import find_elsewhere
 from pipeloom.engine.rank_state import RankWiring
 from pipeloom.errors import RunError
 from pipeloom.transport.values import Value, copied, flatten, tensors_in, unflatten
@@ -28,6 +29,7 @@ class StageInputs:
 
     def __init__(self, wiring: RankWiring, stage: int, *, training: bool) -> None:
         self._copies, self._stage = wiring.copies_input, stage
+        self._elsewhere = wiring.elsewhere if training else {}
         self._module = wiring.stages[stage]
         self._known, self._key = wiring.runs_known, (stage, training)
         self._given: list[tuple[Tensor, int]] = []  # tensors and their versions
@@ -83,6 +85,14 @@ class StageInputs:
                     "the first stage has changed its inputs in place, unlike in its first step: this batch is changed. "
                     "From now on the stage gets copies.",
                     stacklevel=2,
+                )
+        if self._key not in self._known:
+            name = find_elsewhere(tensors_in(output), self._elsewhere)
+            if name is not None:
+                raise RunError(
+                    f"stage {self._stage} reads the parameter {name!r} of another rank, which no layer of its own has "
+                    "as a parameter: its gradient would be lost. Assign it in the layer that reads it "
+                    "(self.shared = ...)."
                 )
         self._known.add(self._key)
         self.overlapping = [self._given[index][0] for index in self._overlapping]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pipeloom.autograd.loss_metrics import counts_of_labels, loss_in, zero_of
 from pipeloom.engine.batch import Batch
+from pipeloom.engine.elsewhere import Elsewhere, find_elsewhere
 from pipeloom.engine.rank_state import LossFn
+from pipeloom.errors import InputError
 from pipeloom.models.label_mean import LabelMean
-from pipeloom.training.elsewhere import Elsewhere, check_leaves
 from pipeloom.training.losses.element_means import UnequalMeans, means_of, replicas_text
 from pipeloom.training.losses.labels import labels_key, labels_of
 from pipeloom.training.losses.output_loss import is_of_output, or_zero
@@ -132,8 +133,13 @@ class WatchedLoss:
         if self._elsewhere:
             loss = loss_in(result)
             if isinstance(loss, Tensor) and loss.grad_fn is not None:
-                check_leaves(loss, self._elsewhere)
-                self._elsewhere = {}
+                name, self._elsewhere = find_elsewhere([loss], self._elsewhere), {}
+                if name is not None:
+                    raise InputError(
+                        f"loss_fn reads the parameter {name!r}, which is on another rank: its gradient would be lost. "
+                        "Add the term in the layers that have the parameters, with pl.auxiliary_loss, or use the "
+                        "optimizer's weight_decay."
+                    )
         return result
 
     def _loss(self, output: Any, targets: Any) -> Any:

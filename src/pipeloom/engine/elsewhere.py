@@ -1,12 +1,10 @@
-"""`check_leaves`: a user's loss must not follow from parameters that are on another rank."""
+"""`find_elsewhere`: losses and outputs of stages must not follow from parameters that only another rank trains."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-
-from pipeloom.errors import InputError
 
 # Weak references by identity of the parameter, with its name.
 Elsewhere = Mapping[int, tuple["weakref.ref[nn.Parameter]", str]]
@@ -24,20 +22,17 @@ def parameters_elsewhere(stages: Sequence[nn.Module], own: Sequence[int]) -> Els
     return {id(parameter): (weakref.ref(parameter), name) for name, parameter in named if id(parameter) not in held}
 
 
-def check_leaves(loss: Tensor, elsewhere: Elsewhere) -> None:
-    """Raises InputError where a loss follows from one of these parameters: its gradient would be lost."""
-    todo: list[Any] = [loss.grad_fn]
-    seen = {loss.grad_fn}
+def find_elsewhere(values: Iterable[Tensor], elsewhere: Elsewhere) -> str | None:
+    """The name of one of these parameters that values follow from: its gradient would be lost; None: of none."""
+    todo: list[Any] = [each.grad_fn for each in values if each.grad_fn is not None] if elsewhere else []
+    seen = {*todo}
     while todo:
         node = todo.pop()
         leaf = getattr(node, "variable", None)
         parameter, name = elsewhere.get(id(leaf), (None, ""))
         if parameter is not None and parameter() is leaf:
-            raise InputError(
-                f"loss_fn reads the parameter {name!r}, which is on another rank: its gradient would be lost. Add the "
-                "term in the layers that have the parameters, with pl.auxiliary_loss, or use the optimizer's "
-                "weight_decay."
-            )
+            return name
         new = [each for each, _ in node.next_functions if each is not None and each not in seen]
         seen.update(new)
         todo += new
+    return None
