@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from itertools import product
 from pathlib import Path
@@ -74,25 +75,42 @@ def cells(row: dict[str, Any]) -> list[object]:
     ]  # fmt: skip
 
 
+def known(path: Path, fixed: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The cases of earlier runs, in whose file this one's are saved too."""
+    if not path.exists():
+        return {}
+    saved = json.loads(path.read_text())
+    if saved["settings"]["fix"] != fixed:
+        raise SystemExit(f"{path} has cases with --fix {saved['settings']['fix']!r}. Choose another --output.")
+    return {key(row): row for row in saved["results"]}
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["devices"], row["batch"], row["cap"], row["model"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_search", description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--batches", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--caps", type=float, nargs="+", default=[12.0, 73.6], help="GiB per device")
     parser.add_argument("--fix", default="", help="values that all configurations have, as of pipeloom plan")
     parser.add_argument("--seconds", type=float, default=900.0, help="no case begins after this many")
+    parser.add_argument("--again", action="store_true", help="measure cases that the output has already")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "plan_search.json")
     options = parser.parse_args()
-    machine, start, rows = environment(), time.monotonic(), list[dict[str, Any]]()
+    machine, start, rows = environment(), time.monotonic(), known(options.output, options.fix)
     for batch, devices, cap, model in product(options.batches, options.devices, options.caps, models()):
+        case = {"model": model.name, "devices": devices, "batch": batch, "cap": cap}
+        if key(case) in rows and not options.again:
+            continue
         if time.monotonic() - start > options.seconds:
             break
-        rows.append(compare(model, devices, batch, cap, options.fix))
-        print(*cells(rows[-1]), sep=" | ", flush=True)
-    settings = {"devices": options.devices, "batches": options.batches, "caps": options.caps, "fix": options.fix}
-    parts = [table(HEADER, [cells(row) for row in rows])]
-    save(options.output, settings, machine, rows, parts)
-    print(markdown(parts))
+        rows[key(case)] = compare(model, devices, batch, cap, options.fix)
+        print(*cells(rows[key(case)]), sep=" | ", flush=True)
+        ordered = [rows[each] for each in sorted(rows)]
+        save(options.output, {"fix": options.fix}, machine, ordered, [table(HEADER, map(cells, ordered))])
+    print(markdown([table(HEADER, map(cells, (rows[each] for each in sorted(rows))))]))
 
 
 if __name__ == "__main__":
