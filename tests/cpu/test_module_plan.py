@@ -11,6 +11,7 @@ from torch import nn
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.plan.costs.named_clusters import CLUSTERS
+from pipeloom.plan.module_plan import _input_backward
 from pipeloom.split.layer_rows import measure_calls, measure_layers
 
 
@@ -101,6 +102,19 @@ def test_what_is_measured_of_a_layer():
         assert (row.received, row.sent) == (number, number)
         assert row.kept == 2 * number  # the input of each of its modules
         assert row.forward > 0
+
+
+def test_halves_of_backwards_are_measured_but_of_layers_with_hooks():
+    model = layers(2, 32)
+    calls: list[int] = []
+    model[1][0].weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    first, second = measure_layers(model, torch.zeros(8, 32), num_rounds=1, split=_input_backward)
+    for samples in (4, 8):
+        assert first.rows[samples].inputs + first.rows[samples].weights > 0
+        row = second.rows[samples]
+        assert row.inputs == row.weights == row.backward / 2
+    assert not calls
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_less_memory_recomputes_or_shards_more():

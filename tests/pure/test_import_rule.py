@@ -27,7 +27,8 @@ ENGINE = {"ir", "passes", "split", "slicing", "processes", "devices", "transport
 PARALLEL = ENGINE | {"engine", "models"}  # models: experts that processes share
 PRETRAINED = PARALLEL | {"parallel"}
 TRAINING = PRETRAINED | {"pretrained", "plan"}
-PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing"}  # models: measuring runs one
+# Models and autograd: measuring runs them.
+PLAN = {"ir", "schedules", "passes", "sim", "parallel", "split", "models", "slicing", "autograd"}
 TRAIN = TRAINING | PLAN | {"training", "plan", "report", "data"}
 CHAOS = {"processes", "train"}
 CLI = TRAIN | {"train", "pipe", "chaos", "job_files", "watch"}

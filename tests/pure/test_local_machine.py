@@ -22,6 +22,7 @@ from pipeloom.plan.costs.step_bound import step_bound
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
 from pipeloom.plan.local.measured import CURVES, Measured, Rates, interpolated
 from pipeloom.plan.local.saved import local_path, notices
+from pipeloom.plan.profiled_costs import ProfiledCosts, Unit, UnitRow
 from pipeloom.plan.stage_times import StageTimes
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.shared_cores import simulate_shared
@@ -240,3 +241,33 @@ def test_measured_layers_replace_predicted_ones():
     assert costs.costs(of).backward == pytest.approx((71.0,))
     bigger = costs.stage_seconds(replace(of, microbatch_size=4))[0]
     assert 1.5 * 28 < bigger.forward < 2.5 * 28
+
+
+def profiled(split: float = 1.0) -> ProfiledCosts:
+    """Four equal units, whose backward in halves takes `split` times as long as in one."""
+    row = UnitRow(
+        forward=1e-3, backward=2e-3, inputs=split * 1e-3, weights=split * 1e-3, again=0.0, sent=1024.0, kept=1.0,
+        recomputed=1.0,
+    )  # fmt: skip
+    units = [Unit(name=f"{at}", rows={1: row}, parameters={f"{at}": (1000, 1000)}) for at in range(4)]
+    return ProfiledCosts(units=units, cluster=machine())
+
+
+def makespan(costs: ProfiledCosts, schedule: str) -> float:
+    of = Configuration(pipeline=2, microbatches=4, schedule=schedule)
+    return costs.timeline(of, costs.program(of)).makespan
+
+
+def test_a_profile_knows_what_it_takes_to_split_a_backward():
+    plain, slower = profiled(), profiled(1.5)
+    for name in ("1f1b", "gpipe"):
+        assert makespan(plain, name) == pytest.approx(makespan(slower, name))
+    assert makespan(slower, "zb-h1") > 1.2 * makespan(plain, "zb-h1")
+
+
+def test_stages_that_two_ranks_hold_exchange_and_add_their_gradients():
+    of, costs = Configuration(pipeline=2, microbatches=4, schedule="dualpipe"), profiled()
+    assert costs.shared_sum_seconds(of, costs.program(replace(of, schedule="1f1b")).placement) == 0.0
+    size = 4e6 * 4  # bytes of all four units, which both ranks hold
+    sums = KernelTimes(machine(), 4).elementwise(3 * size, 1)
+    assert costs.shared_sum_seconds(of, costs.program(of).placement) == pytest.approx(sums + size * 1e-9, rel=0.01)

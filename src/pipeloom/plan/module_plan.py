@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -33,7 +33,7 @@ from pipeloom.plan.search.request import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from pipeloom.split.profile import LossFn
 
@@ -200,7 +200,8 @@ def _measured(
 
     samples = samples_of(example)
     if traced_for is None:
-        found = measure_layers(model, example, layers=layers, loss_fn=loss_fn, num_rounds=num_rounds)
+        options: Any = {"loss_fn": loss_fn, "num_rounds": num_rounds, "split": _input_backward}
+        found = measure_layers(model, example, layers=layers, **options)
     else:
         assert isinstance(model, nn.Module)
         found = measure_calls(model, example, num_stages=traced_for, loss_fn=loss_fn, num_rounds=num_rounds)
@@ -215,12 +216,24 @@ def _measured(
     return [_unit(group) for group in groups], samples, _FORMATS[formats.pop()] if formats else "fp32"
 
 
+def _input_backward(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> Callable[[], None]:
+    """Run I as the runtime does; returns W."""
+    from pipeloom.autograd.split_backward import backward_input, root_of
+
+    _, weights = backward_input([root_of(root) for root in roots], gradients, leaves)
+    return weights.accumulate
+
+
 def _unit(group: Sequence[Any]) -> Unit:
     """A counted layer with its neighbours."""
     rows: Mapping[int, UnitRow] = {
         samples: UnitRow(
             forward=sum(layer.rows[samples].forward for layer in group),
             backward=sum(layer.rows[samples].backward for layer in group),
+            inputs=sum(layer.rows[samples].inputs for layer in group),
+            weights=sum(layer.rows[samples].weights for layer in group),
             again=sum(layer.rows[samples].forward for layer in group if layer.counted),
             sent=group[-1].rows[samples].sent,
             kept=sum(layer.rows[samples].kept for layer in group),

@@ -30,9 +30,12 @@ def units_of(profile: Profile, samples: int, element: int) -> list[Unit]:
         for at in group:
             own = profile.layers[at].parameter_bytes - sum(ties.get(at, {}).values())
             parameters |= {f"{at}": own, **ties.get(at, {})}
+        backward = sum(profile.layers[at].backward_seconds for at in group)
         row = UnitRow(
             forward=sum(profile.layers[at].forward_seconds for at in group),
-            backward=sum(profile.layers[at].backward_seconds for at in group),
+            backward=backward,
+            inputs=backward / 2,
+            weights=backward / 2,
             again=sum(profile.layers[at].forward_seconds for at in group if counted[at]),
             sent=sent[group[-1]],
             kept=sum(kept[at] for at in group),

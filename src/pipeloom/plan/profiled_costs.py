@@ -1,7 +1,7 @@
 """`ProfiledCosts`: costs of a model whose layers were measured. No torch here.
 
-Seconds and bytes of other micro-batches follow from those of two by a straight line, or from one in proportion. A
-backward counts as half an I and half a W. Full recomputation repeats a forward, and keeps the input.
+Seconds and bytes of other micro-batches follow from those of two by a straight line, or from one in proportion. Full
+recomputation repeats a forward, and keeps the input.
 """
 
 import math
@@ -36,6 +36,7 @@ class UnitRow(NamedTuple):
 
     Attributes:
         forward, backward: seconds.
+        inputs, weights: seconds of I and W by themselves; of a profile file, which has none, half of the backward each.
         again: seconds of the forward of what full recomputation repeats.
         sent: bytes of its output.
         kept: bytes that its forward keeps.
@@ -44,6 +45,8 @@ class UnitRow(NamedTuple):
 
     forward: float
     backward: float
+    inputs: float
+    weights: float
     again: float
     sent: float
     kept: float
@@ -149,8 +152,18 @@ class ProfiledCosts(StepCosts):
         rows, found = self._rows(of), []
         for stage, units in enumerate(self._stages(of)):
             forward, backward = sum(rows[u].forward for u in units), sum(rows[u].backward for u in units)
+            inputs, weights = sum(rows[u].inputs for u in units), sum(rows[u].weights for u in units)
             again = sum(rows[u].again for u in units) if of.recompute_of(stage) is Recompute.FULL else 0.0
-            found.append(Seconds(forward, backward / 2 + again, backward / 2))
+            part = inputs / max(inputs + weights, 1e-12)
+            found.append(Seconds(forward, part * backward + again, (1 - part) * backward))
+        return found
+
+    def _split(self, of: Configuration) -> list[float]:
+        """For every stage, seconds of I and W over those of a whole backward; at least 1."""
+        rows, found = self._rows(of), []
+        for units in self._stages(of):
+            apart = sum(rows[u].inputs + rows[u].weights for u in units)
+            found.append(max(1.0, apart / max(sum(rows[u].backward for u in units), 1e-12)))
         return found
 
     def same_seconds(self, of: Configuration) -> Hashable:
@@ -191,10 +204,14 @@ class ProfiledCosts(StepCosts):
     def costs(self, of: Configuration) -> Costs:
         stages, memory, rows = self.stage_seconds(of), self.memory_model(of), self._rows(of)
         parameters, gradients = stage_bytes(memory, of.replicas)
+        rates, pairs = self.cluster.beside(of.devices).rates, list(zip(stages, self._split(of), strict=True))
+        # What the runtime does once per computation of a stage, on a measured machine.
+        before, behind = (rates.second(f"stage {each}") if rates else 0.0 for each in ("forward", "backward"))
         return Costs(
-            forward=tuple(each.forward for each in stages),
-            backward_input=tuple(each.backward_input for each in stages),
-            backward_weight=tuple(each.backward_weight for each in stages),
+            forward=tuple(each.forward + before for each in stages),
+            backward_input=tuple(each.backward_input * split + behind for each, split in pairs),
+            backward_weight=tuple(each.backward_weight * split + behind for each, split in pairs),
+            backward=tuple(each.backward_input + each.backward_weight + behind for each in stages),
             message_bytes=tuple(rows[units[-1]].sent for units in self._stages(of)),
             activation_bytes=tuple(memory.kept_bytes(stage) for stage in range(of.stages)),
             parameter_bytes=parameters,

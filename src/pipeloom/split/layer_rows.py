@@ -14,15 +14,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.errors import InputError
 from pipeloom.split.kept_bytes import KeptStorages, fresh
-from pipeloom.split.profile import Clock, LossFn, loss_alone, profile_layers, time_once, untouched
+from pipeloom.split.profile import (
+    Clock,
+    InputBackward,
+    LossFn,
+    loss_alone,
+    profile_halves,
+    profile_layers,
+    time_once,
+    untouched,
+)
 from pipeloom.split.stages import single_layers
 
 
 class LayerRow(NamedTuple):
-    """A layer on one micro-batch: seconds, and bytes of its input, of its output, and kept by its forward."""
+    """A layer on one micro-batch: seconds, and bytes of its input, of its output, and kept by its forward.
+
+    `inputs`, `weights`: seconds of I and W, by themselves or as halves of the backward.
+    """
 
     forward: float
     backward: float
+    inputs: float
+    weights: float
     received: float
     sent: float
     kept: float
@@ -63,6 +77,7 @@ def measure_layers(
     layers: Sequence[str] | None = None,
     loss_fn: LossFn | None = None,
     num_rounds: int = 5,
+    split: InputBackward | None = None,
 ) -> list[MeasuredLayer]:
     """Measure every layer with all samples of the example, and with half of them.
 
@@ -72,6 +87,7 @@ def measure_layers(
         layers: as for `split`.
         loss_fn: its time is added to the last layer's.
         num_rounds: rounds whose median is reported.
+        split: to measure I and W; None: half of the backward each.
 
     Raises:
         InputError: the example has no samples.
@@ -83,11 +99,17 @@ def measure_layers(
     for samples in dict.fromkeys((max(1, whole // 2), whole)):
         part = tree_map(lambda leaf, n=samples: _first(leaf, whole, n), example)
         times = profile_layers(modules, part, loss_fn=loss_fn, num_rounds=num_rounds)
+        every: Sequence[tuple[float, float] | None] = [None] * len(times)
+        if split is not None:
+            every = profile_halves(modules, part, split, loss_fn=loss_fn, num_rounds=num_rounds)
+            every = _without(_extra_seconds(split, num_rounds), every)
         inputs = tree_leaves(part[0] if loss_fn is not None else part)
         received = float(sum(leaf.nbytes for leaf in inputs if isinstance(leaf, Tensor)))
-        for row, time in zip(rows, times, strict=True):
+        for row, time, apart in zip(rows, times, every, strict=True):
             kept = float(time.kept_bytes or 0)
-            row[samples] = LayerRow(time.forward_seconds, time.backward_seconds, received, time.activation_bytes, kept)
+            halves = apart or (time.backward_seconds / 2,) * 2
+            seconds = time.forward_seconds, time.backward_seconds, *halves
+            row[samples] = LayerRow(*seconds, received, float(time.activation_bytes), kept)
             received = float(time.activation_bytes)
     names: dict[int, str] = {}
     for name, module in modules:
@@ -104,6 +126,18 @@ def measure_layers(
         )
         for (name, module, counted), row in zip(found, rows, strict=True)
     ]
+
+
+def _extra_seconds(split: InputBackward, num_rounds: int) -> float:
+    """Seconds that I and W of a small layer take more than its whole backward: once per stage, not once per layer."""
+    layer, sample = [("", nn.Linear(1, 1))], torch.ones(1, 1)
+    (halves,), (whole,) = profile_halves(layer, sample, split, num_rounds=num_rounds), profile_layers(layer, sample)
+    return max(0.0, sum(halves or ()) - whole.backward_seconds)
+
+
+def _without(extra: float, every: Sequence[tuple[float, float] | None]) -> list[tuple[float, float] | None]:
+    """I and W of layers without half of `extra` seconds each."""
+    return [None if each is None else (max(0.0, each[0] - extra / 2), max(0.0, each[1] - extra / 2)) for each in every]
 
 
 def measure_calls(
@@ -146,7 +180,9 @@ def measure_calls(
         received = float(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)))
         for row, each in zip(rows, measure(model, trace, segments, part, num_rounds), strict=True):
             sent = float(each.across_bytes or each.sent_bytes)
-            row[samples] = LayerRow(each.forward_seconds, each.backward_seconds, received, sent, float(each.kept_bytes))
+            half = each.backward_seconds / 2
+            seconds = each.forward_seconds, each.backward_seconds, half, half
+            row[samples] = LayerRow(*seconds, received, sent, float(each.kept_bytes))
             received = sent
         if loss_fn is not None:
             args, kwargs = trace.rules.signature.bind(part)
@@ -155,7 +191,10 @@ def measure_calls(
             forward, backward, kept = _measure_loss(output, part_targets, loss_fn, num_rounds)
             last = rows[-1][samples]
             rows[-1][samples] = last._replace(
-                forward=last.forward + forward, backward=last.backward + backward, kept=last.kept + kept
+                forward=last.forward + forward,
+                backward=last.backward + backward,
+                inputs=last.inputs + backward,
+                kept=last.kept + kept,
             )
     held = [
         {trace.held.get(source.name, "") for node in segment.nodes for source in node.all_input_nodes}

@@ -16,6 +16,8 @@ from pipeloom.split.kept_bytes import fresh, kept_bytes
 from pipeloom.split.stage_module import may_change_input
 
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Any]]
+InputBackward = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Callable[[], None]]
+"""Runs I of outputs, their gradients and the inputs; returns W. Parameters get their gradients in W."""
 
 
 class LayerTime(NamedTuple):
@@ -79,6 +81,37 @@ def profile_layers(
             size = sum(parameter.nbytes for parameter in module.parameters())
             times.append(LayerTime(name, median(forward), median(backward), sent, size, kept))
     return times
+
+
+def profile_halves(
+    layers: Sequence[tuple[str, nn.Module]],
+    sample: Any,
+    split: InputBackward,
+    *,
+    loss_fn: LossFn | None = None,
+    num_warmups: int = 2,
+    num_rounds: int = 5,
+) -> list[tuple[float, float] | None]:
+    """Median seconds of I and W of every layer; None for a layer with hooks on its parameters, which would run.
+
+    Args:
+        layers, sample, loss_fn, num_warmups, num_rounds: as for `profile_layers`.
+        split: runs I.
+    """
+    value, targets = sample if loss_fn is not None else (sample, None)
+    modules = [module for _, module in layers]
+    clock, found = Clock(modules, value, perf_counter), list[tuple[float, float] | None]()
+    with untouched(modules, clock.cuda):
+        for module in modules:
+            tail = loss_alone(loss_fn, targets) if loss_fn is not None and len(found) == len(modules) - 1 else None
+            if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters()):
+                found.append(None)
+            else:
+                rounds = [time_split(module, value, clock, split, loss=tail) for _ in range(num_warmups + num_rounds)]
+                inputs, weights = zip(*rounds[num_warmups:], strict=True)
+                found.append((median(inputs), median(weights)))
+            value = kept_bytes(module, value)[1]
+    return found
 
 
 def loss_alone(loss_fn: LossFn, targets: Any) -> Callable[[Any], Any]:
@@ -189,3 +222,34 @@ def time_once(
             torch.autograd.grad(roots, sources, seeds, allow_unused=True)
             backward = clock() - begun
     return forwarded - start, backward, tree_map(fresh, output)
+
+
+def time_split(
+    module: nn.Module,
+    value: Any,
+    clock: Callable[[], float],
+    split: InputBackward,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+) -> tuple[float, float]:
+    """Seconds of I and W of one run; arguments as for `time_once`."""
+    value = tree_map(fresh, value)
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if may_change_input(module):
+        value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+    output = module(value)
+    result = output if loss is None else loss(output)
+    roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    seeds = list(map(torch.ones_like, roots))
+    before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        start = clock()
+        weights = split(roots, seeds, leaves)
+        middle = clock()
+        weights()
+        return middle - start, clock() - middle
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient

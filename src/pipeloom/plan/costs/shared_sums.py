@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 
 from pipeloom.ir import Placement
+from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.kernel_times import KernelTimes
+from pipeloom.plan.costs.measured_links import exchange_seconds
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.sim import Network
 
@@ -20,14 +23,30 @@ def shared_sum_seconds(of: Configuration, placement: Placement, parameters: Sequ
         parameters: elements of every stage on one process.
         network: the links between stages.
     """
-    shards = of.replicas if of.strategy.shards_optimizer else 1
-    each = NumberBytes.of(of.precision).gradient / shards
     rates = [rate for rate in (network.bytes_per_second, *(link.bytes_per_second for link in network.links)) if rate]
     table = network.latency_seconds
     latency = max(map(max, table)) if isinstance(table, tuple) else table
-    most = 0.0
-    for held in placement.stages_of:
-        shared = [stage for stage in held if len(placement.replicas[stage]) > 1]
-        sent = sum(each * parameters[stage] for stage in shared)
-        most = max(most, len(shared) * latency + (sent / min(rates) if rates else 0.0))
-    return most
+    return max(
+        len(sent) * latency + (sum(sent) / min(rates) if rates else 0.0) for sent in _sent(of, placement, parameters)
+    )
+
+
+def measured_sum_seconds(
+    of: Configuration, placement: Placement, parameters: Sequence[float], cluster: Cluster
+) -> float:
+    """The same on a measured machine, whose processes copy the gradients, add them up, and take turns on its cores."""
+    assert cluster.measured is not None
+    most = max(_sent(of, placement, parameters), key=sum)
+    exchanges = sum(exchange_seconds(cluster, size) for size in most)
+    sums = KernelTimes(cluster, of.element).elementwise(3 * sum(most), 1)
+    return max(1.0, of.devices / cluster.measured.cores) * (exchanges + sums)
+
+
+def _sent(of: Configuration, placement: Placement, parameters: Sequence[float]) -> list[list[float]]:
+    """Of every rank, the bytes of the gradients of each stage that it shares with other ranks."""
+    shards = of.replicas if of.strategy.shards_optimizer else 1
+    each = NumberBytes.of(of.precision).gradient / shards
+    return [
+        [each * parameters[stage] for stage in held if len(placement.replicas[stage]) > 1]
+        for held in placement.stages_of
+    ]

@@ -9,7 +9,7 @@ from pipeloom.passes import insert_offload, lower, merge_backwards
 from pipeloom.passes.offload import least_held
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.costs.shared_sums import shared_sum_seconds
+from pipeloom.plan.costs.shared_sums import measured_sum_seconds, shared_sum_seconds
 from pipeloom.plan.memory import OPTIMIZERS, MemoryModel
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Conditions
@@ -176,6 +176,9 @@ class StepCosts(ABC):
         """Seconds of the sums of gradients between ranks of a pipeline that hold the same stage."""
         if all(len(ranks) == 1 for ranks in placement.replicas):
             return 0.0
+        cluster = self.cluster.beside(of.devices)
+        if cluster.measured is not None:
+            return measured_sum_seconds(of, placement, self.parameters(of), cluster)
         return shared_sum_seconds(of, placement, self.parameters(of), self.network(of))
 
     def timeline(
