@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -203,8 +204,10 @@ class SampleHalves:
             return True
         for samples in (whole, *halves):
             layout, values = flatten(_some(output, samples, num_samples, with_graph=True))
-            given = with_form(unflatten(layout, [each.clone() for each in values]), output)  # it may change them
-            loss = loss_in(self._loss_fn(given, _some(targets, samples, num_samples)))
+            # Hooks of the step, which offload or count, are not for these graphs.
+            with saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
+                given = with_form(unflatten(layout, [each.clone() for each in values]), output)  # it may change them
+                loss = loss_in(self._loss_fn(given, _some(targets, samples, num_samples)))
             found.append(gradients_of(loss, [each for each in values if each.dim()]))
         shares = ([number / sum(each) for number in each] for each in weights)
         return any(gradients_combine(found[0], found[1:], each) for each in shares)
@@ -273,11 +276,11 @@ def _some(value: Value, samples: Sequence[int], num_samples: int, *, with_graph:
 
 
 def gradients_of(loss: Tensor, values: Sequence[Tensor]) -> Gradients:
-    """The gradients of a loss with respect to values; it keeps its graph."""
+    """The gradients of a loss with respect to values; its graph is used up."""
     asked = [each for each in values if each.requires_grad]
     if not asked or loss.grad_fn is None:
         return [None] * len(values)
-    found = iter(torch.autograd.grad(loss, asked, allow_unused=True, retain_graph=True))
+    found = iter(torch.autograd.grad(loss, asked, allow_unused=True))
     return [next(found) if each.requires_grad else None for each in values]
 
 
