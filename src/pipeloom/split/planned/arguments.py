@@ -34,6 +34,8 @@ class ModelArguments:
 
     def of(self, value: Any) -> dict[str, Any]:
         """The keyword arguments that a value is: a dict of these, several in order, or the first of them."""
+        if isinstance(value, Tensor):  # asking for a Mapping takes longer
+            return {FIRST: value}
         if isinstance(value, Mapping) and (self._takes_any or self._names.issuperset(value)):
             return dict(value)
         if _is_plain_sequence(value) and 1 < len(self._needed) <= len(value) <= len(self._in_order):

@@ -228,7 +228,7 @@ class PlannedStage(StageModule):
                 call.watch.restore_draws()
                 known = self._known.begins_with(form, other.seen)
             else:
-                if known is not None:
+                if known is not None and known.decisions:  # else it is the only one
                     self._known.used(form, known)
                 return output
 
