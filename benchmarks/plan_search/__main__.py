@@ -80,8 +80,8 @@ def known(path: Path, fixed: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     if not path.exists():
         return {}
     saved = json.loads(path.read_text())
-    if saved["settings"]["fix"] != fixed:
-        raise SystemExit(f"{path} has cases with --fix {saved['settings']['fix']!r}. Choose another --output.")
+    if (other := saved["settings"].get("fix", "")) != fixed:
+        raise SystemExit(f"{path} has cases with --fix {other!r}. Choose another --output.")
     return {key(row): row for row in saved["results"]}
 
 
@@ -92,7 +92,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_search", description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--caps", type=float, nargs="+", default=[12.0, 73.6], help="GiB per device")
     parser.add_argument("--fix", default="", help="values that all configurations have, as of pipeloom plan")
     parser.add_argument("--seconds", type=float, default=900.0, help="no case begins after this many")
@@ -109,7 +109,8 @@ def main() -> None:
         rows[key(case)] = compare(model, devices, batch, cap, options.fix)
         print(*cells(rows[key(case)]), sep=" | ", flush=True)
         ordered = [rows[each] for each in sorted(rows)]
-        save(options.output, {"fix": options.fix}, machine, ordered, [table(HEADER, map(cells, ordered))])
+        settings = {"fix": options.fix} if options.fix else {}
+        save(options.output, settings, machine, ordered, [table(HEADER, map(cells, ordered))])
     print(markdown([table(HEADER, map(cells, (rows[each] for each in sorted(rows))))]))
 
 
