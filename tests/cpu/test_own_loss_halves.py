@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 
@@ -139,6 +140,19 @@ def test_means_over_samples_are_not_told(name: str, schedule: str) -> None:
             for key, parameter in model.named_parameters():
                 torch.testing.assert_close(gradients[key], parameter.grad, msg=key)
             assert {stage.whole_model.calls for stage in pipe.state.stages.values()} == {4}  # as without halves
+
+
+def test_a_loss_that_autograd_grad_does_not_run_is_not_asked() -> None:
+    model = make(lambda y, t, w: checkpoint(lambda y: F.cross_entropy(y, t), y, use_reentrant=True))
+    schedule = pl.schedules.build("1f1b", num_ranks=2, num_microbatches=4)
+    with pl.Pipeline(copy.deepcopy(model), schedule, layers=LAYERS) as pipe:
+        found = pipe.step(batch_of())
+        gradients = {key: p.grad for key, p in pipe.named_parameters()}
+    loss = model(**batch_of())["loss"]
+    loss.backward()
+    torch.testing.assert_close(found, loss.detach())
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, msg=key)
 
 
 def test_layers_that_draw_are_not_asked() -> None:

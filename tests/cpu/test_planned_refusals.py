@@ -482,6 +482,22 @@ class Around(Skips):
         return self.e(self.d(self.c(x)))
 
 
+class Within(torch.autograd.Function):
+    """Runs a layer, and computes its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        with torch.enable_grad():
+            ctx.inputs = x.detach().requires_grad_()
+            ctx.output = layer(ctx.inputs)
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.output.backward(gradient)
+        return ctx.inputs.grad, None
+
+
 GENERATOR = torch.Generator().manual_seed(1)
 AROUND = {
     "reentrant checkpoint": (
@@ -489,6 +505,7 @@ AROUND = {
         r"runs 'b' inside of torch\.utils\.checkpoint, .*Call the layer itself, and set recompute of the Pipeline",
     ),
     "checkpoint": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), r"inside of torch\.utils\.checkpoint"),
+    "function": (lambda layer, x: Within.apply(x, layer), r"inside of an autograd\.Function, .*Call the layer itself"),
     "vmap": (lambda layer, x: torch.vmap(layer)(x), r"inside of a transform of torch\.func, .*Call the layer itself"),
     "grad": (lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x), r"a transform of torch\.func"),
     "generator": (

@@ -196,7 +196,7 @@ class SampleHalves:
     ) -> bool:
         """Whether gradients with respect to the output are those of the halves, with one of these weights.
 
-        So it is said of large outputs, too, which are not compared.
+        Also True for large outputs, which are not compared.
         """
         num_samples, found = _num_samples(targets), list[Gradients]()
         whole = range(halves[0][0], halves[-1][-1] + 1)

@@ -93,7 +93,7 @@ class StageHalves:
                 found = _run(stage, tree_map_only(Tensor, _cut(samples, num_samples), value))
             _check_same(own, found, samples, num_samples)
             loss = _loss_in(found)
-            gradients.append(gradients_of(loss, [each for each in _tensors(found) if _has_samples(each, number)]))
+            gradients.append(_gradients_of(loss, [each for each in _tensors(found) if _has_samples(each, number)]))
             losses.append(loss.item())
             texts.append(unequal.compare(means_of(loss, seen, number), number, [number]))
         first, second, again = losses
@@ -114,6 +114,13 @@ def _run(stage: nn.Module, value: Any) -> Any:
     except CannotAskError:
         raise
     except Exception as error:  # whatever a stage raises for other samples than it expects
+        raise CannotAskError(str(error)) from error
+
+
+def _gradients_of(loss: Tensor, values: list[Tensor]) -> Gradients:
+    try:
+        return gradients_of(loss, values)
+    except Exception as error:  # such as of reentrant checkpoints, which torch.autograd.grad does not run
         raise CannotAskError(str(error)) from error
 
 
