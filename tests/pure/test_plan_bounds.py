@@ -8,17 +8,22 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.errors import PipeloomError
+from pipeloom.ir import Placement
+from pipeloom.ir.data_axis import DataStrategy
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.plan.architecture import Architecture
+from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.search.memory.live_moments import moments_of
 from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import offloaded_of
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import Shape, candidate_seconds
-from pipeloom.plan.search.simulated import Step, Steps
+from pipeloom.plan.search.shapes import Shape, candidate_seconds, pipeline_seconds
+from pipeloom.plan.search.short_steps import order_number
+from pipeloom.plan.search.simulated import Step, Steps, simulated
 from pipeloom.plan.search.space import Space, Way
+from tests.pure.published_runs import cost_model, gpt
 
 GIB = 2.0**30
 MOST_ACTIONS = 1500  # of a simulated step
@@ -89,7 +94,8 @@ def test_bounds_are_never_above_what_is_simulated(seed):
                     assert found.peak_bytes == pytest.approx(costs.peak_bytes(choice.of))
                 update = costs.update_seconds(choice.of, shape.placement.stages_of)
                 least, likely = candidate_seconds(costs, shape._replace(of=choice.of))
-                bounds = [of_group, space.shapes.bound(shape), least + update]
+                of_way = space.shapes.link_bounds(shape, [way.of])[0]
+                bounds = [of_group, space.shapes.bound(shape), of_way, least + update]
                 offloads = choice.of.offload is not None
                 if found.peak <= request.memory_bytes:
                     bounds.append(way.offloaded if offloads else way.seconds)
@@ -99,3 +105,24 @@ def test_bounds_are_never_above_what_is_simulated(seed):
                 assert max(bounds) <= found.step_seconds * (1 + 1e-9), choice.of
                 assert least <= likely
                 assert choice.least_bytes <= found.peak * (1 + 1e-9), choice.of
+
+
+@pytest.mark.parametrize(("data", "strategy"), [(4, DataStrategy.ZERO1), (8, DataStrategy.DDP)])
+def test_the_bound_of_data_links_is_exact_on_one_rank(data, strategy):
+    """One micro-batch whose gathers and reductions no other computation hides."""
+    costs = cost_model(gpt(4, 2048, 16, sequence=256), "p3.16xlarge", "pipeloom")
+    of = Configuration(data=data, strategy=strategy)
+    shape = Shape(of, Placement.loop(1, 1), split=False)
+    least, _ = candidate_seconds(costs, shape)
+    assert least == pytest.approx(simulated(costs, of).makespan)
+    assert least > 1.05 * pipeline_seconds(costs, shape)
+
+
+def test_schedules_with_the_same_order_are_simulated_once():
+    def number(schedule: str, microbatches: int) -> int | None:
+        return order_number(Configuration(schedule=schedule, pipeline=4, chunks=1, microbatches=microbatches))
+
+    assert number("zb-h1", 1) == number("zb-h2", 1)
+    assert number("zb-h1", 8) != number("zb-h2", 8)
+    assert number("zb-h1", 10_000) is None, "a short step stands for it"
+    assert number("zb-auto", 1) is None, "its order follows from costs"

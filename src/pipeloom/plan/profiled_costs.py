@@ -216,8 +216,11 @@ class ProfiledCosts(StepCosts):
             activation_bytes=tuple(memory.kept_bytes(stage) for stage in range(of.stages)),
             parameter_bytes=parameters,
             gradient_bytes=gradients,
-            units=tuple(min(MOST_UNITS, len(stage)) for stage in memory.stages),
+            units=tuple(self.stage_units(of)),
         )
+
+    def stage_units(self, of: Configuration) -> list[int]:
+        return [min(MOST_UNITS, len(units)) for units in self._stages(of)]
 
     def network(self, of: Configuration) -> Network:
         cluster, at = self.cluster.beside(of.devices), of.strides

@@ -272,8 +272,15 @@ class CostModel(StepCosts):
             parameter_bytes=parameters,
             gradient_bytes=gradients,
             other=self._copies(of, gradients),
-            units=tuple(min(MOST_UNITS, len(stage)) for stage in memory.stages),
+            units=tuple(self.stage_units(of)),
         )
+
+    def stage_units(self, of: Configuration) -> list[int]:
+        """Embedding, blocks, norm and head are units, up to a number per stage."""
+        numbers = of.blocks_of(self.model.layers)
+        numbers[0] += 1
+        numbers[-1] += 2
+        return [min(MOST_UNITS, number) for number in numbers]
 
     def _copies(self, of: Configuration, gradients: Sequence[float]) -> dict[Op, tuple[float, ...]]:
         """On a measured machine, seconds in which gradients are copied into flat memory, and their sums divided."""
@@ -362,9 +369,12 @@ class CostModel(StepCosts):
 
     def held_parameters(self, of: Configuration, stages: Sequence[int]) -> float:
         """Elements of the parameters of a process with these stages; a shared one counts once."""
-        sizes = self.parameters(of)
+        return self._held(of, self.parameters(of), stages)
+
+    def _held(self, of: Configuration, sizes: Sequence[float], stages: Sequence[int]) -> float:
+        """Of these stages; `sizes` are those of all."""
         total = sum(sizes[stage] for stage in stages)
-        both = len(sizes) > 1 and {0, len(sizes) - 1} <= set(stages)
+        both = len(sizes) > 1 and 0 in stages and len(sizes) - 1 in stages
         return total - self._numbers[of.inside][2] if both else total
 
     def kept_bytes(self, of: Configuration) -> list[float]:
@@ -397,7 +407,8 @@ class CostModel(StepCosts):
 
     def update_seconds(self, of: Configuration, stages_of: Sequence[Sequence[int]]) -> float:
         """Seconds of the optimizer's update on the rank with most parameters."""
-        held = max(self.held_parameters(of, stages) for stages in stages_of)
+        sizes = self.parameters(of)
+        held = max(self._held(of, sizes, stages) for stages in stages_of)
         shards = of.replicas if of.strategy.shards_optimizer else 1
         cluster = self.cluster.beside(of.devices)
         if cluster.measured is None or cluster.rates is None:

@@ -73,11 +73,10 @@ def pipeline_bound(
         message: seconds of a message between ranks.
         split: whether backwards may be split into I and W.
     """
-    if not split:
-        stages = [Seconds(each.forward, each.backward_input + each.backward_weight, 0.0) for each in stages]
+    stages = stages if split else whole_backwards(stages)
     forward = [each.forward for each in stages]
     inputs, weights = [each.backward_input for each in stages], [each.backward_weight for each in stages]
-    sends = [message * moves for moves in _moves(placement)]
+    sends = [message * moves for moves in moves_of(placement)]
     there = [0.0, *accumulate(map(add, forward, sends))]
     back = [0.0, *accumulate(map(add, inputs, sends))]
     last = weights[0]
@@ -90,6 +89,11 @@ def pipeline_bound(
         own = microbatches * sum(weights[stage] for stage in held)
         bound = max(bound, chain + back[first] + (last if first else 0.0), chain + own)
     return bound
+
+
+def whole_backwards(stages: Sequence[Seconds]) -> list[Seconds]:
+    """The seconds of stages whose gradient leaves once W has run too."""
+    return [Seconds(forward, inputs + weights, 0.0) for forward, inputs, weights in stages]
 
 
 def _shared_stages(
@@ -119,6 +123,6 @@ def _loop(ranks: int, chunks: int) -> Placement:
 
 
 @lru_cache(maxsize=4096)
-def _moves(placement: Placement) -> tuple[bool, ...]:
+def moves_of(placement: Placement) -> tuple[bool, ...]:
     """For each stage but the last, whether its output goes to another rank."""
     return tuple(not set(a) & set(b) for a, b in pairwise(placement.replicas))

@@ -90,6 +90,10 @@ class StepCosts(ABC):
         """Seconds and bytes of every stage, for the simulator."""
 
     @abstractmethod
+    def stage_units(self, of: Configuration) -> list[int]:
+        """In how many units the parameters of every stage are gathered, and their gradients reduced."""
+
+    @abstractmethod
     def network(self, of: Configuration) -> Network:
         """The links between stages, and between processes with the same parameters."""
 

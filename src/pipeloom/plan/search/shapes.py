@@ -1,7 +1,7 @@
 """Schedules, virtual stages, slices, orders of mesh axes, and blocks per stage of a mesh. No torch here."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import permutations, product
 from math import inf
@@ -19,6 +19,7 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.bounds import schedule_seconds
+from pipeloom.plan.search.link_bound import link_bound
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Family
@@ -41,6 +42,21 @@ class Shape(NamedTuple):
     split: bool
 
 
+@dataclass
+class KnownShapes:
+    """What searches with the same costs share.
+
+    Attributes:
+        single: seconds of single blocks, and of the shortest way through one and back.
+        blocks: per stage.
+        bounds: of shapes.
+    """
+
+    single: dict[Hashable, tuple[list[Seconds], float]] = field(default_factory=dict)
+    blocks: dict[Hashable, list[tuple[int, ...]]] = field(default_factory=dict)
+    bounds: dict[Hashable, float] = field(default_factory=dict)
+
+
 class Shapes:
     """All shapes of meshes.
 
@@ -48,14 +64,16 @@ class Shapes:
         costs: of the model on its cluster.
         request: what is planned.
         refusals: where refused configurations are counted.
+        known: what was computed for other requests with these costs.
     """
 
-    def __init__(self, costs: StepCosts, request: Request, refusals: Refusals) -> None:
+    def __init__(
+        self, costs: StepCosts, request: Request, refusals: Refusals, known: KnownShapes | None = None
+    ) -> None:
         self._costs, self._request, self._refusals = costs, request, refusals
         self._layers = costs.num_blocks
         self._most_stages = self._layers + 2 * request.ends_alone
-        self._single: dict[object, tuple[list[Seconds], float]] = {}
-        self._bounds: dict[object, float] = {}
+        self._known = known or KnownShapes()
 
     def block_seconds(self, of: Configuration) -> list[Seconds]:
         """Seconds of single blocks; the first has the embedding and the last the head."""
@@ -68,10 +86,11 @@ class Shapes:
     def _of_single(self, of: Configuration) -> tuple[list[Seconds], float]:
         single = replace(of, pipeline=self._layers, chunks=1, blocks=None, recompute=Recompute.NONE)
         key = self._costs.same_seconds(single)
-        if key not in self._single:
+        found = self._known.single.get(key)
+        if found is None:
             blocks = self._costs.stage_seconds(single)
-            self._single[key] = blocks, min(each.forward + each.backward_input for each in blocks)
-        return self._single[key]
+            found = self._known.single[key] = blocks, min(each.forward + each.backward_input for each in blocks)
+        return found
 
     def found(self, of: Configuration) -> Iterator[Shape]:
         """The shapes of a mesh."""
@@ -84,7 +103,6 @@ class Shapes:
             if of.pipeline == 1 and name != fixed.get("schedule", "1f1b"):
                 continue  # all of them are the same
             for chunks, slices in product(self._chunks(family, of.pipeline), self._slices(family, of)):
-                each = replace(of, schedule=name, chunks=chunks, slices=slices)
                 try:
                     placement, split = shape_of(name, of.pipeline, chunks, slices)
                 except ScheduleError:
@@ -94,9 +112,9 @@ class Shapes:
                     self._refusals.add("more stages than blocks")
                     continue
                 for order in orders:
-                    ordered = replace(each, order=order)
-                    for blocks in self._blocks(ordered, placement):
-                        yield Shape(replace(ordered, blocks=blocks), placement, split)
+                    for blocks in self._blocks(of, slices, order, placement):
+                        each = replace(of, schedule=name, chunks=chunks, slices=slices, order=order, blocks=blocks)
+                        yield Shape(each, placement, split)
 
     def _chunks(self, family: Family, pipeline: int) -> list[int]:
         """Virtual stages per rank; where any number is supported, one is another schedule's."""
@@ -136,7 +154,9 @@ class Shapes:
             and (fixed is not None or tokens // slices >= LEAST_TOKENS)
         )
 
-    def _blocks(self, of: Configuration, placement: Placement) -> list[tuple[int, ...]]:
+    def _blocks(
+        self, of: Configuration, slices: int, order: tuple[str, ...], placement: Placement
+    ) -> list[tuple[int, ...]]:
         """Even ones, and those with the least work of the rank that has most."""
         given = self._request.fixed.get("blocks")
         if given is not None:
@@ -145,8 +165,16 @@ class Shapes:
                 self._refusals.add("the blocks do not fit the stages")
                 return []
             return [given]
+        alone = self._request.ends_alone
+        key = _same_layers(of), slices, order, placement, alone
+        found = self._known.blocks.get(key)
+        if found is None:
+            found = self._known.blocks[key] = self._balanced(replace(of, slices=slices, order=order), placement, alone)
+        return found
+
+    def _balanced(self, of: Configuration, placement: Placement, ends_alone: bool) -> list[tuple[int, ...]]:
         even = tuple(even_blocks(self._layers, placement.num_stages))
-        if not self._request.ends_alone:
+        if not ends_alone:
             seconds = [sum(each) for each in self.block_seconds(of)]
             return list(dict.fromkeys((even, balanced_blocks(seconds, placement))))
         if len(even) == 1:
@@ -195,18 +223,40 @@ class Shapes:
 
     def bound(self, shape: Shape) -> float:
         """`pipeline_seconds` without recomputation."""
-        of = shape.of
-        sizes = of.inside, of.microbatch_size, of.element, of.pipeline, of.data
-        key = *sizes, of.order, of.slices, of.blocks, shape[1:]
-        if key not in self._bounds:
-            self._bounds[key] = pipeline_seconds(self._costs, shape)
-        return self._bounds[key]
+        key, bounds = same_bound(shape), self._known.bounds
+        if key not in bounds:
+            bounds[key] = pipeline_seconds(self._costs, shape)
+        return bounds[key]
+
+    def link_bounds(self, shape: Shape, strategies: Iterable[Configuration]) -> list[float]:
+        """For each data strategy, `link_seconds` of a shape with it, and the update, without recomputation."""
+        same, bounds, found = same_bound(shape), self._known.bounds, list[float]()
+        for of in strategies:
+            shares = of.strategy.shards_optimizer, of.strategy.has_server
+            key = same, of.precision, of.optimizer, shares, of.offload_states
+            if key not in bounds:
+                each = replace(shape.of, strategy=of.strategy, offload_states=of.offload_states)
+                update = self._costs.update_seconds(each, shape.placement.stages_of)
+                bounds[key] = link_seconds(self._costs, shape._replace(of=each)) + update
+            found.append(bounds[key])
+        return found
+
+
+def _same_layers(of: Configuration) -> Hashable:
+    """What seconds of layers of a configuration depend on, beside its schedule and the order of its mesh axes."""
+    return of.inside, of.microbatch_size, of.microbatches, of.element, of.pipeline, of.data
+
+
+def same_bound(shape: Shape) -> Hashable:
+    """What bounds of a shape without a data strategy depend on."""
+    of = shape.of
+    return _same_layers(of), of.order, of.slices, of.blocks, shape[1:]
 
 
 def candidate_seconds(costs: StepCosts, shape: Shape) -> tuple[float, float]:
     """Seconds of a step without update where nothing but the order of a schedule is open: at least, and likely."""
     of, stages = shape.of, costs.stage_seconds(shape.of)
-    least = max(pipeline_seconds(costs, shape), _link_seconds(costs, shape, stages), _run_seconds(costs, shape))
+    least = max(pipeline_seconds(costs, shape), link_seconds(costs, shape), _run_seconds(costs, shape))
     return least, max(least, schedule_seconds(of.schedule, stages, shape.placement, of.microbatches, of.chunks))
 
 
@@ -223,27 +273,25 @@ def _run_seconds(costs: StepCosts, shape: Shape) -> float:
     return turns * (gathers + reduce_seconds(data, formats.gradient * size, network))
 
 
-def _link_seconds(costs: StepCosts, shape: Shape, stages: Sequence[Seconds]) -> float:
-    """Seconds of rank 0 with the gather and the reduction of its first stage, which no computation hides."""
-    of = shape.of
-    if of.replicas == 1 or of.inside.expert > 1 or len(shape.placement.replicas[0]) > 1:
-        return 0.0
-    network, data, formats = costs.network(of), of.data_axis(), NumberBytes.of(of.precision)
-    size = costs.parameters(of)[0]
-    gathers = gather_seconds(data, formats.compute * size, network)
-    sums = reduce_seconds(data, formats.gradient * size, network)
-    work = of.microbatches * sum(sum(stages[stage]) for stage in shape.placement.stages_of[0])
-    first = stages[0]
-    return gathers + max(0.0, work - sum(first) / of.slices) + sums
-
-
 def pipeline_seconds(costs: StepCosts, shape: Shape) -> float:
     """The bound of `pipeline_bound` for a shape."""
     of = shape.of
-    stages, count = costs.stage_seconds(of), of.slices
-    each = [Seconds(*(seconds / count for seconds in stage)) for stage in stages] if count > 1 else stages
-    message = message_seconds(costs, of)
-    return pipeline_bound(each, shape.placement, of.microbatches * count, message, split=shape.split)
+    stages, message = _of_slices(costs, of), message_seconds(costs, of)
+    return pipeline_bound(stages, shape.placement, of.microbatches * of.slices, message, split=shape.split)
+
+
+def link_seconds(costs: StepCosts, shape: Shape) -> float:
+    """The bound of `link_bound` for a shape with a data strategy."""
+    of = shape.of
+    if of.replicas == 1 or of.inside.expert > 1:
+        return 0.0
+    return link_bound(costs, of, shape.placement, _of_slices(costs, of), message_seconds(costs, of), split=shape.split)
+
+
+def _of_slices(costs: StepCosts, of: Configuration) -> list[Seconds]:
+    """Seconds of every stage on one slice."""
+    stages = costs.stage_seconds(of)
+    return stages if of.slices == 1 else [each.times(1 / of.slices) for each in stages]
 
 
 @lru_cache(maxsize=4096)

@@ -21,6 +21,25 @@ def short_microbatches(of: Configuration, stages: int) -> tuple[int, int]:
     return of.microbatches - (of.microbatches - least) // group * group, group
 
 
+def order_number(of: Configuration) -> int | None:
+    """A number of the order in which ranks compute, the same for schedules that have the same one.
+
+    None where the order follows from costs, or a short step stands for `of`: there, others may differ.
+
+    Raises:
+        ScheduleError: the schedule does not support the sizes.
+    """
+    if schedules.find(of.schedule).to_measure or short_microbatches(of, of.stages)[0] < of.microbatches:
+        return None
+    return _order_number(of.schedule, of.pipeline, of.microbatches, of.chunks, of.slices)
+
+
+@lru_cache(maxsize=4096)
+def _order_number(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> int:
+    schedule = schedule_of(name, ranks, microbatches, chunks, slices)
+    return hash((schedule.placement, schedule.overlapped, tuple(map(tuple, schedule.orders))))
+
+
 @lru_cache(maxsize=16)
 def schedule_of(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> Schedule:
     """The schedule of a family that builds it for no costs.

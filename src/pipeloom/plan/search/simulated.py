@@ -19,6 +19,7 @@ from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.rank_memory import RankPeaks
 from pipeloom.plan.memory.stage_units import StageUnits
+from pipeloom.plan.search.shapes import KnownShapes
 from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
 from pipeloom.sim import Timeline
 
@@ -74,11 +75,13 @@ class Steps:
     Attributes:
         work: forwards and backwards that were simulated; those whose memory alone was predicted count in part.
         units: of stages, by their form.
+        shapes: of configurations.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs, self.work = costs, 0.0
         self.units: dict[Hashable, StageUnits] = {}
+        self.shapes = KnownShapes()
         self._lowered: dict[Hashable, Program] = {}
         self._programs: dict[Hashable, Program] = {}
         self._peaks: dict[Hashable, tuple[float, ...]] = {}

@@ -8,7 +8,7 @@
 Each level refuses configurations that cannot run or cannot fit, and counts them by reason.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -27,11 +27,12 @@ from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
 from pipeloom.plan.search.data_ways import way_bytes, ways_of
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import LEAST_TOKENS, Shapes
+from pipeloom.plan.search.shapes import LEAST_TOKENS, KnownShapes, Shapes
 from pipeloom.sim import Network
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
 CanRun = Callable[[Configuration], str | None]  # why a configuration cannot run; None: it can
+PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
 _MOST_TENSOR = 8  # processes, or those of a larger node: more share every product over a slow network
 _INNER_DATA = ("pp", "dp", "cp", "tp")  # experts of neighbouring replicas are nearest
 
@@ -57,6 +58,36 @@ class Way(NamedTuple):
         return min(self.seconds, self.offloaded)
 
 
+class Ways(NamedTuple):
+    """The data strategies of a mesh, and the least of their values.
+
+    Attributes:
+        each: at least one.
+        least, seconds, peak: see `Way`.
+        penalty: how many times their bounds count.
+        devices: of the mesh.
+    """
+
+    each: Sequence[Way]
+    least: float
+    seconds: float
+    peak: float
+    penalty: float
+    devices: int
+
+    @classmethod
+    def of(cls, each: Sequence[Way]) -> "Ways":
+        """Those of at least one strategy."""
+        return cls(
+            each,
+            min(way.least for way in each),
+            min(way.seconds for way in each),
+            min(way.peak for way in each),
+            min(PENALTIES[way.of.granularity] for way in each),
+            each[0].of.devices,
+        )
+
+
 class Space:
     """All configurations of a request.
 
@@ -65,11 +96,19 @@ class Space:
         request: what is planned.
         refusals: where refused configurations are counted.
         can_run: asked for the processes of a stage alone.
+        known: see `Shapes`.
     """
 
-    def __init__(self, costs: StepCosts, request: Request, refusals: Refusals, can_run: CanRun) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        request: Request,
+        refusals: Refusals,
+        can_run: CanRun,
+        known: KnownShapes | None = None,
+    ) -> None:
         self.costs, self.request, self.refusals, self._can_run = costs, request, refusals, can_run
-        self.shapes = Shapes(costs, request, refusals)
+        self.shapes = Shapes(costs, request, refusals, known)
         self._layers = costs.num_blocks
         kept = request.fixed.get("offload", 0)
         offloads = kept is not None and request.allows("offload", kept) and costs.can_offload

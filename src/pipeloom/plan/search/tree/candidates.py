@@ -7,7 +7,6 @@ from math import ceil
 from typing import NamedTuple
 
 from pipeloom.errors import PipeloomError
-from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import lowest_cap, offloaded_of
@@ -16,7 +15,6 @@ from pipeloom.plan.search.shapes import Shape, candidate_seconds
 from pipeloom.plan.search.simulated import Simulated, Step, Steps
 from pipeloom.plan.search.space import Way
 
-PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
 SIZES = "the schedule does not support the sizes"
 _MORE = 1.5  # room than what was missing
 _MUCH_MORE, _FEW_TRIES = 3.0, 2  # the same on many devices

@@ -1,6 +1,6 @@
 """Expansion of nodes: from groups to meshes, shapes and candidates, see `pipeloom.plan.search.space`. No torch here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -10,11 +10,12 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.search.memory.live_moments import Moments, moments_of
 from pipeloom.plan.search.memory.memory_choice import MemoryChoices
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import MANY_DEVICES, Shape
+from pipeloom.plan.search.shapes import MANY_DEVICES, Shape, same_bound
+from pipeloom.plan.search.short_steps import order_number
 from pipeloom.plan.search.simulated import Simulated, Steps
-from pipeloom.plan.search.space import CanRun, Space, Way
+from pipeloom.plan.search.space import PENALTIES, CanRun, Space, Way, Ways
 from pipeloom.plan.search.tree.best_plans import BestPlans
-from pipeloom.plan.search.tree.candidates import PENALTIES, SIZES, Candidate, Candidates
+from pipeloom.plan.search.tree.candidates import SIZES, Candidate, Candidates
 from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
 
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
@@ -53,8 +54,9 @@ class TreeSearch:
         self._steps, self._costs, self._request, self._best = steps, steps.costs, request, best
         self._exhaustive, self.refusals, self.simulated, self.least = exhaustive, Refusals(), 0, inf
         self._left = inf if exhaustive else part * _steps(request.devices)
-        self._space = Space(steps.costs, request, self.refusals, can_run)
+        self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes)
         self._patient = exhaustive or request.devices <= MANY_DEVICES
+        self._orders: set[Hashable] = set()  # of shapes that were expanded
         self._open = OpenNodes(turns=not self._patient)
         self._candidates = Candidates(steps, request, self.refusals, patient=self._patient, exhaustive=exhaustive)
 
@@ -88,42 +90,46 @@ class TreeSearch:
         for mesh in self._space.meshes(of, devices):
             ways = list(self._space.ways(mesh))
             if ways:
-                self._push_ways(ways, 0.0, 1, self._shapes, mesh, self._space.shapes.likely_factor(mesh))
+                self._push_ways(Ways.of(ways), 0.0, 1, self._shapes, mesh, self._space.shapes.likely_factor(mesh))
 
-    def _shapes(self, of: Configuration, ways: Sequence[Way]) -> None:
+    def _shapes(self, of: Configuration, ways: Ways) -> None:
         for shape in self._space.shapes.found(of):
             self._push_ways(ways, self._space.shapes.bound(shape), 2, self._choices, shape)
 
     def _push_ways(
-        self,
-        ways: Sequence[Way],
-        seconds: float,
-        level: int,
-        expand: Callable[..., None],
-        of: Any,
-        penalty: float = 1.0,
+        self, ways: Ways, seconds: float, level: int, expand: Callable[..., None], of: Any, penalty: float = 1.0
     ) -> None:
         """Of a step of at least `seconds`; those of ways that fit without offload come as early as if all did."""
-        devices, score = ways[0].of.devices, self._best.score
-        bound = min(score(max(seconds, way.least), way.peak, devices) for way in ways)
-        usual = min(score(max(seconds, way.seconds), way.peak, devices) for way in ways)
-        penalty *= min(PENALTIES[way.of.granularity] for way in ways)
+        bound, usual = (
+            self._best.score(max(seconds, least), ways.peak, ways.devices) for least in (ways.least, ways.seconds)
+        )
+        penalty *= ways.penalty
         penalty *= usual / bound if 0 < bound < usual < inf else 1.0
         self._push(Node(level, bound, expand, (of, ways)), penalty)
 
-    def _choices(self, shape: Shape, ways: Sequence[Way]) -> None:
+    def _choices(self, shape: Shape, ways: Ways) -> None:
+        left = self._left_of(shape, ways)
+        if not left:
+            return
         try:
             moments = moments_of(shape.of)
+            number = order_number(shape.of)
         except PipeloomError:
             self.refusals.add(SIZES)
             return
+        if number is not None and not self._exhaustive:
+            key = same_bound(shape), shape.of.precision, number
+            if key in self._orders:
+                self.refusals.add("another schedule has the same order")
+                return
+            self._orders.add(key)
         first: dict[object, Candidate] = {}  # by recomputation
         memory = MemoryChoices(self._costs, shape, moments, self._request)
         if not memory.uniform():
             self.refusals.add("the kinds of recomputation do not fit the stages")
             return
         kept: dict[object, float] = {}  # by recomputation, the most activations that stay on a rank
-        for way in ways:
+        for way in left:
             given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
             of = replace(shape.of, **given)
             choices, least = memory.found(of, self._reserve(moments), every=self._exhaustive)
@@ -148,6 +154,19 @@ class TreeSearch:
                 if not of.offload_states or "offload_states" in self._request.fixed:
                     first.setdefault(choice.of.recompute, found)
                 self._offer(found)
+
+    def _left_of(self, shape: Shape, ways: Ways) -> Sequence[Way]:
+        """The data strategies with which a shape is not slower than the best plans by bounds without recomputation."""
+        if self._exhaustive:
+            return ways.each
+        seconds = self._space.shapes.link_bounds(shape, [way.of for way in ways.each])
+        left = [
+            way
+            for way, least in zip(ways.each, seconds, strict=True)
+            if self._best.score(max(least, way.least), way.peak, ways.devices) < self._best.limit
+        ]
+        self.refusals.add(_SLOWER, len(ways.each) - len(left))
+        return left
 
     def _reserve(self, moments: Moments) -> list[float] | None:
         """Bytes of each rank that stay free at first, where there is no time for many attempts."""
