@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from pipeloom.processes.host_memory import keep_freed_memory
 from pipeloom.split import split
+from pipeloom.split.planned.stage import PlannedStage
 
 STEPS = 4  # per system and round
 
@@ -93,36 +94,58 @@ def _step(run: Any, case: Case, call: dict[str, Any]) -> Tensor:
     return output.detach()
 
 
+class Around(nn.Module):
+    """Calls a module: the least that stands between a caller and a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inside = (module,)
+
+    def forward(self, *args: Any, **settings: Any) -> Any:
+        return self.inside[0](*args, **settings)
+
+
+def wrapped(module: nn.Module, parts: Sequence[str]) -> nn.Module:
+    """A copy of a module with an `Around` around it and around each of its `parts`."""
+    other = copy.deepcopy(module)
+    for name in parts:
+        other.set_submodule(name, Around(other.get_submodule(name)))
+    return Around(other)
+
+
 class Times(NamedTuple):
     """CPU seconds of a forward and backward, round by round."""
 
     module: list[float]
     copy: list[float]
+    wrapped: list[float]
     stage: list[float]
 
 
 def measure(num_rounds: int) -> dict[str, Times]:
-    """For each model, the times of the module, of a copy of it, and of its stage.
+    """For each model, the times of the module, of a copy of it, of one with modules around its parts, and of its stage.
 
-    What a copy takes longer or shorter is where its memory lies and what the machine does meanwhile.
+    What a copy takes longer or shorter is where its memory lies and what the machine does meanwhile. A stage has to
+    come between the model and its parts; what modules around them take is the least that it can take.
     """
     keep_freed_memory()
     found = {}
     for name, case in cases().items():
         plain, other, kept = case.module, copy.deepcopy(case.module), copy.deepcopy(case.module)
         stage = split(kept, 1, **case.options).modules[0]  # kept, as in training: a stage follows its attributes
-        runs = ((plain, case.call), (other, case.call), (stage, {}))
+        least = wrapped(case.module, stage.names if isinstance(stage, PlannedStage) else ())
+        runs = ((plain, case.call), (other, case.call), (least, case.call), (stage, {}))
         outputs = [_step(run, case, call) for run, call in runs]
         own = dict(stage.named_parameters())
         same = all(torch.equal(own[key].grad, value.grad) for key, value in plain.named_parameters())
-        if not same or not torch.equal(outputs[0], outputs[2]):
+        if not same or not torch.equal(outputs[0], outputs[-1]):
             raise SystemExit(f"{name}: the stage has other outputs or gradients than the module.")
-        times = Times([], [], [])
+        times = Times([], [], [], [])
         for number in range(num_rounds + 2):
-            steps: tuple[list[float], ...] = ([], [], [])
+            steps: tuple[list[float], ...] = ([], [], [], [])
             for turn in range(STEPS):
-                for which in range(3):
-                    which = (which + number + turn) % 3
+                for which in range(len(runs)):
+                    which = (which + number + turn) % len(runs)
                     begun = time.process_time()
                     _step(runs[which][0], case, runs[which][1])
                     steps[which].append(time.process_time() - begun)
@@ -144,9 +167,10 @@ def tables(results: dict[str, Times]) -> Parts:
     ]
     return [
         f"CPU time of forward and backward, {torch.get_num_threads()} thread: a stage of the whole model beside the "
-        f"plain module and beside a copy of it; the fastest of {STEPS} steps per round, median (quartiles) of rounds. "
+        "plain module, a copy of it, and a copy with a module around each part, which is the least that comes between "
+        f"a model and its parts; the fastest of {STEPS} steps per round, median (quartiles) of rounds. "
         "Traced stages run a graph of torch.export, planned stages the forward of a model of transformers.",
-        table(["model", "module, ms", *_pairs(Times([], [], []))], rows),
+        table(["model", "module, ms", *_pairs(Times([], [], [], []))], rows),
     ]
 
 
@@ -154,6 +178,7 @@ def _pairs(times: Times) -> dict[str, tuple[list[float], list[float]]]:
     return {
         "stage / module": (times.stage, times.module),
         "stage / copy": (times.stage, times.copy),
+        "stage / wrapped copy": (times.stage, times.wrapped),
         "copy / module": (times.copy, times.module),
     }
 

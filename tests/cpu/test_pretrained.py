@@ -234,6 +234,9 @@ def refusals(home):
     first = sorted(home.glob("*.safetensors"))[0]
     index = home / "model.safetensors.index.json"
     yield lambda: read(home / "nowhere"), InputError, r"nowhere is not a directory.*download=True"
+    yield lambda: read(None), InputError, r"directory is None\. Pass the path"
+    yield lambda: read(home, device="gpu"), InputError, r"device: 'gpu' is no device"
+    yield lambda: read(home, device="cuda:99"), InputError, r"device: 'cuda:99' does not exist"
     yield lambda: read(home, colour="red"), InputError, r"'colour' is no option of LlamaConfig"
     yield lambda: read(home, torch.nn.Linear), InputError, r"must be a class of transformers' models"
     yield lambda: read(home, transformers.AutoModelForImageClassification), InputError, r"has no model for LlamaConfig"

@@ -3,6 +3,7 @@
 device.py         `Device`: what everything else asks of a device
 host.py           `HostDevice`: the CPU, whose operations end before their calls return
 cuda.py           `CudaDevice`: one CUDA device; the only file that makes its streams
+existing.py       `existing_device`: the device that a user names
 sharing.py        `MemorySharing`: memory of a device that two processes map
 cuda_sharing.py   `CudaMemorySharing`: that of a CUDA device; cuda_driver: memory with a file descriptor
 """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipeloom.common.quantities import counted
+from pipeloom.devices.existing import existing_device
 from pipeloom.errors import InputError, PipeTypeError, TooFewDevices, folded
 from pipeloom.pipe.skips import verify_skippables
 from pipeloom.split.chain_partition import consecutive
@@ -129,7 +129,7 @@ def checked_devices(devices: Any, num_partitions: int | None) -> list[torch.devi
     else:
         if isinstance(devices, str | int | torch.device):
             devices = [devices]
-        found = [_device(each) for each in devices]
+        found = [existing_device(each, "devices") for each in devices]
     if num_partitions is None:
         if not found:
             raise InputError("devices=[]: a pipe needs at least one device.")
@@ -140,22 +140,6 @@ def checked_devices(devices: Any, num_partitions: int | None) -> list[torch.devi
             "which may repeat, or fewer partitions."
         )
     return found[:num_partitions]
-
-
-def _device(device: Any) -> torch.device:
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"devices: {folded(device)} is no device. Use names such as 'cuda:0' or 'cpu'.") from error
-    if found.type == "cpu":
-        return torch.device("cpu")
-    if found.type != "cuda":
-        return found
-    count = torch.cuda.device_count()
-    if count <= (found.index or 0):
-        seen = f"this machine has {counted(count, 'CUDA device')}" if count else "there are no CUDA devices here"
-        raise InputError(f"devices: {folded(str(found))} does not exist, {seen}. Use others, such as 'cpu'.")
-    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def placed_by_user(module: nn.Sequential) -> tuple[list[int], list[torch.device]] | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.common.tensor_file import StoredTensor
+from pipeloom.devices.existing import existing_device
 from pipeloom.errors import InputError, folded, listed, one_line
 from pipeloom.pretrained.conversions import Conversions, find_conversions
 from pipeloom.pretrained.files import CONFIG_NAME, TORCH_TYPES, find_tensors, mapped
@@ -52,18 +53,19 @@ def from_pretrained(
         The model in evaluation mode, as transformers returns it. `load_weights` gives it all values in this process.
 
     Raises:
-        InputError: no such directory, class or option, quantized weights, or files that only unpickling reads.
+        InputError: no such directory, device, class or option, quantized weights, or files that only unpickling reads.
         CheckpointError: files are missing or damaged, or do not fit the model.
     """
+    where = torch.get_default_device() if device is None else existing_device(device, "device")
     home = _directory(directory, download=download)
     with one_at_a_time:
-        model = _model(home, str(directory), model_class, dtype, device, seed, config_changes)
+        model = _model(home, str(directory), model_class, dtype, where, seed, config_changes)
         _read_generation_config(model, home)
     return model.eval()
 
 
 def _model(
-    home: Path, name: str, model_class: Any, dtype: Any, device: Any, seed: int, config_changes: dict[str, Any]
+    home: Path, name: str, model_class: Any, dtype: Any, where: torch.device, seed: int, config_changes: dict[str, Any]
 ) -> Any:
     model, conversions, stored = describe(home, model_class, dtype, config_changes)
     model.config.name_or_path = model.name_or_path = name
@@ -72,7 +74,6 @@ def _model(
     _tie(model, conversions, stored)
     _tell(model, home, conversions)
     _name_tensors(model, conversions)
-    where = torch.get_default_device() if device is None else torch.device(device)
     setattr(model, WEIGHTS, PretrainedWeights(source, stored, conversions, where, seed))
     return model
 
@@ -128,6 +129,10 @@ def empty_model(home: Path) -> Any:
 
 
 def _directory(directory: Any, *, download: bool) -> Path:
+    if not isinstance(directory, str | os.PathLike):
+        raise InputError(
+            f"directory is {folded(directory)}. Pass the path of one with {CONFIG_NAME} and safetensors files."
+        )
     home = Path(directory)
     if not home.is_dir() and download:
         from huggingface_hub import snapshot_download

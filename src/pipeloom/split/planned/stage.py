@@ -29,11 +29,12 @@ from pipeloom.split.planned.arguments import FIRST, ModelArguments, form_of
 from pipeloom.split.planned.attributes import SharedAttributes
 from pipeloom.split.planned.caches import fill_others, lengths_of
 from pipeloom.split.planned.containers import Format, format_of, has_tensors, shaped_like_result
-from pipeloom.split.planned.forward_run import ForwardRun
-from pipeloom.split.planned.known import Known, KnownForwards
+from pipeloom.split.planned.forward.exploration import Exploration
+from pipeloom.split.planned.forward.forward_run import ForwardRun
+from pipeloom.split.planned.forward.known import Known, KnownForwards
+from pipeloom.split.planned.forward.other_modules import read_own, run_other
+from pipeloom.split.planned.forward.other_parts import OtherParts
 from pipeloom.split.planned.model_copy import ModelCopy
-from pipeloom.split.planned.other_modules import read_own, run_other
-from pipeloom.split.planned.other_parts import OtherParts
 from pipeloom.split.planned.place import Leave, StagePlace
 from pipeloom.split.planned.stand_ins import OwnPart
 from pipeloom.split.planned.tracking.decisions import OtherDecision
@@ -217,10 +218,12 @@ class PlannedStage(StageModule):
         known = self._known.last_used(form)
         around = None if run is None and self.observer is None else partial(self._around, run)
         while True:
-            draws = self._known.draws(form)
-            call = ForwardRun(self, self._where, inputs, arrived, known, self._lasting, draws=draws, around=around)
-            if call.origins is not None:
+            if known is None:
+                call: ForwardRun = Exploration(self, self._where, inputs, arrived, self._lasting, around)
                 self._copy.attributes.begin(call.origins)
+            else:
+                draws = self._known.draws(form)
+                call = ForwardRun(self, self._where, inputs, arrived, known, self._lasting, draws, around)
             try:
                 output = self._run(call, inputs, form)
             except OtherDecision as other:
@@ -257,7 +260,7 @@ class PlannedStage(StageModule):
                     output = self._copy.model(*first, **settings)
             if cache is not None:
                 self._check_keys(lengths)
-            if call.explores:
+            if isinstance(call, Exploration) and call.explores:
                 call.add_results_in(output)
             if call.is_past_own:
                 raise Leave(self)
@@ -296,19 +299,20 @@ class PlannedStage(StageModule):
     def _message(self, form: Any, call: ForwardRun) -> dict[str, Any]:
         if self._cache is None:
             call.check_whole()
-        if call.origins is not None:
-            call.end_exploration()
+        if isinstance(call, Exploration):
+            call.end()
         self._learn(form, call)
         return call.message()
 
     def _learn(self, form: Any, call: ForwardRun) -> None:
         """Keep what an exploring forward has found, unless the next one may go another way."""
-        if call.origins is not None and (shared := call.shared_rule) is not None and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(self._where.shares_rule(*shared), stacklevel=2)
-        if call.origins is not None and self._copy.attributes.unchanged(call.origins) and not call.decides:
-            found = tuple(call.found), call.decisions, self._lasting, call.forms.unlike, call.aliases
-            self._known.add(form, Known.of(self._where, *found))
+        if isinstance(call, Exploration):
+            if (shared := call.shared_rule) is not None and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(self._where.shares_rule(*shared), stacklevel=2)
+            if self._copy.attributes.unchanged(call.origins) and not call.decides:
+                found = tuple(call.found), call.decisions, self._lasting, call.forms.unlike, call.aliases
+                self._known.add(form, Known.of(self._where, *found))
         if call.seed is not None:
             self._known.add_drawing(form)
 

@@ -15,8 +15,8 @@ from torch import nn
 from pipeloom.split.planned.attributes import bound_to
 from pipeloom.split.planned.collected import collecting_hooks
 from pipeloom.split.planned.containers import UNCHANGED
+from pipeloom.split.planned.forward.other_modules import check_set, run_other
 from pipeloom.split.planned.module_copies import without_memory
-from pipeloom.split.planned.other_modules import check_set, run_other
 
 _ABSENT = object()
 
@@ -148,9 +148,8 @@ class OwnPart(StandIn):
         done = run.done
         if part not in run.plain or (done and part <= done[-1]):
             return run.run_part(part, module, args, settings)
-        for value in (*args, *settings.values()):
-            if value is not None and type(value) not in UNCHANGED:
-                return run.run_part(part, module, args, settings)
+        if not (UNCHANGED.issuperset(map(type, args)) and UNCHANGED.issuperset(map(type, settings.values()))):
+            return run.run_part(part, module, args, settings)
         # Almost all parts of almost all forwards: nothing arrives for them, and nothing of them is sent.
         run.thread["layer"] = module
         result = module(*args, **settings)

@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from pipeloom.errors import RunError
+from pipeloom.split.traced.bound import BOUND
 from pipeloom.split.traced.inputs import InputRules
 
 
@@ -69,7 +70,7 @@ class Code:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = {}
             if copies[node].op == "call_function":
-                copies[node].target = _quick(copies[node].target)
+                copies[node].target = BOUND.get(copies[node].target, copies[node].target)
         for node in views:
             copies[node] = graph.call_method("clone", (copies[node],))
         graph.output(tuple(copies[node] for node in results))
@@ -77,38 +78,6 @@ class Code:
 
     def __deepcopy__(self, _: Any) -> Self:
         return self
-
-
-def _quick(target: Any) -> Any:
-    """A function that torch binds to Python directly, where it takes the same arguments as an operation of aten."""
-    return _QUICK.get(target, target)
-
-
-_aten = torch.ops.aten
-_QUICK: dict[Any, Any] = {
-    _aten.linear.default: torch._C._nn.linear,
-    _aten.relu.default: torch.relu,
-    _aten.relu_.default: torch.relu_,
-    _aten.gelu.default: torch._C._nn.gelu,
-    _aten.silu.default: torch._C._nn.silu,
-    _aten.add.Tensor: torch.add,
-    _aten.mul.Tensor: torch.mul,
-    _aten.sub.Tensor: torch.sub,
-    _aten.cat.default: torch.cat,
-    _aten.matmul.default: torch.matmul,
-    _aten.conv2d.default: torch.conv2d,
-    _aten.batch_norm.default: torch.batch_norm,
-    _aten.dropout.default: torch.dropout,
-    _aten.layer_norm.default: torch.layer_norm,
-    _aten.tanh.default: torch.tanh,
-    _aten.embedding.default: torch.embedding,
-    _aten.softmax.int: torch.softmax,
-    _aten.scaled_dot_product_attention.default: torch._C._nn.scaled_dot_product_attention,
-    _aten.transpose.int: torch.transpose,
-    _aten.reshape.default: torch.reshape,
-    _aten.view.default: Tensor.view,
-    _aten.chunk.default: torch.chunk,
-}
 
 
 class Parts(dict[bool, Part]):

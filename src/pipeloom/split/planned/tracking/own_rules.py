@@ -30,7 +30,7 @@ _FUNCTIONS = {
 def function_around() -> str | None:
     """The innermost function around the part that a stage's forward calls now which computes gradients in its own way.
 
-    Called by `ForwardRun.run_part`.
+    Called by `Exploration`, between a part and the stage.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (frame.f_code.co_name == "_run" and frame.f_code.co_filename == _STAGE):

@@ -62,7 +62,8 @@ class KnownForwards:
 
     def last_used(self, form: Any) -> Known | None:
         """What the last forward with inputs of this form was; None: unknown."""
-        return next(iter(self._ways.get(form, ())), None)
+        ways = self._ways.get(form)
+        return ways[0] if ways else None
 
     def begins_with(self, form: Any, decisions: tuple[Any, ...]) -> Known | None:
         """The forward with inputs of this form that begins with these decisions; None: unknown."""
@@ -83,7 +84,7 @@ class KnownForwards:
 
     def draws(self, form: Any) -> bool:
         """Whether a forward with inputs of this form has drawn between its parts."""
-        return form in self._drawing
+        return bool(self._drawing) and form in self._drawing
 
     def add_drawing(self, form: Any) -> None:
         """Note that forwards with inputs of this form draw between their parts."""

@@ -9,10 +9,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeloom.split.planned.collected import collector
 from pipeloom.split.planned.containers import containers_of, has_tensors, shaped_like_result, zeros_like
-from pipeloom.split.planned.forward_run import ForwardRun
-from pipeloom.split.planned.known import RESULT
+from pipeloom.split.planned.forward.exploration import Exploration
+from pipeloom.split.planned.forward.forward_run import ForwardRun
+from pipeloom.split.planned.forward.known import RESULT
+from pipeloom.split.planned.forward.other_modules import numbered
 from pipeloom.split.planned.module_copies import with_zeros
-from pipeloom.split.planned.other_modules import numbered
 from pipeloom.split.planned.place import Leave
 from pipeloom.split.planned.tracking.forms import ALIKE, form_of_result, zeros_of
 from pipeloom.split.planned.tracking.origins import EARLIER, LAST, LATER, OWN, tensors_of
@@ -119,7 +120,7 @@ class OtherParts:
                 if ahead:
                     raise here.argument_of_earlier(name, where, ahead)
                 wanted = bool(origin & OWN) or (bool(origin & LAST) and place > here.last + 1)
-                if origin & LATER or origins.absent_in(origin):
+                if isinstance(run, Exploration) and (origin & LATER or origins.absent_in(origin)):
                     run.add_results_in(tensor)
                 wanted = wanted and not origin & (LATER | EARLIER)
             if wanted:

@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 
 from pipeloom.split.planned.containers import views_of
-from pipeloom.split.planned.forward_run import ForwardRun
-from pipeloom.split.planned.known import RESULT
+from pipeloom.split.planned.forward.forward_run import ForwardRun
+from pipeloom.split.planned.forward.known import RESULT
 from pipeloom.split.planned.tracking.origins import DRAWN, EARLIER, IN_UNIT, LAST, LATER, OWN
 
 
