@@ -142,6 +142,10 @@ def test_less_memory_recomputes_or_shards_more():
         ({"objective": "speed"}, "objective='speed': must be one of time, memory, cost"),
         ({"fix": "data=1", "forbid": "data"}, "forbid=data: data is in fix too"),
         ({"fix": "offload=0", "cluster": NO_HOST}, "offload: cluster dgx-a100-80 has no known bandwidth"),
+        ({"cluster": 5}, "cluster=5: must be a name such as 'dgx-h100', or a cluster file."),
+        ({"fix": ["data=1"]}, "fix=['data=1']: must be a dict, or text such as 'pipeline=4,schedule=1f1b'."),
+        ({"forbid": 5}, "forbid=5: must be a list of keys, or text such as 'offload,recompute'."),
+        ({"forbid": ["speed"]}, "forbid=speed: 'speed' cannot be forbidden"),
         ({"fix": {"data": 3}}, "Change devices, global_batch_size or fix."),
     ],
 )
@@ -151,6 +155,21 @@ def test_what_cannot_be_planned_is_one_line(options, said):
         pl.plan(layers(2), torch.zeros(4, 32), **given)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_in_another_number_format_is_one_line():
+    with pytest.raises(InputError) as error:
+        pl.plan(layers(2).double(), torch.zeros(4, 32, dtype=torch.float64), cluster=DGX, global_batch_size=8)
+    assert str(error.value) == (
+        "model has parameters of torch.float64: a plan trains in one number format, of torch.float32, torch.bfloat16, "
+        "torch.float16. Convert the model, such as by model.float()."
+    )
+
+
+def test_a_list_of_keys_can_be_forbidden():
+    options = {"cluster": DGX, "devices": 2, "global_batch_size": 8, "num_rounds": 1}
+    found = pl.plan(layers(), torch.zeros(4, 32), forbid=["data", "recompute"], **options)
+    assert (found.pipeline, found.data, set(found.recompute)) == (2, 1, {"none"})
 
 
 def test_values_of_python_can_be_fixed():

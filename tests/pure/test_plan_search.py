@@ -186,6 +186,14 @@ def test_a_search_on_few_devices_ends_too():
     assert ended.refused["not looked at: the search ended"] > 0
 
 
+def test_a_fixed_data_strategy_needs_replicas():
+    given = "context=1,slices=1,schedule=1f1b"
+    free = search(batch=4, devices=4, fixed=given, top=8).plans
+    fixed = search(batch=4, devices=4, fixed=f"{given},data_strategy=zero3", top=8).plans
+    assert any(each.of.replicas == 1 for each in free)
+    assert all(each.of.replicas > 1 and each.of.strategy.shards_parameters for each in fixed)
+
+
 def test_objectives():
     fixed = "context=1,slices=1,schedule=1f1b,chunks=1"
     fast = search(fixed=fixed, top=1).plans[0]
@@ -262,6 +270,8 @@ def test_the_words_for_others():
             "data=2,microbatches=2,microbatch_size=2",
             "data=2 x microbatches=2 x microbatch_size=2 are 8 of 16 samples",
         ),
+        ("data=1,context=1,data_strategy=zero3", "data_strategy=zero3 has no effect with one replica"),
+        ("pipeline=4,tensor=2,data_strategy=zero1", "data_strategy=zero1 has no effect with one replica"),
         ("pipeline=4,recompute=full,none", "recompute=full,none: 2 stages cannot be divided by pipeline=4"),
         ("pipeline=4,blocks=2,6", "blocks=2,6: 2 stages cannot be divided by pipeline=4"),
         (

@@ -54,7 +54,7 @@ def plan_module(
     optimizer: str = "adamw",
     objective: Objective = "time",
     fix: str | Mapping[str, Any] | None = None,
-    forbid: str | None = None,
+    forbid: str | Sequence[str] | None = None,
     num_rounds: int = 5,
 ) -> Plan:
     """Measure every layer of a model, and search for the fastest plan on a cluster whose devices are like this one.
@@ -81,7 +81,7 @@ def plan_module(
         optimizer: a name of `pipeloom memory --optimizers`.
         objective: "time", "memory" or "cost", as ``--objective``.
         fix, forbid: as ``--fix`` and ``--forbid`` of `pipeloom plan`, such as ``"schedule=1f1b,pipeline=4"``; `fix` may
-            be a dict, such as ``{"pipeline": 2, "recompute": ["full", "none"]}``.
+            be a dict, such as ``{"pipeline": 2, "recompute": ["full", "none"]}``, and `forbid` a list of keys.
         num_rounds: measurements whose median counts.
 
     Raises:
@@ -90,8 +90,9 @@ def plan_module(
 
     Source: the profile of layers is PipeDream's (arXiv:1806.03377, section 3.1).
     """
-    if isinstance(fix, Mapping):
-        fix = ",".join(f"{key}={_word(value)}" for key, value in fix.items())
+    fix, forbid = _written(fix, forbid)
+    if not isinstance(cluster, str | Cluster):
+        raise InputError(f"cluster={folded(cluster)}: must be a name such as 'dgx-h100', or a cluster file.")
     where = find_cluster(cluster, "cluster") if isinstance(cluster, str) else cluster
     count = where.devices_per_node if devices is None else devices
     whole = {"global_batch_size": (global_batch_size, MOST_SAMPLES), "devices": (count, MOST_DEVICES)}
@@ -125,6 +126,19 @@ def plan_module(
     if traced:
         plan = replace(plan, cut=_modules_begun(units, best.of))
     return plan
+
+
+def _written(fix: str | Mapping[str, Any] | None, forbid: str | Sequence[str] | None) -> tuple[str | None, str | None]:
+    """`fix` and `forbid` as on the command line. Raises InputError for values of other types."""
+    if isinstance(fix, Mapping):
+        fix = ",".join(f"{key}={_word(value)}" for key, value in fix.items())
+    elif fix is not None and not isinstance(fix, str):
+        raise InputError(f"fix={folded(fix)}: must be a dict, or text such as 'pipeline=4,schedule=1f1b'.")
+    if isinstance(forbid, list | tuple | set | frozenset) and all(isinstance(key, str) for key in forbid):
+        forbid = ",".join(forbid)
+    elif forbid is not None and not isinstance(forbid, str):
+        raise InputError(f"forbid={folded(forbid)}: must be a list of keys, or text such as 'offload,recompute'.")
+    return fix, forbid
 
 
 def _constraints(fix: str | None, forbid: str | None, traced: str | None) -> tuple[dict[str, Any], frozenset[str]]:
@@ -210,8 +224,8 @@ def _measured(
     unknown = formats - set(_FORMATS)
     if unknown or len(formats) > 1:
         raise InputError(
-            f"model has parameters of {', '.join(sorted(formats))}: a plan has one format, of "
-            f"{', '.join(_FORMATS)}. Convert the model."
+            f"model has parameters of {', '.join(sorted(formats))}: a plan trains in one number format, of "
+            f"{', '.join(_FORMATS)}. Convert the model, such as by model.float()."
         )
     return [_unit(group) for group in groups], samples, _FORMATS[formats.pop()] if formats else "fp32"
 

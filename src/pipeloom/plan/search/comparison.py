@@ -62,8 +62,10 @@ def usual_plan(costs: CostModel, request: Request, **asked: Any) -> Simulated | 
     for pipeline in [fixed["pipeline"]] if "pipeline" in fixed else degrees:
         if request.devices % (pipeline * fixed["tensor"]):
             continue
+        shares = request.devices > pipeline * fixed["tensor"] or "data_strategy" in request.fixed
+        values = fixed if shares else {key: value for key, value in fixed.items() if key != "data_strategy"}
         try:
-            few = replace(request, fixed={**fixed, "pipeline": pipeline}, forbidden=frozenset(), top=1)
+            few = replace(request, fixed={**values, "pipeline": pipeline}, forbidden=frozenset(), top=1)
             return find_plans(costs, few, **asked).plans[0]
         except InputError:
             continue

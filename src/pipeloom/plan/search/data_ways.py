@@ -55,6 +55,12 @@ def _strategies_of(of: Configuration, request: Request) -> list[tuple[DataStrate
     ]
 
 
+def without_effect(request: Request) -> str | None:
+    """The fixed key that has no effect with one replica; None: there is none."""
+    usual = {"data_strategy": DataStrategy.DDP, "data_granularity": Granularity.STEP}
+    return next((key for key, value in usual.items() if request.fixed.get(key, value) != value), None)
+
+
 def way_bytes(
     of: Configuration, strategy: DataStrategy, granularity: Granularity, *, offload_states: bool
 ) -> tuple[float, float]:

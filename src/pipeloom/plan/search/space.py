@@ -25,7 +25,7 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
-from pipeloom.plan.search.data_ways import way_bytes, ways_of
+from pipeloom.plan.search.data_ways import way_bytes, ways_of, without_effect
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import LEAST_TOKENS, KnownShapes, Shapes
 from pipeloom.sim import Network
@@ -116,6 +116,7 @@ class Space:
         self._offloads_states = "offload_states" in request.fixed or (
             offloads and request.allows("offload_states", True) and OPTIMIZERS[request.optimizer] > 0
         )
+        self._of_replicas = without_effect(request)
         self._by_kind: dict[object, Recomputed] = {}
         self._sizes: dict[InsideStage, float] = {}
         self._least_bytes: dict[object, float] = {}
@@ -253,6 +254,8 @@ class Space:
             return "replicas and micro-batch size do not divide the batch"
         if data % of.inside.expert:
             return "expert degree does not divide the replicas"
+        if data * of.inside.context == 1 and self._of_replicas is not None:
+            return f"{self._of_replicas} has no effect with one replica"
         return None
 
     def meshes(self, of: Configuration, devices: int) -> Iterator[Configuration]:

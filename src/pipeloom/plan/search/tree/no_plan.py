@@ -11,6 +11,7 @@ from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
+from pipeloom.plan.search.data_ways import without_effect
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import shape_of
 
@@ -64,6 +65,10 @@ def _wrong(costs: StepCosts, request: Request) -> Iterator[str]:
         yield _sentence(error)
     if "schedule" in fixed:
         yield from _unsupported(fixed, slices)
+    single = degrees.get("data") == degrees.get("context") == 1
+    single = single or degrees.get("pipeline", 1) * degrees.get("tensor", 1) == request.devices
+    if single and (name := without_effect(request)) is not None:
+        yield f"{name}={fixed[name]} has no effect with one replica"
     granularity, strategy = fixed.get("data_granularity", Granularity.STEP), fixed.get("data_strategy")
     if granularity != Granularity.STEP and strategy is not None and not DataStrategy(strategy).shards_gradients:
         yield f"data_granularity={granularity}: works with data_strategy zero2 and zero3, not {strategy}"
