@@ -123,7 +123,7 @@ class Injector(ActionObserver):
             case "kill" | "recover-kill" | "elastic-kill" | "flip":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "recover-all-kill":
-                for process in {*children(os.getppid())} - {os.getpid(), int(os.environ.get(FORKED_BY, 0))}:
+                for process in {*children(os.getppid())} - {os.getpid(), int(os.environ.get(FORKED_BY, "0"))}:
                     os.kill(process, signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
             case "save-kill":

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pipeloom.common.anonymous_memory import telling_of_memory
 from pipeloom.common.cores import usable_cores
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.elastic.generation import Generation
@@ -133,7 +134,8 @@ def anonymous_file(name: str, size: int = 0) -> Iterator[int]:
     """The descriptor of an unnamed file in memory, which children may inherit."""
     descriptor = os.memfd_create(f"pipeloom-{name}")
     try:
-        os.truncate(descriptor, size)
+        with telling_of_memory(f"{name} of the launcher", size):
+            os.truncate(descriptor, size)
         yield descriptor
     finally:
         os.close(descriptor)
