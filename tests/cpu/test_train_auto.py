@@ -1,9 +1,10 @@
-"""`pipeloom train --parallel auto`, and plans that are chosen again: on two processes, with bitwise the same losses."""
+"""`pipeloom train --parallel auto`, `--schedule auto`, and plans that are chosen again: bitwise the same losses."""
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,18 @@ __all__ = ["text"]  # a fixture
 TINY = ("--eval_steps=0", "--sample_tokens=0", "--batch.size=8", "--save_steps=4")
 
 
-def test_a_run_plans_itself(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saved measurement of this machine, so that runs do not measure it."""
     found = machine()
     here = replace(found.measured, machine=platform.node(), cores=usable_cores(), torch=torch_version())
     (tmp_path / "pipeloom").mkdir()
     (tmp_path / "pipeloom" / "local.json").write_text(replace(found, measured=here).to_json())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_run_plans_itself(text: Path, tmp_path: Path) -> None:
     out, auto = tmp_path / "run", ("--parallel=auto", "--processes=2", "--steps=11")
     done = run(text, out, *TINY, *auto)
     assert done.returncode == 0, done.stderr
@@ -68,6 +75,55 @@ def test_a_run_plans_itself(text: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert repeated.returncode == 0, repeated.stderr
     assert story(again) == story(out)
     assert "plan after 10 steps: step " in repeated.stdout
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_run_chooses_its_schedule_and_keeps_it_when_it_resumes(text: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "run", ("--batch.microbatches=4", "--steps=6")
+    done = run(text, out, *TINY, *options, "--schedule=auto")
+    assert done.returncode == 0, done.stderr
+    (chosen,) = (line for line in done.stdout.splitlines() if re.match("schedule .* per step predicted; ", line))
+    plan = pl.Plan.load(out / "plan.json")
+    assert chosen.startswith(f"schedule {plan.schedule}")
+    config = parse([f"--config={out / 'config.yaml'}"])
+    assert (config.schedule, config.parallel.chunks) == (plan.schedule, plan.virtual_stages)
+
+    checkpoint = out / "checkpoint-4"
+    resumed = run(
+        text, tmp_path / "resumed", *TINY, *options, "--schedule=auto", f"--resume_from_checkpoint={checkpoint}"
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert re.search(f"^schedule {plan.schedule}.*: as in {re.escape(str(checkpoint))}$", resumed.stdout, re.MULTILINE)
+    assert story(tmp_path / "resumed") == story(out)[4:]
+
+
+def _with_schedule(rank: int, argv: list[str]) -> tuple[str | None, int | None, list[str]]:
+    """The schedule and the lines of one of four processes: two replicas, whose machine is not measured."""
+    torch.set_num_threads(1)
+    asked = for_processes(parse(argv), 4)
+
+    class Planner(run_planner.RunPlanner):
+        def _measured_costs(self) -> tuple[CostModel, list[str]]:
+            sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
+            return CostModel(model=Architecture.of_gpt(sizes), cluster=machine().beside(4)), []
+
+        def _tried(self, best: Any) -> int:
+            return min(2, super()._tried(best))
+
+    planner = Planner(asked, Group(rank, 4, torch.device("cpu")))
+    config = planner.first()
+    assert config == replace(asked.changed("parallel", chunks=config.parallel.chunks), schedule=config.schedule)
+    return config.schedule, config.parallel.chunks, planner.notes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks")
+def test_processes_of_all_replicas_agree_on_a_schedule(text: Path, tmp_path: Path) -> None:
+    options = ("--schedule=auto", "--parallel.data=2", "--parallel.data_strategy=zero1", "--steps=9")
+    first, *others = run_ranks(_with_schedule, 4, words(text, tmp_path / "run", *TINY, *options)[1:])
+    assert others == [first] * 3
+    name, _, (chosen, *trials) = first
+    assert chosen.startswith(f"schedule {name}")
+    assert all(line.startswith(f"schedule trials: {name}") for line in trials)
 
 
 def _slow_sums(cluster: Cluster) -> Cluster:
@@ -126,8 +182,8 @@ def _planned_twice(rank: int, argv: list[str]) -> str:
         def _refusal(self, plan: pl.Plan) -> str | None:
             return super()._refusal(plan) if (plan.pipeline, plan.virtual_stages) == (2, 1) else "other sizes"
 
-        def first(self) -> Any:
-            config = super().first()
+        def first(self, checkpoint: Path | None = None) -> Any:
+            config = super().first(checkpoint)
             self._costs = self._with(2.0)
             return config
 

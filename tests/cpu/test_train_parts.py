@@ -304,7 +304,7 @@ def test_a_stream_that_goes_on_names_what_makes_gradients_late() -> None:
     flushed, place = TrainConfig(eval_steps=10), Path("c")
     [line] = resume_notices(config, flushed.to_mapping(), place, 5, other_text=False)
     assert line == (
-        "different from c: parallel.replicas the default -> 2,1, schedule auto -> pipedream, "
+        "different from c: parallel.replicas the default -> 2,1, schedule the default -> pipedream, "
         "weights the default -> vertical, save_steps 100 -> 20"
     )
     [back] = resume_notices(flushed, config.to_mapping(), place, 5, other_text=False)

@@ -16,7 +16,7 @@ from pipeloom.cli.common.parser import Parser, did_you_mean
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.quantities import table_lines
 from pipeloom.errors import InputError
-from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.train_config import AUTO, TrainConfig
 from pipeloom.version import __version__
 
 _LEAST_SAVES = 3  # flips need a good checkpoint before the damaged one, and the last one is compared
@@ -136,6 +136,8 @@ def _config(path: str) -> TrainConfig:
         raise InputError("local=true: a campaign injects faults into processes. Remove local.")
     if config.parallel.auto or config.replan:
         raise InputError("parallel.auto: each run of a campaign must have the same plan. Name the degrees.")
+    if config.schedule == AUTO:
+        raise InputError("schedule=auto: each run of a campaign must have the same schedule. Name a schedule.")
     if config.parallel.data < 0:
         raise InputError("parallel.data=-1: a campaign needs the number of processes. Give a number.")
     if not config.save_steps or config.steps // config.save_steps < _LEAST_SAVES:

@@ -1,7 +1,6 @@
 """``pipeloom train``: read and validate a configuration, then train as one rank or launch the ranks."""
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,6 +26,7 @@ _EXAMPLES = """
 pipeloom train
 pipeloom train --parallel.pipeline 4 --schedule gpipe --batch.size 64 --batch.microbatches 16
 pipeloom train --parallel.data 2 --parallel.data_strategy zero2 --precision.dtype bf16
+pipeloom train --schedule auto
 pipeloom train --parallel auto --processes 2
 pipeloom train --data.path '/usr/share/doc/**/*.txt' --steps 1000 --output_dir runs/doc
 pipeloom train --model.pretrained DIR --data.path 'chats/*.jsonl' --model.lora 16 --output_dir runs/chat
@@ -51,9 +51,10 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     values = read_options(_parser(), argv)
     config = to_config(values.as_dict())
     if values.print_config is not None:
+        from pipeloom.train.config.automatic import without_plan
         from pipeloom.train.config.rules.settings import validate_settings
 
-        validate_settings(config)
+        validate_settings(without_plan(config))
         print_config(config, values.print_config)
         raise SystemExit(0)
     return config
@@ -64,9 +65,9 @@ def main(argv: Sequence[str]) -> int:
 
     The launcher validates once and hands its ranks the configuration; a process of torchrun validates by itself.
     """
-    if launcher.SERVER in os.environ:
+    if launcher.SPARE in os.environ:
         launcher.end_with(int(os.environ[launcher.LAUNCHED].split(":")[0]))
-        _serve()
+        _wait_for_rank()
     member = launcher.membership(os.environ)
     if member is not None and VARIABLE in os.environ:
         from pipeloom.chaos.injector import inject
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
             size, leads = member.world_size if member else None, member is None or member.rank == 0
             given = parse(argv)
             if given.elastic and member is not None:
-                config, member = _fitted(given, member)
+                config, member = _fitted(for_processes(given, size), member)
             else:
                 config = for_processes(resolve_data_degree(given, size), size)
             for line in validate(without_plan(config), world_size=size, leads=leads):
@@ -101,19 +102,17 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _serve() -> None:
-    """Run as the fork server: import all that a rank needs; returns in each process that is forked for a rank."""
+def _wait_for_rank() -> None:
+    """Run as a spare process: import all that a rank needs, and wait until the launcher gives this process a rank."""
     import torch
 
     import pipeloom.train.loop  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
-    place = launcher.fork_for_ranks(int(os.environ.pop(launcher.SERVER)))
+    place = launcher.rank_of_spare(int(os.environ.pop(launcher.SPARE)))
     if place is None:
         launcher.leave(0)
     os.environ.update(place)
-    if torch.cuda._is_in_bad_fork():  # an import has asked for GPUs, and a fork cannot use them any more
-        os.execv(sys.executable, sys.orig_argv)
 
 
 def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
@@ -136,7 +135,7 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
                     variables,
                     preempt_seconds=config.preempt_seconds,
                     recoveries=config.max_recoveries if config.recover else 0,
-                    forks=True,
+                    spares=config.spare,
                 )
         finally:
             clean(output_dir)  # of a save that the end cut short

@@ -105,7 +105,7 @@ def plan_of_options(options: Mapping[str, Any], schedule: Schedule, **predicted:
     order = [axis.strip() for axis in options["parallel.order"].split(",")]
     order += [axis for axis in AXES if axis not in order]
     given["order"] = None if tuple(order) == AXES else ",".join(order)
-    given["schedule"] = schedule if is_file(options["schedule"]) else schedule.name
+    given["schedule"] = schedule if options["schedule"] and is_file(options["schedule"]) else schedule.name
     given["in_flight"] = given["in_flight"] if stream else None
     return Plan(**{**given, **predicted})
 

@@ -129,6 +129,11 @@ def find(name: str) -> Family:
         ScheduleError: there is none.
     """
     family = FAMILIES.get(name)
+    if name == "auto":
+        raise ScheduleError(
+            "schedule 'auto': `pipeloom train` and `pl.plan` measure a model to choose its schedule. Pass a name, or "
+            "the plan that `pl.plan` returns."
+        )
     if family is None:
         close = difflib.get_close_matches(name, FAMILIES, n=1, cutoff=0.4)
         hint = f"Did you mean {close[0]!r}?" if close else "See `pipeloom schedules`."

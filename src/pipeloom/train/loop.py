@@ -16,12 +16,11 @@ from pipeloom.processes.network.sockets import open_sockets
 from pipeloom.processes.preemption import Preemption, allowed_seconds
 from pipeloom.processes.recovery.keeper import Keeper
 from pipeloom.processes.recovery.lifeline import Lifeline, Loss, Memories, Rerouted
-from pipeloom.processes.rendezvous import leave, leaving_store
+from pipeloom.processes.rendezvous import leave
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path
 from pipeloom.train.config.memory import chosen_words, under_cap
-from pipeloom.train.config.schedule import AUTO
-from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.train_config import AUTO, TrainConfig
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.data.samples import Samples
 from pipeloom.train.elastic.entry import entry_of
@@ -129,7 +128,7 @@ def _train(
 ) -> None:
     with join(member, config, preemption) as group:
         planner = None
-        if config.parallel.auto or config.plan is not None:
+        if config.measures_plan or config.plan is not None:
             from pipeloom.train.auto.run_planner import RunPlanner  # here: imports the planner
 
             planner = RunPlanner(config, group)
@@ -146,8 +145,8 @@ def train_group(
     """Train as one process of a group that exists.
 
     Args:
-        config: of the run, perhaps with ``parallel.auto``.
-        group: its processes; with ``parallel.auto``, not in a mesh yet.
+        config: of the run, perhaps with ``parallel.auto`` or schedule ``auto``.
+        group: its processes; where the run measures its plan, not in a mesh yet.
         member: see `train`.
         planner: chooses the plan, and compares it with the steps; None without a plan.
         recovery: what this process keeps if another one is lost; None: then the run ends.
@@ -158,9 +157,9 @@ def train_group(
         if restart is None:
             recovery.loss = None  # before the run had begun
     checkpoint = None if restart is not None else run_checkpoints.agreed_checkpoint(config, group)
-    automatic = config.parallel.auto
+    automatic = config.measures_plan
     if planner is not None:
-        config = planner.first()
+        config = planner.first(checkpoint)
     samples: Samples | None = None
     while True:
         layout = with_layout(group, config) if automatic else group
@@ -193,7 +192,7 @@ def _train_on(
     if config.memory.cap is not None:
         vocabulary_size = run_tokenizer(config).vocabulary_size
         config, choice = under_cap(config, vocabulary_size, device=group.device.type)
-    with Trainer(config, group, member, recovery, samples) as trainer, leaving_store(member):
+    with Trainer(config, group, member, recovery, samples) as trainer:
         done = trainer.resume(checkpoint if restart is None else restart.source)
         if recovery is not None:
             recovery.begin(trainer.run, done, restart)

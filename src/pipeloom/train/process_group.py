@@ -127,7 +127,7 @@ def join(member: Membership | None, config: TrainConfig, preemption: Preemption 
     rendezvous.join(member, backend)
     group = Group(member.rank, member.world_size, device, None, preemption, member.black_box, sharing)
     with _watched(config, member.black_box, member):
-        yield group if config.parallel.auto else with_layout(group, config)
+        yield group if config.measures_plan else with_layout(group, config)
     dist.destroy_process_group()  # not after an error: others may be gone
 
 

@@ -27,9 +27,9 @@ from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
 MANY_DEVICES = 64  # more: the search ends early, and looks at fewer shapes
 LEAST_TOKENS = 256  # of a process or slice
-_ASKED = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
-_ASKED_OF_MANY = (*_ASKED, "hanayo")  # on many devices: its waves take longest to build and to simulate
-_MOST_CHUNKS = 16
+ON_REQUEST = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
+_ASKED_OF_MANY = (*ON_REQUEST, "hanayo")  # on many devices: its waves take longest to build and to simulate
+MOST_CHUNKS = 16
 _SLICES = (1, 2, 4, 8, 16)
 _SMALL = 16  # ranks of a schedule that shows the shape of larger ones
 
@@ -96,7 +96,7 @@ class Shapes:
         """The shapes of a mesh."""
         fixed = self._request.fixed
         orders = [fixed["order"]] if "order" in fixed else self.orders(of)
-        asked = _ASKED if self._request.devices <= MANY_DEVICES else _ASKED_OF_MANY
+        asked = ON_REQUEST if self._request.devices <= MANY_DEVICES else _ASKED_OF_MANY
         for name, family in schedules.SYNCHRONOUS.items():
             if not self._request.allows("schedule", name) or (name in asked and "schedule" not in fixed):
                 continue
@@ -124,7 +124,7 @@ class Shapes:
             numbers = [self._request.fixed["chunks"]]
         else:
             least = 1 if "schedule" in self._request.fixed else 2
-            numbers = list(range(least, _MOST_CHUNKS + 1))
+            numbers = list(range(least, MOST_CHUNKS + 1))
         most = max(1, self._most_stages // pipeline)
         if family.chunks is None and "chunks" in self._request.fixed and numbers[0] > most:
             self._refusals.add("more stages than blocks")
@@ -216,7 +216,7 @@ class Shapes:
 
         The bubble is that of as many virtual stages as there can be; where blocks are uneven, the busiest rank counts.
         """
-        chunks = max(1, min(_MOST_CHUNKS, self._most_stages // of.pipeline))
+        chunks = max(1, min(MOST_CHUNKS, self._most_stages // of.pipeline))
         bubble = (of.pipeline - 1) / (of.microbatches * chunks)
         uneven = min(-(-n // of.pipeline) * of.pipeline / n for n in {self._layers, self._most_stages})
         return uneven * (1 + bubble) / (1 + bubble / 3)

@@ -111,7 +111,7 @@ def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[s
     fixed = {"precision": asked.precision.dtype, "gradients": asked.precision.gradients, **fixed}
     if asked.batch.microbatches is not None:
         fixed["microbatches"] = asked.batch.microbatches
-    if asked.schedule != "auto":
+    if asked.schedule is not None:
         fixed["schedule"] = asked.schedule
     if asked.memory.recompute != "none":
         fixed["recompute"] = tuple(asked.memory.recompute.split(","))

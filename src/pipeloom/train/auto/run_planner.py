@@ -5,27 +5,38 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from pipeloom.common.atomic_file import write_whole
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import counted, percent_text
 from pipeloom.errors import InputError, PipeloomError
-from pipeloom.ir import Schedule
+from pipeloom.ir import DataStrategy, Schedule
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster, parse_cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
-from pipeloom.plan.local.references import MOST_SAMPLES
+from pipeloom.plan.local.references import MOST_SAMPLES, Shape
 from pipeloom.plan.local.saved import local_path, notices
 from pipeloom.plan.local.trials import ranking, tried
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
 from pipeloom.train.auto.best_plans import Chosen, best_plans, predicted_times, trials_text
+from pipeloom.train.auto.best_schedules import (
+    best_schedules,
+    only_schedule,
+    schedule_of_checkpoint,
+    schedule_trials_text,
+    schedule_words,
+)
 from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.auto.same_losses import same_losses
+from pipeloom.train.checkpoint import load
 from pipeloom.train.config.rules.settings import validate_settings
+from pipeloom.train.config.schedule import schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.data.written import PLAN_NAME, PLAN_TIMES_NAME
@@ -47,7 +58,7 @@ class RunPlanner:
     """The plan of a run; every process has one and calls the same methods.
 
     Args:
-        config: of the run, with ``parallel.auto`` or ``plan``.
+        config: of the run, with ``parallel.auto``, schedule ``auto`` or ``plan``.
         group: its processes.
 
     Attributes:
@@ -65,34 +76,76 @@ class RunPlanner:
         self._number = 0
         self.notes: list[str] = []
 
-    def first(self) -> TrainConfig:
-        """The configuration with a plan: measured and searched with ``parallel.auto``, else the given one."""
-        if not self._asked.parallel.auto:
+    def first(self, checkpoint: Path | None = None) -> TrainConfig:
+        """The configuration with a plan: measured and searched with ``parallel.auto`` or schedule ``auto``, else given.
+
+        Args:
+            checkpoint: that the run resumes from, whose schedule it keeps with schedule ``auto``; None: a new run.
+        """
+        if not self._asked.measures_plan:
             assert self._asked.plan is not None
             self._plan = Plan.load(self._asked.plan)
             seconds = self._plan.predicted_step_seconds
             self._times = None if seconds is None else PlanTimes(step=seconds)
             return self._asked
+        if not self._asked.parallel.auto and (known := self._known_schedule(checkpoint)) is not None:
+            return known
         self._costs, said = self._measured_costs()
         found: dict[str, Any] | None = None
         best: list[Chosen] = []
         if self._group.rank == 0:
             try:
-                best = best_plans(self._asked, self._costs, self._group.size, self._refusal)
+                best = self._best(self._costs)
                 found = {"tried": [each.plan.to_json() for each in best[: self._tried(best)]]}
             except PipeloomError as error:  # the others wait for an answer
                 found = {"error": str(error)}
         plans = [Plan.from_json(each) for each in self._agreed(found)["tried"]]
         if len(plans) > 1:
-            self._say(f"planning: trial steps of {len(plans)} plans")
+            self._say(f"planning: trial steps of {len(plans)} {'plans' if self._asked.parallel.auto else 'schedules'}")
         trials = self._trials(plans)
         if self._group.rank == 0:
             number = ranking(trials)[0] if trials else 0
-            said.append(f"plan for {_processes(self._group.size)}: {best[number].words}")
-            if trials:
-                said.append(f"plan trials: {trials_text(best, trials)}")
+            if self._asked.parallel.auto:
+                said.append(f"plan for {_processes(self._group.size)}: {best[number].words}")
+                said += [f"plan trials: {trials_text(best, trials)}"] if trials else []
+            else:
+                said.append(f"schedule {best[number].words}")
+                said += [f"schedule trials: {schedule_trials_text(best, trials)}"] if trials else []
             found = self._answer(best[number], said)
         return self._taken(found)
+
+    def _known_schedule(self, checkpoint: Path | None) -> TrainConfig | None:
+        """The configuration with a schedule that needs no measuring; None: measure. A collective call.
+
+        Raises:
+            InputError: this machine is not measured where the run computes.
+        """
+        asked, group = self._asked, self._group
+        answer: dict[str, Any] = {"name": None}
+        if group.rank == 0:
+            known, why = only_schedule(asked), "no other one runs with these options"
+            if known is None and checkpoint is not None:
+                saved = load(checkpoint, key=CheckpointKey.read(asked.checkpoint_key_file)).state
+                known, why = schedule_of_checkpoint(asked, saved.get("config", {})), f"as in {checkpoint}"
+            if known is not None:
+                name, chunks = schedule_name(known), known.parallel.chunks
+                answer = {"name": name, "chunks": chunks, "notes": [f"schedule {schedule_words(name, chunks)}: {why}"]}
+        answer = group.gather_json(answer)[0]
+        if answer["name"] is not None:
+            self.notes = answer["notes"]
+            self._config = self._with_schedule(answer["name"], answer["chunks"])
+            return self._config
+        if group.device.type != "cpu":
+            raise InputError(
+                "schedule=auto: times are measured on CPUs, and the run computes on GPUs. Name a schedule."
+            )
+        return None
+
+    def _best(self, costs: CostModel) -> list[Chosen]:
+        """The plans that may run trial steps, the predicted best one first."""
+        if self._asked.parallel.auto:
+            return best_plans(self._asked, costs, self._group.size, self._refusal)
+        return best_schedules(self._asked, costs, run_tokenizer(self._asked).vocabulary_size)
 
     def _say(self, text: str) -> None:
         """Show what takes its time before the run has a display."""
@@ -101,7 +154,9 @@ class RunPlanner:
 
     def _tried(self, best: Sequence[Chosen]) -> int:
         """How many of the best plans are tried: one where a first step compiles or captures, which takes long."""
-        return 1 if self._asked.compile or self._asked.graphs else tried([each.times.step for each in best])
+        if self._asked.compile or self._asked.graphs:
+            return 1
+        return tried([each.times.step for each in best]) if self._asked.parallel.auto else len(best)
 
     def _trials(self, plans: Sequence[Plan]) -> list[list[float]]:
         """Seconds of trial steps of each plan, if there are several; a collective call."""
@@ -120,8 +175,16 @@ class RunPlanner:
         answer = self._agreed(found)
         self._plan, self.notes = Plan.from_json(answer["plan"]), answer["notes"]
         self._times = PlanTimes.from_mapping(answer["times"])
-        self._config = planned_config(self._asked, self._plan)
+        plan = self._plan
+        self._config = (
+            planned_config(self._asked, plan)
+            if self._asked.parallel.auto
+            else self._with_schedule(str(plan.schedule), plan.virtual_stages)
+        )
         return self._config
+
+    def _with_schedule(self, name: str, chunks: int | None) -> TrainConfig:
+        return replace(self._asked.changed("parallel", chunks=chunks), schedule=name)
 
     def _agreed(self, found: dict[str, Any] | None) -> dict[str, Any]:
         """What process 0 found, on every process. Raises InputError if it found an error."""
@@ -157,7 +220,7 @@ class RunPlanner:
         assert rates is not None
         assert measured is not None
         sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
-        samples = [1 << power for power in range(MOST_SAMPLES.bit_length()) if 1 << power <= asked.batch.size]
+        samples, shapes = self._measured_sizes()
 
         def measured_by(processes: int, samples: list[int]) -> LayerTimes:
             mine: LayerTimes | None = None
@@ -176,9 +239,19 @@ class RunPlanner:
             def fits(of: Configuration, plain: CostModel = costs) -> bool:
                 return group.size * max(plain.peak_bytes(of)) <= memory
 
-            references = measure_references(sizes, asked.batch.size, precision=precision, fits=fits)
+            references = measure_references(sizes, asked.batch.size, precision=precision, fits=fits, shapes=shapes)
             costs = costs.corrected_by(references, precision)
         return costs, said
+
+    def _measured_sizes(self) -> tuple[list[int], list[Shape] | None]:
+        """Samples per micro-batch of the measured layers, and shapes of the reference steps; None: all."""
+        asked = self._asked
+        if asked.parallel.auto:
+            return [1 << power for power in range(MOST_SAMPLES.bit_length()) if 1 << power <= asked.batch.size], None
+        parallel, sharded = asked.parallel, DataStrategy(asked.parallel.data_strategy).shards_optimizer
+        shape = Shape(parallel.pipeline, parallel.data, parallel.tensor, parallel.data > 1 and sharded)
+        plain = parallel.tensor == 1 or (parallel.tensor_layout == "1d" and not asked.model.experts)
+        return [min(asked.microbatch_size, MOST_SAMPLES)], [shape] if plain and parallel.context == 1 else []
 
     # Steps of the plan
 
@@ -188,8 +261,7 @@ class RunPlanner:
         self._steps.clear()
         if run.schedule.microbatches_per_update is not None:
             self._times = None  # a plan predicts a stream per micro-batch
-        if self._asked.parallel.auto:
-            assert self._plan is not None
+        if self._asked.measures_plan and self._plan is not None:
             self._write(PLAN_NAME, self._plan.to_json())
 
     def observe(self, row: Mapping[str, Any]) -> str | None:

@@ -1,19 +1,18 @@
-"""``--parallel auto``: what such a run may be given, and its processes. No torch."""
+"""``--parallel auto`` and ``--schedule auto``: what such a run may be given, and its processes. No torch."""
 
 from dataclasses import replace
 
 from pipeloom.common.cores import usable_cores
 from pipeloom.errors import InputError
 from pipeloom.schedules import SYNCHRONOUS, find, is_file
-from pipeloom.train.config.schedule import AUTO
 from pipeloom.train.config.sections import ParallelConfig
-from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.train_config import AUTO, TrainConfig
 
 KEPT = ("auto", "transport", "data_bucket_bytes")  # options of `parallel` that a plan does not choose
 
 
 def for_processes(config: TrainConfig, world_size: int | None) -> TrainConfig:
-    """`config` with the number of processes; without ``parallel.auto``, as it is.
+    """`config`, validated as far as the run chooses it; with ``parallel.auto``, with the number of processes.
 
     Args:
         config: as given.
@@ -23,7 +22,11 @@ def for_processes(config: TrainConfig, world_size: int | None) -> TrainConfig:
         InputError: options that do not go together.
     """
     if not config.parallel.auto:
+        if config.schedule == AUTO:
+            _check_open_schedule(config)
         return config
+    if config.schedule == AUTO:
+        config = replace(config, schedule=None)
     for name, value, why in (
         ("local", config.local, "runs all ranks in this process, and the plan is for processes. Remove --local."),
         ("model.pretrained", config.model.pretrained, "times are measured for pipeloom's GPT alone. Give degrees."),
@@ -52,9 +55,9 @@ def for_processes(config: TrainConfig, world_size: int | None) -> TrainConfig:
     return found.changed("parallel", pipeline=1)
 
 
-def _check_schedule(name: str) -> None:
+def _check_schedule(name: str | None) -> None:
     """Raises InputError for a schedule that plans of a run cannot have."""
-    if name == AUTO or (not is_file(name) and name in SYNCHRONOUS and not find(name).to_measure):
+    if name is None or (not is_file(name) and name in SYNCHRONOUS and not find(name).to_measure):
         return
     if not is_file(name):
         find(name)  # says which names there are
@@ -65,5 +68,37 @@ def _check_schedule(name: str) -> None:
 
 
 def without_plan(config: TrainConfig) -> TrainConfig:
-    """What can be validated before there is a plan: one rank, any schedule, and no limit of memory."""
-    return replace(config.changed("memory", cap=None), schedule="auto") if config.parallel.auto else config
+    """What can be validated before there is a plan: one rank, or any schedule, and no limit of memory.
+
+    Raises:
+        InputError: no schedule that ``--schedule auto`` chooses from runs with the options.
+    """
+    if not config.measures_plan:
+        return config
+    config = config.changed("memory", cap=None)
+    if config.parallel.auto:
+        return replace(config, schedule=None)
+    from pipeloom.train.config.schedule_choices import schedule_choices  # here: imports the planner
+
+    return next(schedule_choices(config))
+
+
+# The schedule alone
+
+
+def _check_open_schedule(config: TrainConfig) -> None:
+    """Raises InputError where a run cannot measure which schedule is the fastest."""
+    parallel = config.parallel
+    of_slices, of_cut = parallel.slices == AUTO and AUTO, parallel.cut == "time" and "time"
+    for name, value, why in (
+        ("local", config.local, "runs all ranks in this process, and schedules are compared between processes"),
+        ("model.pretrained", config.model.pretrained, "times are measured for pipeloom's GPT alone"),
+        ("parallel.replicas", parallel.replicas, "1f1b is the only synchronous schedule with several ranks per stage"),
+        ("parallel.slices", of_slices, "slices are measured for one schedule"),
+        ("parallel.cut", of_cut, "stages are cut by measured times once the schedule is known"),
+        ("recover", config.recover, "ranks that start again would measure again, and could choose another schedule"),
+        ("elastic", config.elastic, "each layout would be measured before it runs"),
+    ):
+        if value:
+            shown = "true" if value is True else value
+            raise InputError(f"schedule=auto with {name}={shown}: {why}. Name a schedule, or remove {name}.")

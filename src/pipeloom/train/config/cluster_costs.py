@@ -22,7 +22,7 @@ def cluster_costs(config: TrainConfig, vocabulary_size: int, cluster: Cluster) -
         InputError: sizes that cannot be shared, or a cut by measured times.
     """
     of, costs = (
-        replace(_configuration(config, vocabulary_size), recompute=Recompute.NONE),
+        replace(configuration_of(config, vocabulary_size), recompute=Recompute.NONE),
         _costs(config, vocabulary_size, cluster),
     )
     return CostsFile(costs=costs.costs(of), network=costs.network(of), memory_caps=None)
@@ -31,7 +31,7 @@ def cluster_costs(config: TrainConfig, vocabulary_size: int, cluster: Cluster) -
 def cluster_step_seconds(config: TrainConfig, vocabulary_size: int, cluster: Cluster) -> float:
     """Predicted seconds of a step. Raises InputError as `cluster_costs`."""
     program = planned_program(config, make_schedule(config))
-    of = _configuration(config, vocabulary_size)
+    of = configuration_of(config, vocabulary_size)
     return _costs(config, vocabulary_size, cluster).predict(of, program).step_seconds
 
 
@@ -39,7 +39,8 @@ def _costs(config: TrainConfig, vocabulary_size: int, cluster: Cluster) -> CostM
     return CostModel(model=Architecture.of_gpt(config.gpt(vocabulary_size)), cluster=cluster)
 
 
-def _configuration(config: TrainConfig, vocabulary_size: int) -> Configuration:
+def configuration_of(config: TrainConfig, vocabulary_size: int) -> Configuration:
+    """All that a step's costs depend on, without offload. Raises InputError as `cluster_costs`."""
     schedule, axis = make_schedule(config), data_axis(config)
     stages = planned_model(config, vocabulary_size, schedule.num_stages).stages
     return Configuration(

@@ -11,9 +11,8 @@ from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.passes import check_has_backwards
 from pipeloom.schedules import FAMILIES, steady_length
 from pipeloom.train.config.sections import ParallelConfig
-from pipeloom.train.config.train_config import TrainConfig, whole_numbers
+from pipeloom.train.config.train_config import AUTO, TrainConfig, whole_numbers
 
-AUTO = "auto"
 CUTS = ("layers", "parameters", "time")
 _MOST_STEPS = 10_000  # between drains
 
@@ -115,9 +114,21 @@ def parse_cut(config: TrainConfig, num_stages: int) -> str | list[int]:
 
 
 def schedule_name(config: TrainConfig) -> str:
-    """The name of the schedule, with ``auto`` resolved."""
-    if config.schedule != AUTO:
-        return config.schedule
+    """The name of the schedule, or the usual one.
+
+    Raises:
+        InputError: the run has not chosen it yet.
+    """
+    if config.schedule == AUTO:
+        raise InputError(
+            "schedule=auto: `pipeloom train` measures and chooses the schedule when it starts. Name a schedule, such "
+            f"as {usual_schedule(config)}."
+        )
+    return config.schedule or usual_schedule(config)
+
+
+def usual_schedule(config: TrainConfig) -> str:
+    """The schedule of a run that names none."""
     return "1f1b" if config.parallel.slices is None else "seq1f1b"
 
 

@@ -28,6 +28,8 @@ from pipeloom.train.config.sections import (
     option,
 )
 
+AUTO = "auto"  # value of an option that the run chooses by measuring
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -40,8 +42,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    schedule: str = option(
-        "auto", "schedule name, .csv or .json file, or FILE.py:FUNCTION", value="NAME", group="parallel"
+    schedule: str | None = option(
+        None, "schedule name, auto, or a file", value="NAME", unset="1f1b; seq1f1b with slices", group="parallel"
     )
     weights: Literal["stash", "vertical"] | None = option(
         None, "weight versioning of pipedream", unset="stash", group="parallel"
@@ -76,7 +78,7 @@ class TrainConfig:
     recover: bool = option(False, "start killed ranks again, from copies in memory", group="faults")
     copy_steps: int = option(10, "steps between copies for --recover, --elastic; 0: none", group="faults")
     max_recoveries: int = option(3, "most recoveries of a run", group="faults")
-    spare: int = option(0, "must be 0: all ranks are forked from one process", group="faults")
+    spare: int = option(0, "waiting processes for --recover", group="faults")
     elastic: bool = option(False, "go on with fewer ranks when one is lost", group="faults")
     reroute: bool = option(False, "peers compute a lost rank's micro-batches", group="faults")
     min_ranks: int = option(1, "fewest ranks with which --elastic goes on", group="faults")
@@ -118,6 +120,11 @@ class TrainConfig:
     def blocks(self) -> int | None:
         """The blocks of the model; None: its configuration does not say."""
         return self.model.layers if self.facts is None else self.facts.layers
+
+    @property
+    def measures_plan(self) -> bool:
+        """Whether the run measures and chooses its plan, or its schedule alone, before it trains."""
+        return self.parallel.auto or self.schedule == AUTO
 
     @property
     def num_microbatches(self) -> int:

@@ -22,8 +22,8 @@ from pipeloom.train.config.fine_tuning import check_same_model
 from pipeloom.train.config.inside_stage import samples_multiple
 from pipeloom.train.config.memory import under_cap
 from pipeloom.train.config.rules.settings import check_sizes, needs_samples, validate_settings
-from pipeloom.train.config.schedule import AUTO, is_stream, make_schedule, schedule_name
-from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.config.schedule import is_stream, make_schedule, schedule_name
+from pipeloom.train.config.train_config import AUTO, TrainConfig
 from pipeloom.train.data.opening import open_samples, run_tokenizer
 from pipeloom.train.data.samples import Samples
 
@@ -94,6 +94,11 @@ def check_processes(config: TrainConfig, world_size: int | None) -> None:
         raise InputError(
             "recover=true: only pipeloom's own launcher and torchrun start ranks again. Run `pipeloom train` with "
             "torchrun or without srun and mpirun, or remove --recover."
+        )
+    if config.spare and world_size is not None:
+        raise InputError(
+            f"spare={config.spare}: only pipeloom's own launcher has waiting processes. Remove --spare, or run "
+            "`pipeloom train` without torchrun."
         )
     if config.reroute and world_size is not None:
         raise InputError(

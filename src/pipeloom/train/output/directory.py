@@ -229,7 +229,7 @@ def repeatable(config: TrainConfig) -> TrainConfig:
             "model", pretrained=absolute(config.model.pretrained)
         ),
         plan=None,  # the other options have its values; its orders are `schedule`
-        schedule=own_schedule.absolute(config.schedule),
+        schedule=config.schedule and own_schedule.absolute(config.schedule),
         output_dir=str(Path(config.output_dir).absolute()),
         checkpoint_key_file=absolute(config.checkpoint_key_file),
         resume_from_checkpoint=resume,

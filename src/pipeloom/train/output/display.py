@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.data.corpus import Corpus
-from pipeloom.train.config.schedule import is_stream
+from pipeloom.train.config.schedule import is_stream, schedule_name
 from pipeloom.train.config.train_config import TrainConfig, flat
 
 # Options that change the losses of a resumed run, or the checkpoints it keeps.
@@ -136,7 +136,7 @@ def resume_notices(
 ) -> list[str]:
     """What differs from the run that wrote `checkpoint`, and whether no step is left to train."""
     before, now = dict(flat(saved)), dict(flat(config.to_mapping()))
-    streams = is_stream(config.schedule) or is_stream(str(before.get("schedule")))
+    streams = is_stream(schedule_name(config)) or is_stream(str(before.get("schedule")))
     changed = [
         f"{key} {_shown(key, before[key])} -> {_shown(key, value)}"
         for key, value in now.items()

@@ -5,6 +5,7 @@ import math
 from pipeloom.errors import InputError
 from pipeloom.ir import Schedule
 from pipeloom.train.config.rules.unused import word_of
+from pipeloom.train.config.schedule import schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 
 DRAINS = ("steps", "eval_steps", "save_steps")  # a stream drains there, so all stages must have updated
@@ -54,7 +55,7 @@ def check_stream(config: TrainConfig) -> None:
     Raises:
         InputError: the first option.
     """
-    name = config.schedule
+    name = schedule_name(config)
     if not config.optimizer.barrier:
         raise InputError(
             f"optimizer.barrier=false: has no effect with schedule {name!r}, which has no barrier. Remove it."
