@@ -23,6 +23,7 @@ import torch.distributed as dist
 from pipeloom.chaos.comparison import compare
 from pipeloom.errors import PeerLost
 from pipeloom.processes import launcher
+from pipeloom.processes.launching.fork_server import FORKED_BY
 from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.train import checkpoint
@@ -219,19 +220,18 @@ def end_before_their_update(directory: Path, *ranks: str) -> None:
     StepAgreement.sum = taken  # type: ignore[method-assign]
 
 
-def with_noted_spares(directory: Path) -> None:
-    """Rank 0 is killed; each spare process notes which rank it takes."""
+def with_noted_forks(directory: Path) -> None:
+    """Rank 0 is killed; each process that the fork server makes notes which rank it takes, and of which server."""
     end_before_their_update(directory, "0")
-    wait = launcher.rank_of_spare
+    fork = launcher.fork_for_ranks
 
-    def waits(line: int) -> dict[str, str] | None:
-        note = directory / f"spare-{os.getpid()}"
-        note.touch()
-        place = wait(line)
-        note.write_text("ended" if place is None else place["RANK"])
+    def forks(line: int) -> dict[str, str] | None:
+        place = fork(line)
+        if place is not None:
+            (directory / f"fork-{os.getpid()}").write_text(f"{place['RANK']} {place[FORKED_BY]}")
         return place
 
-    launcher.rank_of_spare = waits
+    launcher.fork_for_ranks = forks
 
 
 OPTIONS = (
@@ -249,8 +249,8 @@ def reference(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
 def test_a_lost_rank_has_the_state_of_its_replica(text: Path, reference: Path, tmp_path: Path) -> None:  # noqa: F811
     """Step 6, which the others complete, is evaluated and saved by the new process; rank 0 writes its metrics."""
     out = tmp_path / "out"
-    command = words(text, out, *OPTIONS, "--recover", "--copy_steps=0", "--spare=1")
-    with started(command, first=partial(with_noted_spares, tmp_path)) as process:
+    command = words(text, out, *OPTIONS, "--recover", "--copy_steps=0", "--spare=0")
+    with started(command, first=partial(with_noted_forks, tmp_path)) as process:
         assert process.wait() == 0, printed(process.stderr)
         shown = printed(process.stdout)
     assert re.search(
@@ -258,9 +258,10 @@ def test_a_lost_rank_has_the_state_of_its_replica(text: Path, reference: Path, t
         r"rank 0 of replica 1; 0 steps again, [\d.]+ s\nstep 6  validation loss ",
         shown,
     ), shown
-    spares = [path.read_text() for path in tmp_path.glob("spare-*")]  # the second took the place of the first
-    assert sorted(spares) in (["0"], ["", "0"])
-    assert not any(Path(f"/proc/{path.name.removeprefix('spare-')}").exists() for path in tmp_path.glob("spare-*"))
+    forks = [path.read_text().split() for path in tmp_path.glob("fork-*")]
+    assert sorted(rank for rank, _ in forks) == ["0", "0", "1"]
+    (server,) = {server for _, server in forks}
+    assert not Path(f"/proc/{server}").exists()
     assert set(metrics(out)[6]) == set(metrics(reference)[6])
     assert compare(out, reference).equal
     assert (out / "checkpoint-6").is_dir()

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from pipeloom.cli import main
-from pipeloom.processes import launcher
-from pipeloom.processes.black_box import BlackBox
 from pipeloom.train import checkpoint
 from pipeloom.train.recovery.state_copies import StateCopies
 
@@ -97,11 +95,7 @@ def test_a_copy_that_is_cut_short_leaves_the_other(memories: list[int]) -> None:
     [
         (("--recover", "--local"), "recover=true: with --local, one process holds all ranks"),
         (("--recover", "--parallel.cut=time"), "recover=true: parallel.cut=time is measured again"),
-        (("--spare=1",), "spare=1: has no effect without --recover"),
-        (
-            ("--recover", "--elastic", "--spare=1"),
-            "spare=1: waiting processes belong to a layout",
-        ),
+        (("--recover", "--spare=1"), "spare=1: must be 0. All ranks are forked from one process"),
         (("--copy_steps=3",), "copy_steps=3: has no effect without --recover"),
     ],
 )
@@ -110,14 +104,6 @@ def test_runs_that_cannot_recover_are_refused(
 ) -> None:
     assert main(["train", f"--output_dir={tmp_path}", *more]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_torchrun_has_no_waiting_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launcher, "membership", lambda _: launcher.Membership(0, 0, 2, 2, "env://", BlackBox()))
-    assert main(["train", "--recover", "--spare=1"]) == 2
-    assert "spare=1: only pipeloom's own launcher has waiting processes" in capsys.readouterr().err
 
 
 def test_launchers_that_start_no_rank_again_are_refused(

@@ -218,6 +218,21 @@ def test_a_killed_rank_is_started_again_and_all_go_on_to_the_last_bit(
     assert story(tmp_path / "out") == story(whole)
 
 
+def test_a_limit_of_file_sizes_in_a_save_names_the_rank_of_a_replica(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit also holds for the file of the store, into which torch writes when a process group is destroyed."""
+    order = Order(str(tmp_path / "record"), Fault(kind="full-disk", rank=1, at=2, limit_bytes=20))
+    monkeypatch.setenv(VARIABLE, order.to_json())
+    done = run(text, tmp_path / "out", "--parallel.pipeline=1", "--parallel.data=2", "--batch.size=8")
+    assert done.returncode == 1
+    assert re.search(
+        r"^pipeloom: error: rank 0 of replica 1 failed in checkpoint after step 3, last action \S+: the checkpoint was "
+        r"not saved: rank 1: \S+safetensors: File too large\. Free disk space.*; all ranks were ended\n\Z",
+        done.stderr,
+    ), done.stderr
+
+
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGINT, "launcher"), (signal.SIGKILL, "rank")])
 def test_a_run_that_ends_in_a_save_leaves_nothing_of_it(
     text: Path, tmp_path: Path, number: signal.Signals, victim: str

@@ -255,8 +255,8 @@ def test_ranks_go_on_without_others_that_are_lost_one_after_another(capsys: pyte
     memories = [tether.memories for tether in tethers.by_rank]
     lines = []
     for rank, each in enumerate(running):
-        end, _, rest = tethers.inherited(rank, 0)[0].partition(":")
-        lines.append(Lifeline(f"{os.dup(int(end))}:{rest}", each.black_box))
+        end = os.dup(tethers.by_rank[rank].end)
+        lines.append(Lifeline(tethers.text(rank, 0, str(end)), each.black_box))
 
     def reroute(lost: Collection[int]) -> Rerouting | None:
         order = tuple(rank for rank in range(len(running)) if rank not in lost)

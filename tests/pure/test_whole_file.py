@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -15,7 +16,11 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.common.anonymous_memory import telling_of_memory
 from pipeloom.common.atomic_file import whole_file, write_whole
+from pipeloom.errors import RunError
+from pipeloom.processes.launching.ranks import anonymous_file
+from pipeloom.processes.recovery.notes import Notes
 
 
 @contextmanager
@@ -121,3 +126,25 @@ def test_the_files_of_a_report_are_whole(tmp_path: Path, capsys: pytest.CaptureF
     assert error.count("\n") == 1
     assert (tmp_path / "report.html").read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.html"]
+
+
+def test_memory_counts_as_a_file_for_the_limit() -> None:
+    memory, limit = (
+        os.memfd_create("memory"),
+        r"bytes of memory cannot be had \(File too large\)\. .*: raise `ulimit -f`\.$",
+    )
+    with no_file_above(1000):
+        with pytest.raises(RunError, match=rf"notes for --recover: 67,\d+,\d+ {limit}"):
+            Notes(memory).write(1, 5, b"content")
+        with (
+            pytest.raises(RunError, match=f"black-box-0 of the launcher: 5,000 {limit}"),
+            anonymous_file("black-box-0", 5000),
+        ):
+            pass
+    full = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    with (
+        pytest.raises(RunError, match=r"copies: 7 .* \(Cannot allocate memory\)\. Free memory\.$"),
+        telling_of_memory("copies", 7),
+    ):
+        raise full
+    os.close(memory)

@@ -18,6 +18,7 @@ from pipeloom.chaos.flip import flip_bit
 from pipeloom.common.process_place import children
 from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.launcher import Membership
+from pipeloom.processes.launching.fork_server import FORKED_BY
 
 _IN_CHECKPOINT = re.compile(r"/\.?checkpoint-\d+[^/]*(/[^/]+)?$")
 _CHANGES = frozenset({"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"})
@@ -122,7 +123,7 @@ class Injector(ActionObserver):
             case "kill" | "recover-kill" | "elastic-kill" | "flip":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "recover-all-kill":
-                for process in {*children(os.getppid())} - {os.getpid()}:
+                for process in {*children(os.getppid())} - {os.getpid(), int(os.environ.get(FORKED_BY, "0"))}:
                     os.kill(process, signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
             case "save-kill":

@@ -1,6 +1,7 @@
 """``pipeloom train``: read and validate a configuration, then train as one rank or launch the ranks."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -65,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
 
     The launcher validates once and hands its ranks the configuration; a process of torchrun validates by itself.
     """
-    if launcher.SPARE in os.environ:
+    if launcher.SERVER in os.environ:
         launcher.end_with(int(os.environ[launcher.LAUNCHED].split(":")[0]))
-        _wait_for_rank()
+        _serve()
     member = launcher.membership(os.environ)
     if member is not None and VARIABLE in os.environ:
         from pipeloom.chaos.injector import inject
@@ -102,17 +103,19 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _wait_for_rank() -> None:
-    """Run as a spare process: import all that a rank needs, and wait until the launcher gives this process a rank."""
+def _serve() -> None:
+    """Run as the fork server: import all that a rank needs; returns in each process that is forked for a rank."""
     import torch
 
     import pipeloom.train.loop  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
-    place = launcher.rank_of_spare(int(os.environ.pop(launcher.SPARE)))
+    place = launcher.fork_for_ranks(int(os.environ.pop(launcher.SERVER)))
     if place is None:
         launcher.leave(0)
     os.environ.update(place)
+    if torch.cuda._is_in_bad_fork():  # an import has asked for GPUs, and a fork cannot use them any more
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
@@ -135,7 +138,7 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
                     variables,
                     preempt_seconds=config.preempt_seconds,
                     recoveries=config.max_recoveries if config.recover else 0,
-                    spares=config.spare,
+                    forks=True,
                 )
         finally:
             clean(output_dir)  # of a save that the end cut short

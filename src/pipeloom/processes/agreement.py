@@ -11,6 +11,7 @@ from dataclasses import astuple
 from hashlib import blake2b
 from typing import Any, NamedTuple, Self, TypeVar
 
+from pipeloom.common.quantities import counted
 from pipeloom.errors import CheckpointError, InputError, PipeloomError
 from pipeloom.ir import Program
 from pipeloom.processes.members import Members
@@ -74,7 +75,7 @@ def together(work: Callable[[], T], gather: Callable[[bytes], list[bytes]], *, f
     errors = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         rank, first = errors[0]
-        more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
+        more = f" (and {counted(len(errors) - 1, 'more rank')})" if len(errors) > 1 else ""
         refusal = CheckpointError(f"{failed}: rank {rank}: {first}{more}")
         refusal.rank = rank
         raise refusal from failure

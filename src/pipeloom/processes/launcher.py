@@ -26,10 +26,10 @@ from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.elastic.generation import GROW, Generation
 from pipeloom.processes.launching.ends import HUNG as HUNG
 from pipeloom.processes.launching.ends import Stops, end_all, ending, explain, signal_name
+from pipeloom.processes.launching.fork_server import SERVER as SERVER
+from pipeloom.processes.launching.fork_server import fork_for_ranks as fork_for_ranks
 from pipeloom.processes.launching.ranks import LAUNCHED as LAUNCHED
 from pipeloom.processes.launching.ranks import LIFELINE, Rank, RankStarter, anonymous_file
-from pipeloom.processes.launching.ranks import SPARE as SPARE
-from pipeloom.processes.launching.ranks import rank_of_spare as rank_of_spare
 from pipeloom.processes.preemption import PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline
 from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tethers
@@ -168,7 +168,7 @@ def launch(
     preempt_seconds: float = 0.0,
     recoveries: int = 0,
     elastic: Generation | None = None,
-    spares: int = 0,
+    forks: bool = False,
 ) -> int:
     """Run ``python ARGUMENTS`` in one process per rank, and wait for all of them.
 
@@ -186,7 +186,8 @@ def launch(
         preempt_seconds: how long ranks may take to save; 0: a signal ends them at once.
         recoveries: how often the run may recover from the loss of ranks.
         elastic: of a run that goes on with other ranks; the launcher tells it how these end.
-        spares: how many processes wait, with all imports done, to take the rank of a process that was killed.
+        forks: whether ranks are forked from one process with all imports done, see `launching/fork_server.py`. It stays
+            for the recoveries of the run.
 
     Returns:
         0 when all ranks succeeded, `PREEMPTED` when they saved after a signal, 2 for invalid input, 128 + number after
@@ -209,17 +210,21 @@ def launch(
     previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         with anonymous_file("meeting") as meeting, ExitStack() as stack:
-            starter = RankStarter(names, arguments, environment or {}, meeting, tethers, elastic, spares)
-            stack.callback(starter.end_spares)
+            starter = RankStarter(names, arguments, environment or {}, meeting, tethers, elastic, forks)
+            stack.callback(starter.end_server)
+            starter.prepare()
+            while starter.prepares and not signals:
+                time.sleep(_POLL_SECONDS)
             for rank in range(len(names)):
                 if not signals:
                     ranks.append(starter.start(rank, 0))
-            starter.prepare_spares()
+            if not recoveries or (elastic is not None and elastic.inherited):  # which the server would keep in memory
+                starter.end_server()
             recovering = Recoveries(
                 recoveries,
                 tethers,
                 starter.start,
-                starter.prepare_spares,
+                starter.prepare,
                 reroute=lambda lost: _goes_on_without(lost, ranks, elastic),
             )
             code, line = _watch(ranks, signals, Request(preempt_seconds), recovering, elastic)

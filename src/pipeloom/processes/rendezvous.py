@@ -16,8 +16,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -72,6 +72,22 @@ def join(member: Membership, backend: str) -> None:
         )
     ):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+@contextmanager
+def leaving_store(member: Membership | None) -> Iterator[None]:
+    """After an error in the block, the store in which ranks of the own launcher met takes nothing any more.
+
+    Process groups write into its file when they are destroyed. Where that fails, as it is too large for RLIMIT_FSIZE,
+    torch ends the process with SIGABRT, and the error is never told.
+    """
+    try:
+        yield
+    except BaseException:
+        if member is not None and member.launched:
+            with open(os.devnull, "rb+") as nothing:
+                os.dup2(nothing.fileno(), int(member.meeting.rpartition("/")[2]))
+        raise
 
 
 def own_store(member: Membership, host: str, port: int) -> Store | None:

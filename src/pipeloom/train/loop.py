@@ -16,7 +16,7 @@ from pipeloom.processes.network.sockets import open_sockets
 from pipeloom.processes.preemption import Preemption, allowed_seconds
 from pipeloom.processes.recovery.keeper import Keeper
 from pipeloom.processes.recovery.lifeline import Lifeline, Loss, Memories, Rerouted
-from pipeloom.processes.rendezvous import leave
+from pipeloom.processes.rendezvous import leave, leaving_store
 from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path
 from pipeloom.train.config.memory import chosen_words, under_cap
@@ -192,7 +192,7 @@ def _train_on(
     if config.memory.cap is not None:
         vocabulary_size = run_tokenizer(config).vocabulary_size
         config, choice = under_cap(config, vocabulary_size, device=group.device.type)
-    with Trainer(config, group, member, recovery, samples) as trainer:
+    with Trainer(config, group, member, recovery, samples) as trainer, leaving_store(member):
         done = trainer.resume(checkpoint if restart is None else restart.source)
         if recovery is not None:
             recovery.begin(trainer.run, done, restart)

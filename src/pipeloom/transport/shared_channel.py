@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pipeloom.common.anonymous_memory import telling_of_memory
 from pipeloom.devices import Mark
 from pipeloom.devices.sharing import MemorySharing
 from pipeloom.errors import PeerLost
@@ -130,7 +131,8 @@ class SharedOutgoing(Outgoing):
             descriptors.append(descriptor)
         capacity = -(-need // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptors.insert(0, os.memfd_create("pipeloom", os.MFD_CLOEXEC))
-        os.ftruncate(descriptors[0], HEAD_BYTES + capacity)
+        with telling_of_memory("messages in shared memory", HEAD_BYTES + capacity):
+            os.ftruncate(descriptors[0], HEAD_BYTES + capacity)
         block: SharedBlock | DeviceBlock
         block = host = SharedBlock(self._num_made, descriptors[0], capacity)
         if memory is not None and self._sharing is not None:

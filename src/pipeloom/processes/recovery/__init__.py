@@ -3,7 +3,7 @@
     launcher                               rank 0, rank 1                    rank 2
        │                                      │ steps                          ✗ killed
        │ ── lost: rank 2 was killed ────────▶ │ PeerLost: leave the groups
-       │ ── starts ──────────────────────────────────────────────────────────▶ rank 2
+       │ ── has it forked ───────────────────────────────────────────────────▶ rank 2
        │ ◀── ready, in the black box ──────── │ ◀───────────────────────────── │
        │ ── go: a new meeting place ────────▶ │ ─────────────────────────────▶ │
                                               └────────── meet again ──────────┘

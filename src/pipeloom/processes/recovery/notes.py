@@ -3,6 +3,8 @@
 import os
 import struct
 
+from pipeloom.common.anonymous_memory import telling_of_memory
+
 _PART_BYTES = 1 << 26  # of the address space of a file without blocks in between
 _HEAD = struct.Struct("qq")  # key, length
 _EMPTY = -1
@@ -21,12 +23,12 @@ class Notes:
     def write(self, part: int, key: int, content: bytes = b"") -> None:
         """Replace a part; `key` is 0 or more. A process that is killed meanwhile leaves an empty part."""
         self.clear(part)
-        os.pwrite(self._descriptor, content, part * _PART_BYTES + _HEAD.size)
-        os.pwrite(self._descriptor, _HEAD.pack(key, len(content)), part * _PART_BYTES)
+        self._put(content, part * _PART_BYTES + _HEAD.size)
+        self._put(_HEAD.pack(key, len(content)), part * _PART_BYTES)
 
     def clear(self, part: int) -> None:
         """Empty a part."""
-        os.pwrite(self._descriptor, _HEAD.pack(_EMPTY, 0), part * _PART_BYTES)
+        self._put(_HEAD.pack(_EMPTY, 0), part * _PART_BYTES)
 
     def key(self, part: int) -> int | None:
         """The key of a part; None if it is empty."""
@@ -39,6 +41,10 @@ class Notes:
         if found != key:
             return None
         return os.pread(self._descriptor, length, part * _PART_BYTES + _HEAD.size)
+
+    def _put(self, content: bytes, place: int) -> None:
+        with telling_of_memory("notes for --recover", place + len(content)):
+            os.pwrite(self._descriptor, content, place)
 
     def _head(self, part: int) -> tuple[int, int]:
         data = os.pread(self._descriptor, _HEAD.size, part * _PART_BYTES)

@@ -32,11 +32,6 @@ class Tether:
         self._close_sockets()
         self._socket, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def take(self, ends: tuple[socket.socket, socket.socket]) -> None:
-        """A process that waits has the second of these ends."""
-        self._close_sockets()
-        self._socket, self._other = ends
-
     @property
     def end(self) -> int:
         """The descriptor of the other end, which the process inherits."""
@@ -68,11 +63,10 @@ class Tethers:
         """The descriptors of all memories."""
         return [each for tether in self.by_rank for each in (*tether.memories.copies, tether.memories.notes)]
 
-    def inherited(self, rank: int, generation: int) -> tuple[str, tuple[int, ...]]:
-        """For a process that takes a rank: what it reads in its environment, and the descriptors that it inherits."""
-        end = self.by_rank[rank].end
+    def text(self, rank: int, generation: int, end: str) -> str:
+        """What the process of a rank reads in its environment; `end`: the descriptor of its end."""
         table = ";".join(str(tether.memories) for tether in self.by_rank)
-        return f"{end}:{rank}:{generation}:{table}", (end, *self.memories)
+        return f"{end}:{rank}:{generation}:{table}"
 
     def close(self) -> None:
         for tether in self.by_rank:

@@ -78,7 +78,7 @@ class TrainConfig:
     recover: bool = option(False, "start killed ranks again, from copies in memory", group="faults")
     copy_steps: int = option(10, "steps between copies for --recover, --elastic; 0: none", group="faults")
     max_recoveries: int = option(3, "most recoveries of a run", group="faults")
-    spare: int = option(0, "waiting processes for --recover", group="faults")
+    spare: int = option(0, "must be 0: all ranks are forked from one process", group="faults")
     elastic: bool = option(False, "go on with fewer ranks when one is lost", group="faults")
     reroute: bool = option(False, "peers compute a lost rank's micro-batches", group="faults")
     min_ranks: int = option(1, "fewest ranks with which --elastic goes on", group="faults")

@@ -95,11 +95,6 @@ def check_processes(config: TrainConfig, world_size: int | None) -> None:
             "recover=true: only pipeloom's own launcher and torchrun start ranks again. Run `pipeloom train` with "
             "torchrun or without srun and mpirun, or remove --recover."
         )
-    if config.spare and world_size is not None:
-        raise InputError(
-            f"spare={config.spare}: only pipeloom's own launcher has waiting processes. Remove --spare, or run "
-            "`pipeloom train` without torchrun."
-        )
     if config.reroute and world_size is not None:
         raise InputError(
             "reroute=true: only pipeloom's own launcher knows which rank was lost. Remove --reroute, or run "

@@ -81,6 +81,7 @@ class _ElasticRun:
             preempt_seconds=config.preempt_seconds,
             recoveries=config.max_recoveries if config.recover else 0,
             elastic=ranks,
+            forks=True,
         )
         if ranks.end is None:
             ranks.tethers.close()

@@ -12,12 +12,13 @@ def check_recovery(config: TrainConfig) -> None:
         "parallel.cut=time": config.parallel.cut == "time",
         f"parallel.slices={AUTO}": config.parallel.slices == AUTO,
     }
+    if config.spare:
+        raise InputError(
+            f"spare={config.spare}: must be 0. All ranks are forked from one process, which waits without --spare. "
+            "Remove --spare."
+        )
     if not config.recover:
         return
-    if config.spare and config.elastic:
-        raise InputError(
-            f"spare={config.spare}: waiting processes belong to a layout, and --elastic changes it. Remove one of them."
-        )
     if config.local:
         raise InputError("recover=true: with --local, one process holds all ranks. Remove one of them.")
     if (name := next((name for name, is_so in measured.items() if is_so), None)) is not None:

@@ -58,7 +58,7 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if config.on_spike != "rewind":
         yield "spike_rewinds", f"with on_spike={config.on_spike}", "use rewind"
     if not config.recover:
-        yield from ((name, "without --recover", "add it") for name in ("max_recoveries", "spare"))
+        yield "max_recoveries", "without --recover", "add it"
     if not (config.recover or config.elastic):
         yield "copy_steps", "without --recover and --elastic", "add one of them"
     if not config.elastic:
