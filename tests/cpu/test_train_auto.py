@@ -15,6 +15,7 @@ import torch
 import pipeloom as pl
 from pipeloom.cli.train import parse
 from pipeloom.common.cores import usable_cores
+from pipeloom.errors import InputError
 from pipeloom.models import GPTConfig
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
@@ -114,6 +115,24 @@ def _with_schedule(rank: int, argv: list[str]) -> tuple[str | None, int | None, 
     config = planner.first()
     assert config == replace(asked.changed("parallel", chunks=config.parallel.chunks), schedule=config.schedule)
     return config.schedule, config.parallel.chunks, planner.notes
+
+
+@pytest.mark.parametrize(
+    ("option", "words_of"),
+    [
+        ("--schedule=auto", r"^schedule=auto: .* Name a schedule\.$"),
+        ("--parallel.auto=true", "^--parallel auto: .* Give "),
+    ],
+)
+def test_a_run_on_gpus_is_not_planned_by_the_times_of_cpus(
+    text: Path, tmp_path: Path, option: str, words_of: str
+) -> None:
+    degrees = () if "parallel" in option else ("--parallel.pipeline=2",)
+    argv = words(text, tmp_path / "run", *TINY, option, *degrees)[1:]
+    asked = for_processes(parse([word for word in argv if degrees or "parallel.pipeline" not in word]), 1)
+    planner = run_planner.RunPlanner(asked, Group(0, 1, torch.device("cuda", 0)))
+    with pytest.raises(InputError, match=words_of):
+        planner.first()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks")

@@ -81,6 +81,9 @@ class RunPlanner:
 
         Args:
             checkpoint: that the run resumes from, whose schedule it keeps with schedule ``auto``; None: a new run.
+
+        Raises:
+            InputError: the run computes on GPUs, for which nothing is measured, or no plan fits.
         """
         if not self._asked.measures_plan:
             assert self._asked.plan is not None
@@ -90,6 +93,10 @@ class RunPlanner:
             return self._asked
         if not self._asked.parallel.auto and (known := self._known_schedule(checkpoint)) is not None:
             return known
+        if self._group.device.type != "cpu":
+            asked = "--parallel auto" if self._asked.parallel.auto else "schedule=auto"
+            instead = "Give degrees, or a plan of `pipeloom plan`" if self._asked.parallel.auto else "Name a schedule"
+            raise InputError(f"{asked}: times are measured on CPUs, and the run computes on GPUs. {instead}.")
         self._costs, said = self._measured_costs()
         found: dict[str, Any] | None = None
         best: list[Chosen] = []
@@ -115,11 +122,7 @@ class RunPlanner:
         return self._taken(found)
 
     def _known_schedule(self, checkpoint: Path | None) -> TrainConfig | None:
-        """The configuration with a schedule that needs no measuring; None: measure. A collective call.
-
-        Raises:
-            InputError: this machine is not measured where the run computes.
-        """
+        """The configuration with a schedule that needs no measuring; None: measure. A collective call."""
         asked, group = self._asked, self._group
         answer: dict[str, Any] = {"name": None}
         if group.rank == 0:
@@ -135,10 +138,6 @@ class RunPlanner:
             self.notes = answer["notes"]
             self._config = self._with_schedule(answer["name"], answer["chunks"])
             return self._config
-        if group.device.type != "cpu":
-            raise InputError(
-                "schedule=auto: times are measured on CPUs, and the run computes on GPUs. Name a schedule."
-            )
         return None
 
     def _best(self, costs: CostModel) -> list[Chosen]:
