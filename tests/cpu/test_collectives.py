@@ -113,11 +113,12 @@ def test_a_channel_whose_other_end_died_goes() -> None:
 def _late_and_gone(rank: int, gate: Any) -> list[str]:
     """What a wait for a process that is late says, and one for a process that is gone."""
     mesh = pl.Mesh(pp=1, dp=2)
+    replicas = ReplicaGroup(mesh, timeout_seconds=0.1)
     if rank == 1:
         gate.wait()
         return []
     with pytest.raises(PeerLost) as late:
-        ReplicaGroup(mesh, timeout_seconds=0.1).sum_in_order(torch.ones(1))
+        replicas.sum_in_order(torch.ones(1))
     gate.set()
     with pytest.raises(PeerLost) as gone:
         all_reduce(torch.ones(1), mesh.cpu_group, 120.0)

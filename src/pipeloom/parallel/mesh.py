@@ -18,13 +18,14 @@ from pipeloom.devices import sharing_of
 from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis, AxisMeter
 from pipeloom.parallel.axis_forms import ChannelAxis, GroupAxis
-from pipeloom.parallel.data.links import Links, ProcessLinks, ThreadLinks
+from pipeloom.parallel.data.links import Links, ProcessLinks, SharedChannels, SharedLinks, ThreadLinks
 from pipeloom.parallel.mesh_groups import MeshGroups
 from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_line, check_parts
 from pipeloom.parallel.placed import Place
 from pipeloom.processes.members import Members, ProcessMembers, current_members
 from pipeloom.transport import shared_memory
 from pipeloom.transport.interface import Lane, Transport
+from pipeloom.transport.shared_memory import SharedMemoryTransport
 from pipeloom.transport.thread_members import ThreadMembers
 
 
@@ -83,6 +84,8 @@ class Mesh:
         self._axes: dict[str, Axis] = {}
         self._parts: dict[str, int] = {}  # of axis tp, outermost first
         self._transport: Transport | None = None  # of `_axes`, where they have channels
+        self._replica_transport: SharedMemoryTransport | None = None  # of `links`, likewise
+        self._channels: dict[Lane, SharedChannels | None] = {}  # None: not all replicas are on this host
         try:
             self._agree()
         except InputError:
@@ -137,11 +140,29 @@ class Mesh:
         Args:
             axes: of the mesh, such as dp and cp for the replicas of dense parameters, or "edp" for those of experts.
         """
+        line = tuple(sorted(self.shape.along_all(axes, self.rank)))
+        lane = Lane.EXPERT_REPLICA if "edp" in axes else Lane.REPLICA
         if isinstance(self.members, ThreadMembers):
-            line = tuple(sorted(self.shape.along_all(axes, self.rank)))
-            lane = Lane.EXPERT_REPLICA if "edp" in axes else Lane.REPLICA
             return ThreadLinks(self.members.transport(line), len(line), line.index(self.rank), lane)
-        return ProcessLinks(lambda: self._groups.along_all(axes))
+
+        def group() -> dist.ProcessGroup:
+            return self._groups.along_all(axes)
+
+        group()  # raises once it is closed
+        channels = self._shared_channels(line, lane)
+        return ProcessLinks(group) if channels is None else SharedLinks(group, channels)
+
+    def _shared_channels(self, line: tuple[int, ...], lane: Lane) -> SharedChannels | None:
+        """Channels between replicas of one host; None: some are on other hosts. Every process calls it."""
+        if "nccl" in dist.get_backend_config() or not shared_memory.available():
+            return None
+        if lane not in self._channels:
+            if self._replica_transport is None:
+                self._replica_transport = SharedMemoryTransport(self.rank, self.members.gather)
+            local = self._replica_transport
+            reached = all(local.reaches(peer, of=line[0]) for peer in line)
+            self._channels[lane] = SharedChannels(local, line, line.index(self.rank), lane) if reached else None
+        return self._channels[lane]
 
     def divide(self, **parts: int) -> None:
         """Arrange the processes of axis tp in a grid, whose axes `axis` and `place` then know. Every process calls it.
@@ -234,9 +255,9 @@ class Mesh:
         if "nccl" not in dist.get_backend_config() and shared_memory.available():
             if self._transport is None:
                 sharing = sharing_of() if torch.cuda.is_available() else None
-                self._transport = shared_memory.SharedMemoryTransport(self.rank, self.members.gather, sharing=sharing)
+                self._transport = SharedMemoryTransport(self.rank, self.members.gather, sharing=sharing)
             local = self._transport
-            assert isinstance(local, shared_memory.SharedMemoryTransport)
+            assert isinstance(local, SharedMemoryTransport)
             if all(local.reaches(peer, of=line[0]) for peer in line):
                 local.open(ChannelAxis.channels_between(line))
                 return ChannelAxis(name, local, line, index, copies=False, meter=self.meter)
@@ -247,8 +268,9 @@ class Mesh:
 
         With gloo they notice the closed connections. With NCCL they wait until their timeout.
         """
-        if self._transport is not None:
-            self._transport.close()
+        for transport in (self._transport, self._replica_transport):
+            if transport is not None:
+                transport.close()
         self._groups.leave(axes)
 
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -268,8 +290,9 @@ class Mesh:
         """
         self._groups.close()
         self._axes.clear()
-        if self._transport is not None:
-            self._transport.close()
+        for transport in (self._transport, self._replica_transport):
+            if transport is not None:
+                transport.close()
         self.members.close()
 
     def __enter__(self) -> Self:

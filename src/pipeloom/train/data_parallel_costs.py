@@ -63,7 +63,10 @@ def measure_data_costs(pipeline: Pipeline, group: Group) -> DataCosts:
     replicas = ReplicaGroup(group.mesh)
     stages = {stage: sizes for store in pipeline.state.stores.values() for stage, sizes in store.unit_bytes().items()}
     timed: list[TimedCollective] = []
+    in_place = all(store.gathers_in_place for store in pipeline.state.stores.values())
     for index, op in enumerate((Op.UNSHARD, Op.REDUCE_GRAD)):
+        if op is Op.UNSHARD and all(group.gather_json(in_place)):
+            continue
         units = [unit[index] for sizes in stages.values() for unit in sizes]
         mean = min(_MOST_BYTES, sum(units) // max(1, len(units)))
         found = time_collectives(

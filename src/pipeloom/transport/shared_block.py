@@ -26,6 +26,16 @@ _C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int
 _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
+def mapped(descriptor: int, num_bytes: int, flags: int = mmap.MAP_SHARED) -> Any:
+    """A memory file as a buffer, unmapped with its last view. The descriptor may be closed afterwards."""
+    address = _C.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"cannot map {num_bytes} bytes of shared memory")
+    memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+    weakref.finalize(memory, _C.munmap, address, num_bytes).atexit = False
+    return memory
+
+
 class SharedBlock:
     """A block with room for `capacity` bytes of tensors. Its number identifies it on both sides of a channel.
 
@@ -39,12 +49,7 @@ class SharedBlock:
     def __init__(self, number: int, descriptor: int, capacity: int) -> None:
         self.number = number
         self.capacity = capacity
-        size = HEAD_BYTES + capacity
-        address = _C.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), f"cannot map {size} bytes of shared memory")
-        self._memory = (ctypes.c_ubyte * size).from_address(address)
-        weakref.finalize(self._memory, _C.munmap, address, size).atexit = False  # when its last view is gone
+        self._memory = mapped(descriptor, HEAD_BYTES + capacity)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._places: list[Tensor] = []
@@ -53,7 +58,7 @@ class SharedBlock:
     @property
     def free(self) -> bool:
         """Whether the sender may write to it."""
-        return self._memory[0] == _FREE
+        return bool(self._memory[0] == _FREE)
 
     def is_idle(self) -> bool:
         """Whether neither process uses it."""

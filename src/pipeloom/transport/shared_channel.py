@@ -20,7 +20,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeloom.common.anonymous_memory import telling_of_memory
 from pipeloom.devices import Mark
 from pipeloom.devices.sharing import MemorySharing
 from pipeloom.errors import PeerLost
@@ -29,6 +28,7 @@ from pipeloom.transport.call_numbers import in_words, of_words
 from pipeloom.transport.device_block import DeviceBlock
 from pipeloom.transport.interface import Channel, Incoming, Message, Outgoing
 from pipeloom.transport.shared_block import HEAD_BYTES, SharedBlock
+from pipeloom.transport.shared_flat import memory_file
 from pipeloom.transport.values import Layout, decode, layout_of_some
 
 # Block number, its capacity on the CPU and on the device, length of a layout that is in the block and not here, number
@@ -85,6 +85,13 @@ class SharedOutgoing(Outgoing):
         elif not self._put(layout, tensors, call, placed, complete):
             self._backlogged.add(self)
 
+    def send_file(self, descriptor: int) -> None:
+        """Send a memory file in place of a message; `SharedIncoming.receive_file` takes it."""
+        assert self._unsent is None, "messages before it have not been sent"
+        self._unsent = _DATAGRAM.pack(_NO_BLOCK, 0, 0, 0, 0, 0, 0, *in_words(0)), [os.dup(descriptor)]
+        if not self._push():
+            self._backlogged.add(self)
+
     def _put(self, layout: Layout, tensors: Sequence[Tensor], call: int, placed: bytes, complete: Mark) -> bool:
         """Copy a message into a block and send its datagram, or keep that until the socket has room."""
         dropped: list[int] = []
@@ -130,9 +137,7 @@ class SharedOutgoing(Outgoing):
             memory, descriptor, names = self._sharing.make(need_on_device)
             descriptors.append(descriptor)
         capacity = -(-need // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptors.insert(0, os.memfd_create("pipeloom", os.MFD_CLOEXEC))
-        with telling_of_memory("messages in shared memory", HEAD_BYTES + capacity):
-            os.ftruncate(descriptors[0], HEAD_BYTES + capacity)
+        descriptors.insert(0, memory_file(HEAD_BYTES + capacity, "messages in shared memory"))
         block: SharedBlock | DeviceBlock
         block = host = SharedBlock(self._num_made, descriptors[0], capacity)
         if memory is not None and self._sharing is not None:
@@ -249,6 +254,11 @@ class SharedIncoming(Incoming):
         if block is not None:
             tensors = [one if byte else two for one, two, byte in zip(tensors, block.read(layout), placed, strict=True)]
         return Message(layout, tensors, call)
+
+    def receive_file(self) -> int:
+        """The descriptor of the next memory file; no message may be in front of it."""
+        _, (descriptor,) = self._next_datagram()
+        return descriptor
 
     def _open(self, number: int, capacity: int, on_device: int, descriptors: Sequence[int], names: bytes) -> None:
         """Map a new block."""

@@ -26,12 +26,14 @@ class ParameterStore:
         parameters: main parameters by canonical name; an optimizer changes them and reads their ``.grad``.
         ranges: of main parameters that do not have the parameter's shape: the elements that they hold.
         loss_scale: the factor of the loss before its backward; main gradients are divided by it.
+        gathers_in_place: whether gathers copy nothing, because replicas share the memory of full parameters.
         records_peaks: whether runs record the peak bytes of gradients, which takes some time.
         times: when the store's collectives ran.
     """
 
     ranges: Mapping[str, Range] = MappingProxyType({})
     loss_scale: float = 1.0
+    gathers_in_place: bool = False
     records_peaks: bool = False
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:

@@ -1,6 +1,7 @@
 """`Links`: collectives that overlap computations, between data-parallel replicas.
 
     ProcessLinks    a process group of torch.distributed
+    SharedLinks     the same, and shared memory between processes of one host
     ThreadLinks     queues between threads
 
 A method starts a collective and returns the works to wait for, in this order.
@@ -9,17 +10,26 @@ A method starts a collective and returns the works to wait for, in this order.
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.errors import PeerLost
 from pipeloom.transport.interface import Channel, Lane, Transport
+from pipeloom.transport.shared_channel import SharedIncoming, SharedOutgoing
+from pipeloom.transport.shared_flat import SharedFlat, memory_file
+from pipeloom.transport.shared_memory import SharedMemoryTransport
 from pipeloom.transport.values import flatten
 
 # Their names before torch 2.13.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+LOST = "another replica exited or did not answer in time during a collective"
+# Up to this size, exchanges pass through shared memory, which then holds what is in flight in addition to the tensors.
+_SMALL_BYTES = 1 << 16
 
 
 class Links(ABC):
@@ -49,6 +59,20 @@ class Links(ABC):
     @abstractmethod
     def exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> list[Any]:
         """Send to and receive from other replicas."""
+
+    def sum_pieces(self, pieces: Sequence[Tensor], own: Tensor) -> list[Any]:
+        """Into `own` the sum over replicas of the piece for this replica. The first other replica's is added first."""
+        first, *others = [peer for peer in range(self.degree) if peer != self.index]
+        arriving = {first: own, **{peer: torch.empty_like(own) for peer in others}}
+        works = self.exchange({peer: pieces[peer] for peer in (first, *others)}, arriving)
+        return [*works, _Sum(own, [pieces[self.index], *(arriving[peer] for peer in others)])]
+
+    def flat(self, num_elements: int, dtype: torch.dtype) -> SharedFlat | None:
+        """Memory that all replicas read in place; None: they have none in common. Every replica calls it."""
+        return None
+
+    def end_run(self) -> None:  # noqa: B027
+        """Called when a run is over on this replica."""
 
     @abstractmethod
     def on_end(self, works: Sequence[Any], ended: Callable[[], None]) -> None:
@@ -98,8 +122,20 @@ class ProcessLinks(Links):
             works[0].get_future().add_done_callback(lambda _: ended())
 
 
+class _Sum:
+    """Adds what has arrived."""
+
+    def __init__(self, own: Tensor, parts: list[Tensor]) -> None:
+        self._own, self._parts = own, parts
+
+    def wait(self, timeout: object = None) -> None:
+        for part in self._parts:
+            self._own.add_(part)
+        self._parts.clear()
+
+
 class _Receives:
-    """Works of threads: what has arrived is taken from the queues in the order of the collectives."""
+    """Works of channels: what has arrived is taken from them in the order of the collectives."""
 
     def __init__(self, waiting: deque[Callable[[], None]], take: Callable[[], None]) -> None:
         self._waiting, self._is_done = waiting, False
@@ -113,6 +149,109 @@ class _Receives:
     def wait(self, timeout: object = None) -> None:
         while not self._is_done:
             self._waiting.popleft()()
+
+
+class SharedChannels:
+    """The channels of one lane between this process and other processes of its host; all their links share them.
+
+    Args:
+        transport: connects the processes, by their ranks in the default group.
+        line: these ranks, in the order of replicas.
+        index: number of this replica.
+        lane: of the channels.
+    """
+
+    def __init__(self, transport: SharedMemoryTransport, line: Sequence[int], index: int, lane: Lane) -> None:
+        self.transport, own = transport, line[index]
+        transport.open([Channel(a, b, lane) for a in line for b in line if a != b])
+        others = [(peer, rank) for peer, rank in enumerate(line) if peer != index]
+        self._to = {peer: transport.outgoing(Channel(own, rank, lane)) for peer, rank in others}
+        self.incoming = {peer: transport.incoming(Channel(rank, own, lane)) for peer, rank in others}
+        self.waiting: deque[Callable[[], None]] = deque()
+
+    def send(self, leaving: Mapping[int, Tensor]) -> None:
+        """Send tensors, which may be changed afterwards."""
+        is_empty = self.transport.flush()  # else the transport would copy the tensors later
+        for peer, tensor in leaving.items():
+            tensor = tensor.detach()
+            self._to[peer].send(*flatten(tensor if is_empty else tensor.clone()))
+
+    def broadcast_file(self, num_bytes: int, *, is_source: bool) -> int:
+        """The descriptor of a memory file that one replica makes for all."""
+        while self.waiting:
+            self.waiting.popleft()()
+        if not is_source:
+            (source,) = (end for peer, end in self.incoming.items() if peer == 0)
+            assert isinstance(source, SharedIncoming)
+            return source.receive_file()
+        self.transport.end_step()
+        descriptor = memory_file(num_bytes, "parameters that replicas share")
+        for end in self._to.values():
+            assert isinstance(end, SharedOutgoing)
+            end.send_file(descriptor)
+        return descriptor
+
+
+class _SharedReceives(_Receives):
+    """Works of shared channels, whose waits end after a timeout."""
+
+    def __init__(self, channels: SharedChannels, take: Callable[[], None]) -> None:
+        super().__init__(channels.waiting, take)
+        self._transport = channels.transport
+
+    def wait(self, timeout: object = None) -> None:
+        assert isinstance(timeout, timedelta)
+        self._transport.timeout_seconds = timeout.total_seconds()
+        try:
+            super().wait()
+        except PeerLost as error:
+            raise PeerLost(f"{LOST} ({error})") from error
+
+
+class SharedLinks(ProcessLinks):
+    """Replicas that are processes of one host, with tensors on the CPU.
+
+    Sums of segments and small exchanges pass through shared memory: a message per process in place of gloo's threads
+    and sockets. Other collectives are those of the process group.
+    """
+
+    def __init__(self, group: Callable[[], dist.ProcessGroup], channels: SharedChannels) -> None:
+        super().__init__(group)
+        self._channels = channels
+
+    def exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> list[Any]:
+        if max(tensor.nbytes for tensor in (*leaving.values(), *arriving.values())) > _SMALL_BYTES:
+            return super().exchange(leaving, arriving)
+        self._channels.send({peer: tensor for peer, tensor in leaving.items() if tensor.numel()})
+
+        def take() -> None:
+            for peer, tensor in arriving.items():
+                if tensor.numel():
+                    tensor.copy_(self._receive(peer))
+
+        return [_SharedReceives(self._channels, take)]
+
+    def sum_pieces(self, pieces: Sequence[Tensor], own: Tensor) -> list[Any]:
+        first, *others = self._channels.incoming
+        self._channels.send({peer: pieces[peer] for peer in (first, *others)})
+
+        def take() -> None:
+            torch.add(self._receive(first), pieces[self.index], out=own)
+            for peer in others:
+                own.add_(self._receive(peer))
+
+        return [_SharedReceives(self._channels, take)]
+
+    def _receive(self, peer: int) -> Tensor:
+        (tensor,) = self._channels.incoming[peer].receive().tensors
+        return tensor
+
+    def flat(self, num_elements: int, dtype: torch.dtype) -> SharedFlat | None:
+        descriptor = self._channels.broadcast_file(num_elements * dtype.itemsize, is_source=self.index == 0)
+        return SharedFlat(descriptor, num_elements, dtype)
+
+    def end_run(self) -> None:
+        self._channels.transport.end_step()
 
 
 class ThreadLinks(Links):

@@ -14,12 +14,12 @@ from torch import Tensor
 from pipeloom.engine.overlap_times import OverlapTimes, Wait, no_wait
 from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, DataStrategy, Op
-from pipeloom.parallel.data.links import Links, ProcessLinks
+from pipeloom.parallel.data.links import LOST, Links, ProcessLinks, SharedLinks
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.waits import waits_for
+from pipeloom.transport.shared_flat import SharedFlat
 
-_LOST = "another replica exited or did not answer in time during a collective"
 # The axes along which processes hold the same parameters and see other data. Experts are the
 # same along edp alone.
 REPLICA_AXES = ("dp", "cp")
@@ -41,6 +41,7 @@ class ReplicaGroup:
         degree: number of replicas.
         index: number of this process's replica.
         members: the processes of all replicas, by their rank in the default group; empty where there is one replica.
+        shares_memory: whether all replicas can read memory of this process's host in place.
         times: record gathers and reductions that actions start.
     """
 
@@ -57,6 +58,7 @@ class ReplicaGroup:
         self._has_left = False
         links = self._links
         self._nccl = links if isinstance(links, ProcessLinks) and "nccl" in links.backend else None
+        self.shares_memory = isinstance(links, SharedLinks)
         self._has_gloo = links is not None and self._nccl is None and links.backend != "threads"
         self._small = torch.device("cuda") if self._nccl is not None else torch.device("cpu")
 
@@ -142,16 +144,7 @@ class ReplicaGroup:
         if values.device.type != "cpu" and (nccl := self._nccl) is not None:
             return self._start(lambda _: nccl.reduce_scatter(values, own), Op.REDUCE_GRAD)
         pieces = values.view(self.degree, own.numel())
-        first, *others = self._others
-        arriving = {first: own, **{peer: torch.empty_like(own) for peer in others}}
-        wait = self._exchange({peer: pieces[peer] for peer in self._others}, arriving, Op.REDUCE_GRAD)
-
-        def finish() -> None:
-            wait()
-            for piece in (pieces[self.index], *(arriving[peer] for peer in others)):
-                own.add_(piece)
-
-        return finish
+        return self._start(lambda links: links.sum_pieces(list(pieces), own), Op.REDUCE_GRAD)
 
     def sum_in_order(self, values: Tensor) -> Tensor:
         """The sum of a small tensor, in the order of replicas: the same bits on every replica."""
@@ -176,6 +169,35 @@ class ReplicaGroup:
         found: list[bool] = torch.stack(self.gather(torch.tensor(flags, dtype=torch.uint8))).any(dim=0).tolist()
         return found
 
+    def meet(self) -> Wait:
+        """Start to wait until all replicas have called this."""
+        if self._mesh is None:
+            return no_wait
+        token = torch.zeros(1, dtype=torch.uint8, device=self._small)
+        if self._nccl is not None:
+            return self._all_gather(token.new_empty(self.degree), token, None)
+        return self._exchange(dict.fromkeys(self._others, token), {p: token.clone() for p in self._others}, None)
+
+    def flat(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> SharedFlat | None:
+        """Memory that all replicas read in place; None: they have none in common. Every replica calls it."""
+        return self._links.flat(num_elements, dtype) if self._links is not None and device.type == "cpu" else None
+
+    def read_in_place(self, updated: Wait) -> Wait:
+        """A gather of parameters in memory from `flat`, where `updated` waits until all replicas have their values."""
+        ended = self._recorded(Op.UNSHARD)
+
+        def wait() -> None:
+            updated()
+            ended()
+
+        return wait
+
+    def end_run(self) -> None:
+        """Called when a run is over on this replica."""
+        if self._links is not None:
+            with noticing_lost_peers(LOST):
+                self._links.end_run()
+
     def leave(self) -> None:
         """Called after an error: closes the connections, so that the other replicas stop waiting at once."""
         self._has_left = True
@@ -189,16 +211,21 @@ class ReplicaGroup:
         """Send to and receive from each other replica directly. Its record ends with its wait."""
         return self._start(lambda links: links.exchange(leaving, arriving), op)
 
+    def _recorded(self, op: Op | None) -> Wait:
+        """Record the start of an `op` of the running action's stage; returns what records its end."""
+        action = self.times.action
+        if action is None or op is None:
+            return no_wait
+        return self.times.started(Action(action.stage, op) if op is Op.UNSHARD else action.with_op(op))
+
     def _start(self, begin: Callable[[Links], list[Any]], op: Op | None) -> Wait:
         """Start a collective, recorded as an `op` of the running action's stage; returns what waits for its end."""
         if self._links is None:
             return no_wait
-        action, ended = self.times.action, no_wait
-        if action is not None and op is not None:
-            ended = self.times.started(Action(action.stage, op) if op is Op.UNSHARD else action.with_op(op))
+        ended = self._recorded(op)
         works: deque[Any] = deque()
         self._begun[id(works)] = works  # `leave` clears them
-        with noticing_lost_peers(_LOST):
+        with noticing_lost_peers(LOST):
             works.extend(begin(self._links))
         if ended is not no_wait:
             self._links.on_end(works, ended)
@@ -206,8 +233,8 @@ class ReplicaGroup:
         @waits_for(lambda at: at["self"].members)
         def wait() -> None:
             if self._has_left:
-                raise PeerLost(_LOST)
-            with noticing_lost_peers(_LOST), self.times.waiting():
+                raise PeerLost(LOST)
+            with noticing_lost_peers(LOST), self.times.waiting():
                 while works:
                     works[0].wait(self._timeout)
                     works.popleft()

@@ -39,6 +39,11 @@ class ReplicaGroups:
         """Have `times` record gathers and reductions."""
         self.every.times = self.experts.times = times
 
+    def end_run(self) -> None:
+        """Called when a run is over on this replica."""
+        for group in {self.every, self.experts}:
+            group.end_run()
+
     def leave(self) -> None:
         """Called after an error; see `ReplicaGroup.leave`."""
         self.every.leave()

@@ -7,6 +7,10 @@
 Main parameters share memory with the module's where both have one format and nothing is freed. Under ddp without
 masters they are the module's parameters. Where they have memory of their own, they may be offloaded: a gather then
 reads this replica's segment from the offload target, before the collective.
+
+Under zero3 without masters and offload, replicas of one host share the memory of full parameters. Each one's main
+parameters are a segment of it, so a gather copies nothing: it waits until all replicas have updated their segments.
+Replicas meet at the begin of a run for that, and at its end, before one of them updates what another may still read.
 """
 
 from collections.abc import Mapping
@@ -68,6 +72,7 @@ class Unit:
         self._full: FullParameters | None = None
         self._gathering: Wait | None = None
         self._shard: OffloadedShard | None = None
+        self._updated: Wait = no_wait
         self.filled = False
         self._take_over()
         self.gradients = UnitGradients(self.parameters, self.main, layout, formats.gradient, strategy, replicas)
@@ -88,10 +93,16 @@ class Unit:
                 parameter.copy_(view)
             return
         own = self._own_segment(flat)
-        apart = formats.compute != formats.main or frees
-        if apart:
+        apart, shared = formats.compute != formats.main or frees, None
+        if frees and formats.compute == formats.main and self._mover is None:
+            shared = self._replicas.flat(flat.numel(), flat.dtype, flat.device)
+        if shared is not None:
+            segment = shared.segment(self._layout.segment(self._replicas.index))
+            flat, own = shared.values, segment.copy_(own)
+        elif apart:
             own = own.to(formats.main, copy=True)
-        self._full = FullParameters(self.parameters, self._layout, flat.to(formats.compute), frees, self._gathered)
+        full = flat.to(formats.compute)
+        self._full = FullParameters(self.parameters, self._layout, full, frees, self._gathered, shared)
         shards, keeps_whole = self._layout.shards(own, self._segment), self._layout.keeps_whole
         for index, (name, shard) in enumerate(zip(self._names, shards, strict=True)):
             module_parameter, shape = self.parameters[index], self._shapes[index]
@@ -127,6 +138,9 @@ class Unit:
             self.filled = True
             return
         self._full.allocate()
+        if self.is_shared:
+            self._gathering = self._replicas.read_in_place(self._updated)
+            return
         own = self._own_segment(self._full.flat)
         arrive = no_wait
         if self._segment is not None:
@@ -193,9 +207,19 @@ class Unit:
             self._full.free()
             self.filled = False
 
-    def stale(self) -> None:
-        """Main parameters may have changed."""
-        self.filled = False
+    @property
+    def is_shared(self) -> bool:
+        """Whether replicas share the memory of full parameters."""
+        return self._full is not None and self._full.shared is not None
+
+    def forget(self) -> None:
+        """Between runs: drop what this process wrote into module parameters that replicas share."""
+        if self._full is not None:
+            self._full.forget()
+
+    def stale(self, updated: Wait = no_wait) -> None:
+        """Main parameters may have changed; `updated` waits until those of all replicas have their values."""
+        self.filled, self._updated = False, updated
         if self._shard is not None:
             self._shard.drop()
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from pipeloom.engine.overlap_times import Wait, no_wait
 from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.held_bytes import Gauge, HeldBytes, Offloaded, PeakBytes
 from pipeloom.engine.stores.parameter_store import ParameterStore
@@ -65,7 +66,10 @@ class UnitStore(ParameterStore):
         self._users: dict[Unit, set[int]] = {unit: set() for unit in self._units}  # stages that hold it gathered
         gradients = {stage: [unit.gradients for unit in units] for stage, units in self._by_stage.items()}
         self._reductions = Reductions(gradients, axis, replicas.every, self._look, replicas.meet_in_backwards)
-        self._open = False
+        shared = [unit.is_shared for unit in self._units if not unit.is_alone]
+        self._reads_in_place, self.gathers_in_place = any(shared), bool(shared) and all(shared)
+        self._updated: Wait = no_wait  # waits until all replicas have updated what this one reads in place
+        self._open = self._reads = False  # whether reductions are due, and whether parameters may be read in place
 
     def _add_stage(self, stage: int, rank: RankModules) -> None:
         """Form the units of a stage. Parameters that an earlier stage of the rank holds too are in its units."""
@@ -108,11 +112,13 @@ class UnitStore(ParameterStore):
     # One run
 
     def begin(self, program: Program) -> None:
+        if self._reads_in_place:
+            self._updated = self._replicas.every.meet()
         for unit in self._units:
-            unit.stale()
+            unit.stale(self._updated)
         if not program.schedule.forward_only:
             self._reductions.begin()
-        self._open = not program.schedule.forward_only
+        self._open, self._reads = not program.schedule.forward_only, self._reads_in_place
         self.gathered.restart()
         self.reduced.restart()
 
@@ -185,18 +191,24 @@ class UnitStore(ParameterStore):
                 unit.free()
 
     def finish(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        self._reductions.finish(self.loss_scale)
+        if self._open:
+            self._open = False
+            self._reductions.finish(self.loss_scale)
+            self._reads = False  # replicas have exchanged which gradients they have, after their last backward
+        if self._reads:
+            self._reads = False
+            self._updated()
+            self._replicas.every.meet()()
+        self._replicas.end_run()
 
     def end(self) -> None:
-        self._open = False
+        self._open = self._reads = False
         self._reductions.drop()
         for unit in self._units:
             self._users[unit].clear()
             with suppress(RunError):  # of an unneeded gather: it would hide the error that ended the run
                 unit.free()
+            unit.forget()
 
     def close(self) -> None:
         for module in self._modules:
@@ -254,6 +266,7 @@ class UnitStore(ParameterStore):
         finally:
             for unit in self._units:
                 unit.free()
+                unit.forget()
 
     def assign(self, values: Mapping[str, Tensor]) -> None:
         for unit in self._units:

@@ -219,7 +219,8 @@ class ModelUnits:
                 if degree == 1:
                     continue
                 freed += before
-                parts = 1 if self._model.device == "cuda" else degree - 1  # NCCL sums as it receives
+                # This replica's sum, and on CPUs the messages to the others; NCCL sums as it receives.
+                parts = 1 if self._model.device == "cuda" else degree
                 arriving, before = unit.sending * parts / degree, unit.full_gradients - unit.reduced
         return by_layer
 
