@@ -14,7 +14,7 @@ from benchmarks.reliability.faults import DAMAGE, Fault
 from benchmarks.reliability.systems import System
 
 from pipeloom.chaos import leftovers
-from pipeloom.common.process_place import stat_fields
+from pipeloom.common.process_place import PROCESSES_NAME, stat_fields
 
 _POLL_SECONDS = 0.002
 _BUSY_SECONDS = 2.0  # of processor time: processes that take it live, such as those that import torch
@@ -115,7 +115,7 @@ class Striker(threading.Thread):
             return
         time.sleep(fault.part * seconds)
         launcher = min(set(leftovers.children()) - self._known)
-        ranks = {_rank(child): child for child in leftovers.children(launcher)}
+        ranks = _ranks(self._output_dir, launcher)
         self.in_save = fault.step not in self._system.complete(self._output_dir)
         self._look()
         self.struck_at = time.monotonic()
@@ -130,6 +130,14 @@ class Striker(threading.Thread):
 def _processor_seconds(process: int) -> float:
     fields = stat_fields(process)
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def _ranks(output_dir: Path, launcher: int) -> dict[int, int]:
+    """The processes of the ranks: those that the run has listed, or else the launcher's children with a RANK."""
+    listed = output_dir / PROCESSES_NAME
+    if listed.exists():
+        return {rank: row["process"] for rank, row in enumerate(json.loads(listed.read_text()))}
+    return {_rank(child): child for child in leftovers.children(launcher)}
 
 
 def _rank(process: int) -> int:
