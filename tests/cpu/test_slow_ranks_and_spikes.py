@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from pipeloom.cli import main
+from pipeloom.ir import Action, Op
 from pipeloom.models.gpt import Block
+from pipeloom.train.output.step_metrics import computing_seconds
+from pipeloom.train.output.stragglers import StragglerWatch
 from pipeloom.training import optimizer_step
 from pipeloom.transport.shared_channel import SharedIncoming
 from tests.cpu.train_runs import local, metrics, printed, started, text, words  # noqa: F401
@@ -48,6 +54,26 @@ def delayed(rank: int, microbatches: int) -> None:
         return message
 
     SharedIncoming.receive = late  # type: ignore[method-assign]
+
+
+def test_a_slow_rank_is_named_on_a_loaded_machine() -> None:
+    """Other processes take the core from 2 of 3 computations, for up to five times as long as these take."""
+    draw, watch, named = random.Random(1), StragglerWatch(2), []
+    for step in range(80):
+        seconds = torch.zeros(2, 2, dtype=torch.float64)
+        for rank in range(2):
+            rows, now = list[tuple[Action, float, float]](), 0.0
+            for number in range(16):
+                length = 1.5 if step >= 50 and rank else 1.0
+                length += draw.uniform(0.0, 5.0) * (draw.random() < 2 / 3)
+                rows.append((Action(rank, Op.F if number < 8 else Op.B, number % 8), now, now := now + length))
+            pipeline: Any = SimpleNamespace(waits={rank: {}})
+            seconds += computing_seconds(pipeline, [(rank, rows)], 2, rank)
+        lines = watch.observe(seconds.tolist(), [0.0, 0.0], 50.0)
+        named += [(step, *key) for key in lines]
+    assert {(place, kind) for _, place, kind in named} == {(1, "forwards"), (1, "backwards")}
+    assert all(50 < step < 70 for step, *_ in named)
+    assert all(abs(float(found["factor"]) / 1.5 - 1) < 0.2 for found in watch.factors())
 
 
 def test_a_slow_link_is_named_with_its_direction(text: Path, tmp_path: Path) -> None:  # noqa: F811

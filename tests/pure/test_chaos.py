@@ -137,7 +137,7 @@ def test_processes_that_stay_are_named_and_ended(tmp_path: Path, monkeypatch: py
 
 
 def test_an_order_comes_back() -> None:
-    order = Order("a.record", Fault(kind="slow", rank=1, at=7, pause_seconds=0.5))
+    order = Order("a.record", Fault(kind="slow", rank=1, at=7, times=2.5))
     assert Order.from_json(order.to_json()) == order
     assert Order.from_json(Order("a.record", None).to_json()).fault is None
 
@@ -212,6 +212,9 @@ def test_the_table_has_what_differs_and_what_is_left() -> None:
     assert row(results[2])[-2:] == ("yes", "process 7")
     (line,) = summary(results)
     assert line == "kill: 1 of 3 bitwise, nothing left; noticed within 0.1 s (3); step again within 4.0 s (3)"
+    slow = replace(fault, kind="slow", times=2.0)
+    factors = [Result(1, slow, *known[1:], equal, (), named) for named in (1.7, 2.5, None)]
+    assert summary(factors)[0].endswith("; 1 of 2 factors within 20% of the injected one")
     page = markdown("Fault campaign", ["seed 1"], results)
     assert (
         "| 3 | kill | 1 | step 2, action 1B0 | launcher | 0.10 s | 0.30 s | 4.00 s | resumed | yes | process 7 |"
@@ -239,3 +242,16 @@ def test_campaigns_that_cannot_run_are_refused(
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert re.search(message, error), error
+
+
+def test_the_rank_that_a_run_named_as_slow_comes_from_its_metrics(tmp_path: Path) -> None:
+    slow = {"replica": 1, "rank": 2, "kind": "forwards", "factor": 2.5}
+    rows: list[dict[str, Any]] = [
+        {"step": 1},
+        {"step": 2, "stragglers": [{**slow, "factor": 1.4}]},
+        {"step": 3, "stragglers": [{**slow, "rank": 0, "factor": 9.5}, slow, {**slow, "kind": "backwards"}]},
+        {"step": 4, "stragglers": [{**slow, "kind": "backwards", "factor": 9.0}, {**slow, "factor": 2.7}]},
+    ]
+    for count, named in ((1, None), (2, ("rank 2 of replica 1", 1.4)), (4, ("rank 2 of replica 1", 2.5))):
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:count]))
+        assert campaign._named(tmp_path) == named

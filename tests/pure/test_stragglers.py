@@ -40,6 +40,14 @@ def test_a_rank_slower_than_its_history_is_named_within_20_steps(slow: int, fact
     assert not watch.factors()
 
 
+def test_the_factor_follows_between_two_lines() -> None:
+    watch = StragglerWatch(2)
+    assert not steps(watch, 40, [1.0, 1.0])
+    assert steps(watch, 12, [3.0, 1.0])
+    assert not steps(watch, 20, [3.6, 1.0])  # too small a change for a line
+    assert all(abs(float(found["factor"]) / 3.6 - 1) < 0.05 for found in watch.factors())
+
+
 def test_a_rank_slow_from_the_start_is_named_beside_its_equal_in_another_replica() -> None:
     watch = StragglerWatch(2)
     lines = steps(watch, 20, [1.0, 3.0, 1.0, 6.0])

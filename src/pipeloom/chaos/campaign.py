@@ -2,8 +2,10 @@
 
 import re
 import shutil
+import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from pipeloom.chaos.draw import draw_faults
 from pipeloom.chaos.fault import BY_ITSELF, ELASTIC, KINDS, Fault, Order
 from pipeloom.chaos.flip import flip_bit
 from pipeloom.chaos.record import Strike
+from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import RunError
 from pipeloom.train.checkpoint.directory import list_checkpoints
 from pipeloom.train.checkpoint.manifest import verify
@@ -78,6 +81,7 @@ class Result:
         attempts: how often the run was started.
         outcome: comparison with the reference run; None: the run was never completed.
         left: what the attempts left behind.
+        named_factor: of `slow`: how many times slower the run said that the rank computes forwards; None: it did not.
     """
 
     number: int
@@ -92,6 +96,7 @@ class Result:
     attempts: int
     outcome: Outcome | None
     left: tuple[str, ...]
+    named_factor: float | None = None
 
     @property
     def good(self) -> bool:
@@ -165,7 +170,8 @@ class Campaign:
             )
         left = [each for attempt in attempts for each in attempt.left]
         left += [f"{output_dir.name}/{each}" for each in sorted(leftovers.unfinished(output_dir))]
-        result = _result(number, fault, attempts, len(planned) - 1, outcome, left)
+        named = _named(output_dir) if fault.kind == "slow" else None
+        result = _result(number, fault, attempts, len(planned) - 1, outcome, left, named)
         if result.good:
             shutil.rmtree(output_dir)
         return result
@@ -176,9 +182,20 @@ class Campaign:
 
 
 def _result(
-    number: int, fault: Fault, attempts: list[Attempt], hurt: int, outcome: Outcome | None, left: list[str]
+    number: int,
+    fault: Fault,
+    attempts: list[Attempt],
+    hurt: int,
+    outcome: Outcome | None,
+    left: list[str],
+    named: tuple[str, float] | None = None,
 ) -> Result:
-    """Put together what the attempts showed; `hurt`: the index of the one in which the fault struck."""
+    """Put together what the attempts showed.
+
+    Args:
+        hurt: the index of the attempt in which the fault struck.
+        named: the rank that the run named as slow, and how many times.
+    """
     strike = attempts[hurt].record.strike if hurt < len(attempts) else None
     if strike is None:
         return Result(number, fault, None, "", None, "", None, "not reached", None, len(attempts), outcome, tuple(left))
@@ -195,12 +212,26 @@ def _result(
         noticed_seconds=None if found is None else found.at - strike.at,
         notice="" if found is None else found.text,
         ended_seconds=attempt.ended_at - strike.at if attempt.code != 0 else None,
-        recovered=_recovered(attempts, hurt, strike),
+        recovered=_recovered(attempts, hurt, strike)
+        + (f"; {named[0]} named, {named[1]:.1f} of {fault.times:g} times" if named else ""),
         again_seconds=None if again is None else again - strike.at,
         attempts=len(attempts),
         outcome=outcome,
         left=tuple(left),
+        named_factor=named[1] if named else None,
     )
+
+
+def _named(output_dir: Path) -> tuple[str, float] | None:
+    """The rank whose forwards most rows of a run's metrics name as slow, and their median factor; None: none."""
+    rows = map(parse_json, (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    found = defaultdict[tuple[int, int], list[float]](list)
+    for each in (each for row in rows for each in row.get("stragglers", ()) if each["kind"] == "forwards"):
+        found[each["replica"], each["rank"]].append(each["factor"])
+    if not found:
+        return None
+    (replica, rank), factors = max(found.items(), key=lambda item: len(item[1]))
+    return f"rank {rank}{f' of replica {replica}' if replica else ''}", statistics.median(factors)
 
 
 def _speaker(line: str) -> str:

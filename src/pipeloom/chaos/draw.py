@@ -14,7 +14,7 @@ _SLOW_STEPS = 12  # completed before a rank becomes slow, so that it has a histo
 _SLOWER_STEPS = 12  # then still to come, so that it can be noticed
 _FLIP_SAVES = 2  # begun before a flip, so that an earlier checkpoint is good
 _LONGEST_DELAY_SECONDS = 0.003
-_PAUSE_SECONDS = 0.002
+_TIMES_SLOWER = (1.5, 2.0, 3.0, 5.0, 10.0)
 _MOST_COPY_STEPS = 4
 
 
@@ -65,7 +65,7 @@ def _fault(draw: random.Random, kind: str, record: Record, sizes: Mapping[str, i
         case "elastic-kill":
             more["copy_steps"] = draw.randrange(1, _MOST_COPY_STEPS + 1)
         case "slow":
-            more["pause_seconds"] = _PAUSE_SECONDS
+            more["times"] = draw.choice(_TIMES_SLOWER)
         case "flip" | "late-flip":
             more["position"] = draw.random()
     return Fault(kind=kind, rank=rank, at=at, **more)

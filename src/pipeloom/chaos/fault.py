@@ -63,7 +63,7 @@ class Fault:
         signal: of pre-emption: its number.
         delay_seconds: from the file operation to the kill.
         limit_bytes: of `full-disk`: how much of the file is written.
-        pause_seconds: of `slow`: how much longer each module of the rank takes.
+        times: of `slow`: how many times as long the forwards of the rank take.
         position: of flips: where in the file, as a fraction of its size.
         copy_steps: of kinds with --recover or --elastic: steps between copies of the state in memory.
     """
@@ -75,7 +75,7 @@ class Fault:
     signal: int = 0
     delay_seconds: float = 0.0
     limit_bytes: int = 0
-    pause_seconds: float = 0.0
+    times: float = 1.0
     position: float = 0.0
     copy_steps: int = 0
 

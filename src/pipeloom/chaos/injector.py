@@ -137,7 +137,7 @@ class Injector(ActionObserver):
             case "lock":
                 ctypes.PyDLL(None).sleep(_FOREVER_SECONDS)  # PyDLL: the call keeps the interpreter lock
             case "slow":
-                _slow_down(fault.pause_seconds)
+                _slow_down(fault.times)
             case "preempt":
                 os.kill(os.getppid() if fault.parent else os.getpid(), fault.signal)
             case "full-disk":
@@ -162,7 +162,20 @@ def _loop() -> NoReturn:
         time.sleep(0.05)
 
 
-def _slow_down(seconds: float) -> None:
-    from torch.nn.modules.module import register_module_forward_pre_hook  # here: this module is not for torch alone
+def _slow_down(times: float) -> None:
+    """From now on, each call of a module that no other module calls computes `times` as long."""
+    from torch.nn.modules.module import (  # here: this module is not for torch alone
+        register_module_forward_hook,
+        register_module_forward_pre_hook,
+    )
 
-    register_module_forward_pre_hook(lambda *_: time.sleep(seconds))
+    began: list[float] = []  # of the calls that run, in seconds of processor time: other load slows all of it alike
+
+    def ends(*_: Any) -> None:
+        start = began.pop()
+        end = start + times * (time.thread_time() - start)
+        while not began and time.thread_time() < end:
+            pass
+
+    register_module_forward_pre_hook(lambda *_: began.append(time.thread_time()))
+    register_module_forward_hook(ends, always_call=True)

@@ -11,6 +11,7 @@ from pipeloom.chaos.fault import KINDS
 
 HEADINGS = ("#", "fault", "rank", "where", "noticed by", "after", "ended", "step again", "recovered", "bitwise", "left")
 _MOST_LETTERS = 60
+_CLOSE = 0.2  # to the factor of a slow rank
 
 
 def row(result: Result) -> tuple[str, ...]:
@@ -41,6 +42,10 @@ def summary(results: Sequence[Result]) -> list[str]:
         for name, key in (("noticed", "noticed_seconds"), ("step again", "again_seconds")):
             times = [seconds for result in of_kind if (seconds := getattr(result, key)) is not None]
             text += f"; {name} within {max(times):.1f} s ({len(times)})" if times else ""
+        named = [abs(each.named_factor / each.fault.times - 1) <= _CLOSE for each in of_kind if each.named_factor]
+        text += (
+            f"; {sum(named)} of {len(named)} factors within {_CLOSE:.0%} of the injected one" if kind == "slow" else ""
+        )
         missed = Counter(result.where is None for result in of_kind)[True]
         lines.append(text + (f"; {missed} not reached" if missed else ""))
     return lines

@@ -101,8 +101,8 @@ def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCo
 def computing_seconds(pipeline: Pipeline, records: Records, slots: int, place: int) -> Tensor:
     """Seconds of forwards and of backwards of this process in a step, in its slot; its ranks' if it has all ranks.
 
-    Each is the sum over stages and slices of the median over micro-batches times their number: a pause of one of them
-    does not count. Shape [2, slots], float64.
+    Each is the sum over stages and slices of the lower quartile over micro-batches times their number: what other
+    processes take from a core, which hits some of them, does not count. Shape [2, slots], float64.
     """
     found = torch.zeros(2, slots, dtype=torch.float64)
     for rank, rows in records:
@@ -113,9 +113,8 @@ def computing_seconds(pipeline: Pipeline, records: Records, slots: int, place: i
                 key = (action.stage, action.op, action.slice or 0)
                 durations.setdefault(key, []).append(end - start - waits.get(action, 0.0))
         for (_, op, _), seconds in durations.items():
-            found[int(op is not Op.F), place if len(records) == 1 else rank] += statistics.median(seconds) * len(
-                seconds
-            )
+            quartile = sorted(seconds)[(len(seconds) - 1) // 4]
+            found[int(op is not Op.F), place if len(records) == 1 else rank] += quartile * len(seconds)
     return found
 
 

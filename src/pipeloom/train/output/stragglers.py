@@ -88,6 +88,7 @@ class _KindTimes:
         self._ranks = num_ranks
         self._steps: deque[list[float]] = deque(maxlen=_HISTORY + _WINDOW)
         self._base: dict[int, tuple[list[float], float]] = {}  # of stragglers: their history when they became ones
+        self._told: dict[int, float] = {}  # the factor in the last line about each straggler
         self.factors: dict[int, float] = {}
 
     def observe(self, seconds: Sequence[float], step_seconds: float) -> list[tuple[int, str]]:
@@ -114,12 +115,13 @@ class _KindTimes:
         if before is None and quartile < 1 + least:
             return None
         if before is not None and quartile < 1 + _ENDED * _LEAST_EXCESS:
-            del self.factors[place], self._base[place]
+            del self.factors[place], self._base[place], self._told[place]
             return "as fast as before"
-        if before is not None and 1 / _CHANGED < factor / before < _CHANGED:
-            return None
         self._base.setdefault(place, history)
         self.factors[place] = factor
+        if before is not None and 1 / _CHANGED < factor / self._told[place] < _CHANGED:
+            return None
+        self._told[place] = factor
         share = recent[-1][place] * (1 - 1 / factor) / step_seconds
         return f"{factor:.1f} times slower {words}; this takes up to {min(share, 1.0):.0%} of the step"
 
