@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.chaos.comparison import compare
+from pipeloom.cli import main
 from pipeloom.errors import PeerLost
 from pipeloom.processes import launcher
 from pipeloom.processes.launching.fork_server import FORKED_BY
 from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.train import checkpoint
+from pipeloom.train.config import validate
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.machine.compile_cache import without_empty_cache
 from pipeloom.train.recovery.partner_copies import PartnerCopies, receivers_of
@@ -317,3 +319,19 @@ def test_an_empty_cache_that_a_killed_process_has_left_is_removed(
         with without_empty_cache():
             pass
         assert cache.exists() == stays
+
+
+def test_an_empty_cache_that_validation_has_made_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validating a model of Hugging Face imports torch, which makes it."""
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    out.mkdir()
+
+    def makes(config: TrainConfig, **_: Any) -> list[str]:
+        cache.mkdir()
+        return []
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setattr(validate, "validate", makes)
+    monkeypatch.setattr(launcher, "launch", lambda *_, **__: 7 if cache.exists() else 0)
+    assert main(["train", f"--output_dir={out}"]) == 7
+    assert not cache.exists()

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         from pipeloom.chaos.injector import inject
 
         inject(member, os.environ[VARIABLE])
-    with launcher.last_words(member):
+    with launcher.last_words(member), without_empty_cache():  # validation may import torch
         if member is not None and member.launched:
             config = TrainConfig.from_json(os.environ[_VALIDATED])
             member = replace(member, configured=os.environ.get(CONFIGURED))
@@ -107,8 +107,10 @@ def _serve() -> None:
     """Run as the fork server: import all that a rank needs; returns in each process that is forked for a rank."""
     import torch
 
-    import pipeloom.train.loop  # noqa: F401
+    import pipeloom.train.loop
 
+    if TrainConfig.from_json(os.environ[_VALIDATED]).model.pretrained is not None:
+        import pipeloom.train.fine_tuning.model  # noqa: F401
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
     place = launcher.fork_for_ranks(int(os.environ.pop(launcher.SERVER)))
     if place is None:
@@ -127,19 +129,18 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
         try:
             words = ["-m", "pipeloom", "train", *argv]
             variables = {_VALIDATED: config.to_json()}
-            with without_empty_cache():
-                if config.elastic:
-                    from pipeloom.train.elastic.run import launch_elastic
+            if config.elastic:
+                from pipeloom.train.elastic.run import launch_elastic
 
-                    return launch_elastic(config, words, _VALIDATED)
-                return launcher.launch(
-                    process_names(config),
-                    words,
-                    variables,
-                    preempt_seconds=config.preempt_seconds,
-                    recoveries=config.max_recoveries if config.recover else 0,
-                    forks=True,
-                )
+                return launch_elastic(config, words, _VALIDATED)
+            return launcher.launch(
+                process_names(config),
+                words,
+                variables,
+                preempt_seconds=config.preempt_seconds,
+                recoveries=config.max_recoveries if config.recover else 0,
+                forks=True,
+            )
         finally:
             clean(output_dir)  # of a save that the end cut short
 
