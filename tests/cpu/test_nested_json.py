@@ -65,7 +65,7 @@ def test_files_are_read_by_the_reader_that_notices_nesting() -> None:
         *("train/machine/__main__.py", "train/machine/collective_times.py", "train/machine/measure.py"),
         *("plan/plan.py", "train/output/directory.py", "integrations/ray/workers.py"),
         *("data/worker.py", "data/tokenizing.py", "processes/recovery/lifeline.py", "train/recovery/state_copies.py"),
-        *("train/recovery/step_agreement.py", "processes/launching/ranks.py", "train/elastic/entry.py"),
+        *("train/recovery/step_agreement.py", "processes/launching/fork_server.py", "train/elastic/entry.py"),
         "split/planned/tracking/forms.py",
     }
     assert found - {"common/json_reader.py"} == between_processes

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.common.anonymous_memory import telling_of_memory
 from pipeloom.common.atomic_file import whole_file, write_whole
 from pipeloom.errors import RunError
+from pipeloom.processes.host_memory import telling_of_memory
 from pipeloom.processes.launching.ranks import anonymous_file
 from pipeloom.processes.recovery.notes import Notes
 

@@ -8,5 +8,5 @@ rendezvous      how processes meet, also after torchrun has restarted them
 network         how processes of several hosts reach each other
 agreement       compares what processes are about to run
 collectives     small collectives; also the end of gloo's threads
-host_memory     whether freed host memory stays in the process
+host_memory     whether freed host memory stays in the process, and errors about anonymous memory
 """

@@ -1,4 +1,6 @@
-"""Whether freed host memory stays in the process, as in a GPU's caching allocator, or is returned to the system.
+"""Host memory: whether what is freed stays in the process, and errors about anonymous memory.
+
+A process keeps freed memory as a GPU's caching allocator does, or returns it to the system.
 
 By default the C library returns the top of its heap to the system whenever enough of it is free, and maps and unmaps
 large blocks one by one. A training step frees the activations of every finished micro-batch, so the same pages are
@@ -10,7 +12,11 @@ therefore mapped one by one.
 """
 
 import ctypes
-from contextlib import suppress
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from pipeloom.errors import RunError
 
 # From glibc's malloc.h. Other C libraries have other options, or no mallopt at all.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -46,3 +52,18 @@ def give_back_now() -> None:
     """Return free pages inside the heap to the system, where the C library supports it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def telling_of_memory(purpose: str, num_bytes: int) -> Iterator[None]:
+    """Turn an OSError of the kernel about anonymous memory (memfd) in the block into RunError.
+
+    Args:
+        purpose: of the memory, with which the line begins.
+        num_bytes: its size.
+    """
+    try:
+        yield
+    except OSError as error:
+        fix = "It counts as a file: raise `ulimit -f`" if error.errno == errno.EFBIG else "Free memory"
+        raise RunError(f"{purpose}: {num_bytes:,} bytes of memory cannot be had ({error.strerror}). {fix}.") from error

@@ -13,8 +13,8 @@ import os
 import torch
 from torch import Tensor
 
-from pipeloom.common.anonymous_memory import telling_of_memory
 from pipeloom.errors import RunError
+from pipeloom.processes.host_memory import telling_of_memory
 from pipeloom.transport.shared_block import mapped
 
 _C = ctypes.CDLL(None, use_errno=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pipeloom.common.anonymous_memory import telling_of_memory
 from pipeloom.common.cores import usable_cores
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.elastic.generation import Generation
+from pipeloom.processes.host_memory import telling_of_memory
 from pipeloom.processes.launching.fork_server import SERVER, ForkedProcess, ForkServer
 from pipeloom.processes.recovery.recoveries import Tethers
 

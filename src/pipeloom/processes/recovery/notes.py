@@ -3,7 +3,7 @@
 import os
 import struct
 
-from pipeloom.common.anonymous_memory import telling_of_memory
+from pipeloom.processes.host_memory import telling_of_memory
 
 _PART_BYTES = 1 << 26  # of the address space of a file without blocks in between
 _HEAD = struct.Struct("qq")  # key, length
