@@ -16,7 +16,8 @@ class FullParameters:
     A module parameter stays one object, and `flat` stays one storage, which is resized: a graph that saved a parameter
     or a view of it reads its values again after the next gather. A freed parameter reads as NaN.
 
-    Memory that replicas of one host share is not resized. It counts as gathered while this process may read it.
+    Memory that replicas of one host share is not resized. It counts as gathered while this process may read it, and its
+    parameters read as NaN only between runs.
 
     Attributes:
         flat: the values of the module's parameters, which are views of it from now on.
@@ -40,6 +41,7 @@ class FullParameters:
         self._views = layout.views(flat, shapes)
         missing = flat.new_full((), math.nan if flat.is_floating_point() else 0)
         self._missing = [missing.expand(shape) for shape in shapes]
+        self._shown: Sequence[Tensor] = ()
         self._set(self._views)
         if frees:
             gathered.add(flat.nbytes)
@@ -59,7 +61,8 @@ class FullParameters:
 
     def free(self) -> None:
         """Free the memory."""
-        self._set(self._missing)
+        if self.shared is None:
+            self._set(self._missing)
         if self.is_there:
             if self.shared is None:
                 self.flat.untyped_storage().resize_(0)
@@ -67,10 +70,14 @@ class FullParameters:
             self.is_there = False
 
     def forget(self) -> None:
-        """Between runs: drop what this process wrote into shared memory."""
+        """Between runs: drop what this process wrote into shared memory, and have parameters read as NaN."""
         if self.shared is not None:
+            self._set(self._missing)
             self.shared.forget()
 
     def _set(self, values: Sequence[Tensor]) -> None:
+        if values is self._shown:
+            return
+        self._shown = values
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data = value

@@ -123,6 +123,7 @@ class Unit:
         else:
             self._own = own
         self.free()
+        self.forget()
 
     def _own_segment(self, flat: Tensor) -> Tensor:
         """This replica's segment of flat memory."""
@@ -213,7 +214,7 @@ class Unit:
         return self._full is not None and self._full.shared is not None
 
     def forget(self) -> None:
-        """Between runs: drop what this process wrote into module parameters that replicas share."""
+        """Between runs: free module parameters that replicas share, and drop what this process wrote into them."""
         if self._full is not None:
             self._full.forget()
 
