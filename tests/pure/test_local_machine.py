@@ -9,7 +9,7 @@ import pytest
 from pipeloom import schedules
 from pipeloom.cli import main
 from pipeloom.errors import InputError
-from pipeloom.ir import Op
+from pipeloom.ir import DataStrategy, Op
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.passes import lower
 from pipeloom.plan.architecture import Architecture
@@ -25,6 +25,7 @@ from pipeloom.plan.local.saved import local_path, notices
 from pipeloom.plan.profiled_costs import ProfiledCosts, Unit, UnitRow
 from pipeloom.plan.stage_times import StageTimes
 from pipeloom.sim import Costs, Network, simulate
+from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 from pipeloom.sim.shared_cores import simulate_shared
 from pipeloom.train.machine.measure import SMALL, beyond_kernels
 
@@ -271,3 +272,25 @@ def test_stages_that_two_ranks_hold_exchange_and_add_their_gradients():
     size = 4e6 * 4  # bytes of all four units, which both ranks hold
     sums = KernelTimes(machine(), 4).elementwise(3 * size, 1)
     assert costs.shared_sum_seconds(of, costs.program(of).placement) == pytest.approx(sums + size * 1e-9, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_replicas_of_one_machine_exchange_through_shared_memory(dtype):
+    quick = {"message": ((1000.0, 1e-7), (1000000.0, 1e-4))}  # a tenth of the seconds of collectives
+    measured = machine().measured
+    rates = tuple(replace(each, curves={**each.curves, **quick}) for each in measured.rates)
+    cluster = replace(machine(), measured=replace(measured, rates=rates))
+    costs = CostModel(model=model(), cluster=cluster)
+    of = Configuration(data=2, precision=replace(Configuration().precision, dtype=dtype))
+    gathers, sums = {}, {}
+    for strategy in DataStrategy:
+        each = replace(of, strategy=strategy)
+        network, data = costs.network(each), each.data_axis()
+        gathers[strategy], sums[strategy] = (form(data, 1e8, network) for form in (gather_seconds, reduce_seconds))
+    with_zero = [DataStrategy.ZERO1, DataStrategy.ZERO2, DataStrategy.ZERO3]
+    for strategy in with_zero:  # half of the bytes, in place of all of them
+        assert sums[strategy] == pytest.approx(5e-3, rel=0.01)
+        assert sums[strategy] < sums[DataStrategy.DDP] / 9
+    if dtype == "fp32":
+        assert gathers.pop(DataStrategy.ZERO3) == pytest.approx(1e-7)  # in place
+    assert all(gathers[strategy] > 0.04 for strategy in with_zero if strategy in gathers)

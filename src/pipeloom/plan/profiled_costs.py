@@ -17,7 +17,7 @@ from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.links import data_links, pipeline_network
-from pipeloom.plan.costs.measured_links import measured_network, step_end_seconds
+from pipeloom.plan.costs.measured_links import measured_network, shared_links, step_end_seconds
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel
 from pipeloom.plan.memory.choose import stage_bytes
@@ -226,6 +226,7 @@ class ProfiledCosts(StepCosts):
         cluster, at = self.cluster.beside(of.devices), of.strides
         data = data_links(cluster, stride=at["pp"] if of.data == 1 else at["dp"], replicas=of.replicas)
         if cluster.measured is not None:
+            data |= shared_links(cluster, of.strategy, has_masters=of.precision.has_masters)
             return measured_network(cluster, max(row.sent for row in self._rows(of)), data)
         return pipeline_network(cluster, ranks=of.pipeline, stride=at["pp"], **data)
 

@@ -18,7 +18,13 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.kernel_times import KernelTimes
 from pipeloom.plan.costs.links import data_links, pipeline_network
 from pipeloom.plan.costs.measured_layers import scaled_layers
-from pipeloom.plan.costs.measured_links import exchange_seconds, measured_network, slower_network, step_end_seconds
+from pipeloom.plan.costs.measured_links import (
+    exchange_seconds,
+    measured_network,
+    shared_links,
+    slower_network,
+    step_end_seconds,
+)
 from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.local.layer_times import LayerTimes
@@ -299,6 +305,7 @@ class CostModel(StepCosts):
         cluster = self.cluster.beside(of.devices)
         if cluster.measured is not None:
             data = data_links(cluster, stride=stride, replicas=of.replicas)
+            data |= shared_links(cluster, of.strategy, has_masters=of.precision.has_masters)
             network = measured_network(cluster, self.message_bytes(of) / of.slices, data)
             return slower_network(network, self.corrections.factor(of))
         key = stride, of.replicas, of.pipeline, at["pp"]

@@ -7,6 +7,7 @@ of collectives need cores that computations would use.
 from dataclasses import replace
 from typing import Any
 
+from pipeloom.ir import DataStrategy
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.link_rate import LinkRate
 from pipeloom.plan.local.measured import Measured, Rates
@@ -44,6 +45,24 @@ def measured_ring(cluster: Cluster, *, sums: bool) -> LinkRate:
     latency = least / messages
     left = max(most - least, most / 100)
     return LinkRate(bytes_per_second=messages / rates.processes * size / left, latency_seconds=latency)
+
+
+def shared_links(cluster: Cluster, strategy: DataStrategy, *, has_masters: bool) -> dict[str, Any]:
+    """What replicas exchange through shared memory, as arguments of `Network` that replace those of collectives.
+
+    Replicas send each other segments of gradients. They read full parameters in place, which the optimizer updates
+    there unless there are master parameters.
+    """
+    assert cluster.measured is not None
+    rates = _together(cluster.measured, cluster.processes)
+    if rates is None or "message" not in rates.curves or not strategy.shards_optimizer or strategy.has_server:
+        return {}
+    curve = rates.curves["message"]
+    (small, least), (large, most) = curve[0], curve[-1]
+    found: dict[str, Any] = {"data_sum_bytes_per_second": (large - small) / max(most - least, most / 100)}
+    if strategy.shards_parameters and not has_masters:
+        found |= {"data_bytes_per_second": None, "data_latency_seconds": least}
+    return found
 
 
 def measured_network(cluster: Cluster, message_bytes: float, data: dict[str, Any]) -> Network:
