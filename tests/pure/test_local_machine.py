@@ -9,7 +9,7 @@ import pytest
 from pipeloom import schedules
 from pipeloom.cli import main
 from pipeloom.errors import InputError
-from pipeloom.ir import DataStrategy, Op
+from pipeloom.ir import DataStrategy, Op, Placement
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.passes import lower
 from pipeloom.plan.architecture import Architecture
@@ -23,6 +23,8 @@ from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
 from pipeloom.plan.local.measured import CURVES, Measured, Rates, interpolated
 from pipeloom.plan.local.saved import local_path, notices
 from pipeloom.plan.profiled_costs import ProfiledCosts, Unit, UnitRow
+from pipeloom.plan.search.request import Refusals, Request
+from pipeloom.plan.search.shapes import Shape, Shapes
 from pipeloom.plan.stage_times import StageTimes
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
@@ -274,13 +276,33 @@ def test_stages_that_two_ranks_hold_exchange_and_add_their_gradients():
     assert costs.shared_sum_seconds(of, costs.program(of).placement) == pytest.approx(sums + size * 1e-9, rel=0.01)
 
 
+def quick_messages():
+    """A machine whose messages take a tenth of the seconds of collectives."""
+    curve = {"message": ((1000.0, 1e-7), (1000000.0, 1e-4))}
+    measured = machine().measured
+    rates = tuple(replace(each, curves={**each.curves, **curve}) for each in measured.rates)
+    return replace(machine(), measured=replace(measured, rates=rates))
+
+
+def test_bounds_of_data_links_know_which_strategies_read_in_place():
+    request = Request(devices=2, batch_size=2)
+    precision = replace(Configuration().precision, dtype="fp32")  # no master parameters
+    shape = Shape(Configuration(data=2, precision=precision), Placement.loop(1, 1), split=False)
+    ways = [replace(shape.of, strategy=each) for each in DataStrategy]
+
+    def bounds(*ways):
+        return Shapes(CostModel(model=model(), cluster=quick_messages()), request, Refusals()).link_bounds(shape, ways)
+
+    apart = [bounds(way)[0] for way in ways]
+    assert bounds(*ways) == apart
+    assert bounds(*reversed(ways)) == apart[::-1]
+    by_strategy = dict(zip(DataStrategy, apart, strict=True))
+    assert by_strategy[DataStrategy.ZERO3] < by_strategy[DataStrategy.ZERO2]
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_replicas_of_one_machine_exchange_through_shared_memory(dtype):
-    quick = {"message": ((1000.0, 1e-7), (1000000.0, 1e-4))}  # a tenth of the seconds of collectives
-    measured = machine().measured
-    rates = tuple(replace(each, curves={**each.curves, **quick}) for each in measured.rates)
-    cluster = replace(machine(), measured=replace(measured, rates=rates))
-    costs = CostModel(model=model(), cluster=cluster)
+    costs = CostModel(model=model(), cluster=quick_messages())
     of = Configuration(data=2, precision=replace(Configuration().precision, dtype=dtype))
     gathers, sums = {}, {}
     for strategy in DataStrategy:

@@ -51,7 +51,8 @@ class SharedFlat:
 
     def forget(self) -> None:
         """Drop what this process wrote into `values`, and return its page table entries."""
-        _C.madvise(ctypes.addressof(self._private), self._num_bytes, mmap.MADV_DONTNEED)
+        if _C.madvise(ctypes.addressof(self._private), self._num_bytes, mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise kept what was written into shared parameters")
 
 
 def memory_file(num_bytes: int, purpose: str) -> int:

@@ -181,7 +181,7 @@ class SharedChannels:
         while self.waiting:
             self.waiting.popleft()()
         if not is_source:
-            (source,) = (end for peer, end in self.incoming.items() if peer == 0)
+            source = self.incoming[0]
             assert isinstance(source, SharedIncoming)
             return source.receive_file()
         self.transport.end_step()

@@ -232,8 +232,7 @@ class Shapes:
         """For each data strategy, `link_seconds` of a shape with it, and the update, without recomputation."""
         same, bounds, found = same_bound(shape), self._known.bounds, list[float]()
         for of in strategies:
-            shares = of.strategy.shards_optimizer, of.strategy.has_server
-            key = same, of.precision, of.optimizer, shares, of.offload_states
+            key = same, of.precision, of.optimizer, of.strategy, of.offload_states
             if key not in bounds:
                 each = replace(shape.of, strategy=of.strategy, offload_states=of.offload_states)
                 update = self._costs.update_seconds(each, shape.placement.stages_of)

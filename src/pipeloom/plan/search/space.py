@@ -279,7 +279,6 @@ class Space:
         fill, turns = self._fill(of), self._turns(of.devices)
         kinds, sizes = self._recomputed(of), {"microbatches": of.microbatches, "ranks": of.pipeline}
         fastest = replace(of, order=("pp", "dp", "cp", "tp"), pipeline=1)  # links
-        network = self.costs.network(fastest)
         for strategy, granularity, offload_states in ways_of(of, self.request, offloads_states=self._offloads_states):
             between, least = way_bytes(of, strategy, granularity, offload_states=offload_states)
             states = least * share
@@ -298,9 +297,7 @@ class Space:
                 continue
             each = replace(of, strategy=strategy, granularity=granularity, offload_states=offload_states)
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
-            if self.costs.cluster.measured is not None:  # its links depend on the strategy
-                network = self.costs.network(replace(fastest, strategy=strategy))
-            link = self._link_bound(each, share, network)
+            link = self._link_bound(each, share, self.costs.network(replace(fastest, strategy=strategy)))
             yield Way(each, max(work + fill + update, link), states, max(other + fill + update, link))
 
     def _parameters(self, of: Configuration) -> float:

@@ -91,11 +91,12 @@ class RunPlanner:
             seconds = self._plan.predicted_step_seconds
             self._times = None if seconds is None else PlanTimes(step=seconds)
             return self._asked
-        if not self._asked.parallel.auto and (known := self._known_schedule(checkpoint)) is not None:
+        whole = self._asked.parallel.auto
+        if not whole and (known := self._known_schedule(checkpoint)) is not None:
             return known
         if self._group.device.type != "cpu":
-            asked = "--parallel auto" if self._asked.parallel.auto else "schedule=auto"
-            instead = "Give degrees, or a plan of `pipeloom plan`" if self._asked.parallel.auto else "Name a schedule"
+            asked = "--parallel auto" if whole else "schedule=auto"
+            instead = "Give degrees, or a plan of `pipeloom plan`" if whole else "Name a schedule"
             raise InputError(f"{asked}: times are measured on CPUs, and the run computes on GPUs. {instead}.")
         self._costs, said = self._measured_costs()
         found: dict[str, Any] | None = None
@@ -108,16 +109,18 @@ class RunPlanner:
                 found = {"error": str(error)}
         plans = [Plan.from_json(each) for each in self._agreed(found)["tried"]]
         if len(plans) > 1:
-            self._say(f"planning: trial steps of {len(plans)} {'plans' if self._asked.parallel.auto else 'schedules'}")
+            self._say(f"planning: trial steps of {len(plans)} {'plans' if whole else 'schedules'}")
         trials = self._trials(plans)
         if self._group.rank == 0:
             number = ranking(trials)[0] if trials else 0
-            if self._asked.parallel.auto:
-                said.append(f"plan for {_processes(self._group.size)}: {best[number].words}")
-                said += [f"plan trials: {trials_text(best, trials)}"] if trials else []
-            else:
-                said.append(f"schedule {best[number].words}")
-                said += [f"schedule trials: {schedule_trials_text(best, trials)}"] if trials else []
+            begin = f"plan for {_processes(self._group.size)}:" if whole else "schedule"
+            said.append(f"{begin} {best[number].words}")
+            if trials:
+                said.append(
+                    f"plan trials: {trials_text(best, trials)}"
+                    if whole
+                    else f"schedule trials: {schedule_trials_text(best, trials)}"
+                )
             found = self._answer(best[number], said)
         return self._taken(found)
 
