@@ -140,7 +140,7 @@ class _Killed(nn.Module):
 
     def __init__(self, killed: Any) -> None:
         super().__init__()
-        self.weight, self.killed, self.calls = nn.Parameter(torch.ones(100_000)), killed, 0
+        self.weight, self.killed, self.calls = nn.Parameter(torch.ones(10_000)), killed, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -150,13 +150,13 @@ class _Killed(nn.Module):
         return x * self.weight.sum()
 
 
-def _one_is_killed(rank: int, strategy: str, killed: Any, told: Any) -> None:
+def _one_is_killed(rank: int, strategy: str, precision: str | None, killed: Any, told: Any) -> None:
     before = _maps()
     mesh = pl.Mesh(dp=2)
     schedule = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=3)
     model = nn.Sequential(nn.Linear(4, 4), _Killed(killed if rank else None))
     data = pl.DataParallel(strategy, granularity="microbatch")
-    pipe = pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, data=data)
+    pipe = pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, data=data, precision=precision)
     ones = torch.ones(3, 4)
     pipe.step(ones, ones)
     with pytest.raises(PeerLost, match=r"another replica exited or did not answer in time .*rank 1 ended"):
@@ -168,11 +168,11 @@ def _one_is_killed(rank: int, strategy: str, killed: Any, told: Any) -> None:
     os._exit(0)  # the group is broken
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_a_killed_replica_is_lost_at_once_and_leaves_no_memory(strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "precision"), [("zero2", None), ("zero3", None), ("zero3", "bf16")])
+def test_a_killed_replica_is_lost_at_once_and_leaves_no_memory(strategy: str, precision: str | None) -> None:
     (killed, writer), (told, answer) = Pipe(duplex=False), Pipe(duplex=False)
     with pytest.raises(AssertionError, match="ended without an answer"):
-        run_ranks(_one_is_killed, 2, strategy, writer, answer)
+        run_ranks(_one_is_killed, 2, strategy, precision, writer, answer)
     assert told.poll(1)
     noticed, left = told.recv()
     assert noticed - killed.recv() < 2
@@ -215,6 +215,85 @@ def test_closed_pipelines_leave_no_mapping_and_no_descriptor() -> None:
     for before, first, *others in run_ranks(_meshes, 2):
         assert first[0] <= before[0]
         assert all(maps <= before[0] and descriptors <= first[1] for maps, descriptors in others)
+
+
+class _WithEmpty(nn.Linear):
+    """A layer with a parameter without elements, alone of its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+
+def _has_empty(rank: int) -> None:
+    schedule = pl.schedules.gpipe(num_ranks=1, num_microbatches=1)
+    with pl.Pipeline(
+        [_WithEmpty()], schedule, loss_fn=nn.functional.mse_loss, mesh=pl.Mesh(dp=2), data="zero3"
+    ) as pipe:
+        pipe.step(torch.ones(1, 4), torch.ones(1, 4))
+        assert pipe.state_dict()["empty"].shape == (0,)
+
+
+def test_parameters_without_elements_need_no_memory() -> None:
+    run_ranks(_has_empty, 2)
+
+
+def _ends(rank: int) -> int:
+    """How often a run unmaps blocks that it has not used."""
+    mesh, calls = pl.Mesh(pp=2, dp=2), []
+    schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=2)
+    with pl.Pipeline(make_gpt(tied=True), schedule, loss_fn=language_loss, mesh=mesh, data="zero2") as pipe:
+        transport = mesh._replica_transport
+        assert transport is not None
+        end_step = transport.end_step
+        transport.end_step = lambda: (calls.append(None), end_step())[1]  # type: ignore[method-assign]
+        pipe.step(*tokens(4, seed=0))
+    return len(calls)
+
+
+def test_a_run_that_sums_over_ranks_too_ends_once() -> None:
+    assert run_ranks(_ends, 4) == [1] * 4
+
+
+def _infers(rank: int) -> None:
+    with pl.Mesh(pp=2) as mesh:
+        schedule = pl.schedules.one_f_one_b(num_ranks=2, num_microbatches=4)
+        with pl.Pipeline(make_gpt(), schedule, loss_fn=language_loss, mesh=mesh) as pipe:
+            with torch.inference_mode():
+                pipe.evaluate(*tokens(8, seed=0))
+            pipe.step(*tokens(8, seed=0))
+
+
+def test_steps_after_an_evaluation_in_inference_mode() -> None:
+    run_ranks(_infers, 2)
+
+
+def _replaces(rank: int) -> None:
+    """Updates that set `data` against updates in place."""
+    mesh = pl.Mesh(dp=2)
+    schedule = pl.schedules.one_f_one_b(num_ranks=1, num_microbatches=2)
+    x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(rank))
+    for strategy, precision in (("ddp", None), ("zero1", None), ("zero3", None), ("ddp", "bf16"), ("zero3", "bf16")):
+        found = []
+        for replaces in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4))
+            with pl.Pipeline(
+                model, schedule, loss_fn=nn.functional.mse_loss, mesh=mesh, data=strategy, precision=precision
+            ) as pipe:
+                for _ in range(3):
+                    pipe.step(x, y)
+                    for parameter in pipe.parameters():
+                        if parameter.grad is not None:
+                            change = parameter.grad.to(parameter.dtype)
+                            parameter.data = parameter.data - change if replaces else parameter.data.sub_(change)
+                        parameter.grad = None
+                found.append([pipe.forward(x), *pipe.state_dict().values()])
+        assert all(map(torch.equal, *found)), (strategy, precision)
+
+
+def test_updates_may_replace_the_memory_of_parameters() -> None:
+    run_ranks(_replaces, 2)
 
 
 def test_a_shared_flat_has_values_of_all_and_writes_of_one() -> None:

@@ -94,7 +94,8 @@ class DeviceBlock:
             self._places = []
             for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True):
                 flat = self._memory.content[offset : offset + shape.numel() * dtype.itemsize]
-                self._places.append(flat.view(dtype).view(shape))
+                with torch.inference_mode(False):
+                    self._places.append(flat.view(dtype).view(shape))
         return self._places
 
 

@@ -9,12 +9,14 @@ micro-batches would run out of descriptors.
 
 import ctypes
 import mmap
+import os
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeloom.processes.host_memory import telling_of_memory
 from pipeloom.transport.values import Layout
 
 HEAD_BYTES = 64
@@ -30,7 +32,8 @@ def mapped(descriptor: int, num_bytes: int, flags: int = mmap.MAP_SHARED) -> Any
     """A memory file as a buffer, unmapped with its last view. The descriptor may be closed afterwards."""
     address = _C.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), f"cannot map {num_bytes} bytes of shared memory")
+        with telling_of_memory("a mapping of shared memory", num_bytes):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_ubyte * num_bytes).from_address(address)
     weakref.finalize(memory, _C.munmap, address, num_bytes).atexit = False
     return memory
@@ -50,7 +53,8 @@ class SharedBlock:
         self.number = number
         self.capacity = capacity
         self._memory = mapped(descriptor, HEAD_BYTES + capacity)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        with torch.inference_mode(False):  # a later message may be written outside of inference mode
+            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._places: list[Tensor] = []
         self._lease: weakref.ref[memoryview] | None = None
@@ -80,7 +84,8 @@ class SharedBlock:
             for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True):
                 start = HEAD_BYTES + offset
                 flat = self._bytes[start : start + shape.numel() * dtype.itemsize]
-                self._places.append(flat.view(dtype).view(shape))
+                with torch.inference_mode(False):
+                    self._places.append(flat.view(dtype).view(shape))
         return self._places
 
     def tail(self, num_bytes: int) -> bytes:

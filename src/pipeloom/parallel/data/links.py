@@ -148,7 +148,14 @@ class _Receives:
 
     def wait(self, timeout: object = None) -> None:
         while not self._is_done:
-            self._waiting.popleft()()
+            if not self._waiting:
+                raise PeerLost(LOST)
+            take = self._waiting.popleft()
+            try:
+                take()
+            except BaseException:
+                self._waiting.clear()  # what else arrives belongs to other collectives
+                raise
 
 
 class SharedChannels:

@@ -180,7 +180,9 @@ class ReplicaGroup:
 
     def flat(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> SharedFlat | None:
         """Memory that all replicas read in place; None: they have none in common. Every replica calls it."""
-        return self._links.flat(num_elements, dtype) if self._links is not None and device.type == "cpu" else None
+        if self._links is None or device.type != "cpu" or not num_elements:
+            return None
+        return self._links.flat(num_elements, dtype)
 
     def read_in_place(self, updated: Wait) -> Wait:
         """A gather of parameters in memory from `flat`, where `updated` waits until all replicas have their values."""

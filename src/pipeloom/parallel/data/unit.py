@@ -70,6 +70,7 @@ class Unit:
         self.ranges: dict[str, Range] = {}
         self._shapes = [parameter.shape for parameter in self.parameters]
         self._full: FullParameters | None = None
+        self._places: list[Tensor] = []  # of main parameters, in this replica's segment
         self._gathering: Wait | None = None
         self._shard: OffloadedShard | None = None
         self._updated: Wait = no_wait
@@ -111,6 +112,7 @@ class Unit:
                 shard = shard.view(shape)
             else:
                 self.ranges[name] = Range(start, stop, tuple(shape))
+            self._places.append(shard)
             main = nn.Parameter(shard, requires_grad=module_parameter.requires_grad)
             vars(main).update(vars(module_parameter))  # attributes that users set, such as "no weight decay"
             if module_parameter.is_floating_point():
@@ -224,6 +226,16 @@ class Unit:
         if self._shard is not None:
             self._shard.drop()
 
+    @torch.no_grad()
+    def take_replaced(self) -> None:
+        """Copy main parameters that have other memory, since the user has set their `data`, to their places."""
+        if self._full is None or self._shard is not None:
+            return
+        for main, place in zip(self.main.values(), self._places, strict=True):
+            if main.data_ptr() != place.data_ptr():
+                place.copy_(main)
+                main.data = place
+
     @property
     def is_alone(self) -> bool:
         """Whether no other replica has these parameters."""
@@ -252,6 +264,7 @@ class Unit:
         """Values of full parameters in the format of updates, in new memory; every replica calls it."""
         if self._full is None:
             return {}
+        self.take_replaced()
         flat = self._full.flat.new_empty(self._layout.num_elements, dtype=self._formats.main)
         own = self._own_segment(flat)
         if self._shard is None:

@@ -69,6 +69,7 @@ class UnitStore(ParameterStore):
         shared = [unit.is_shared for unit in self._units if not unit.is_alone]
         self._reads_in_place, self.gathers_in_place = any(shared), bool(shared) and all(shared)
         self._updated: Wait = no_wait  # waits until all replicas have updated what this one reads in place
+        self._runs = False  # whether a run has begun and is not finished
         self._open = self._reads = False  # whether reductions are due, and whether parameters may be read in place
 
     def _add_stage(self, stage: int, rank: RankModules) -> None:
@@ -112,6 +113,9 @@ class UnitStore(ParameterStore):
     # One run
 
     def begin(self, program: Program) -> None:
+        self._runs = True
+        for unit in self._units:
+            unit.take_replaced()
         if self._reads_in_place:
             self._updated = self._replicas.every.meet()
         for unit in self._units:
@@ -191,6 +195,9 @@ class UnitStore(ParameterStore):
                 unit.free()
 
     def finish(self) -> None:
+        if not self._runs:  # sums over ranks have called it
+            return
+        self._runs = False
         if self._open:
             self._open = False
             self._reductions.finish(self.loss_scale)
@@ -202,7 +209,7 @@ class UnitStore(ParameterStore):
         self._replicas.end_run()
 
     def end(self) -> None:
-        self._open = self._reads = False
+        self._runs = self._open = self._reads = False
         self._reductions.drop()
         for unit in self._units:
             self._users[unit].clear()
@@ -275,6 +282,7 @@ class UnitStore(ParameterStore):
     def refresh(self) -> None:
         if not self._axis.strategy.shards_parameters:
             for unit in self._units:
+                unit.take_replaced()
                 unit.stale()
                 unit.start_gather()
             for unit in self._units:
