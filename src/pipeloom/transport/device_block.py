@@ -9,6 +9,7 @@ its stream has been told to copy the tensors out; the sender's stream waits unti
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pipeloom.devices import Device, Mark
