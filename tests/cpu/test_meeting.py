@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,10 +18,10 @@ from torch._C._distributed_c10d import TCPStore
 from pipeloom.errors import PeerLost
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.collectives import first_line
-from pipeloom.processes.launcher import Membership
+from pipeloom.processes.launcher import Membership, last_words
 from pipeloom.processes.network.interfaces import set_interface
 from pipeloom.processes.network.patience import state_of, telling
-from pipeloom.processes.rendezvous import fresh_part, open_store, own_store
+from pipeloom.processes.rendezvous import fresh_part, join, open_store, own_store
 
 
 def attempt(store: dist.Store, ranks: list[int], seconds: float) -> list[int | str]:
@@ -40,7 +44,8 @@ def test_processes_that_are_started_again_meet_in_a_part_of_their_own(alive: lis
     for _ in range(2):
         assert sorted(attempt(store, [0, 1, 2], 60)) == [1, 2, 3]
         answers = attempt(store, alive, 0.05)
-        assert not alive or any("waited 0.05 s for the other ranks to start" in str(answer) for answer in answers)
+        late = "from whose host no rank has come, did not start within 0.05 s"
+        assert not alive or any(late in str(answer) for answer in answers)
     assert sorted(attempt(store, [0, 1, 2], 60)) == [1, 2, 3]
 
 
@@ -51,6 +56,83 @@ def test_a_wait_for_others_is_told_ever_more_rarely(capfd: pytest.CaptureFixture
             printed += capfd.readouterr().err
     lines = [f"pipeloom: after {seconds} s rank 0 still waits" for seconds in ("0.01", "0.02", "0.04")]
     assert printed.splitlines()[:3] == lines
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+HANGS = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR2, file=2); print(flush=True); {}"
+
+
+def meets_alone(rank: int, port: int, body: str | None) -> None:
+    """What torchrun's agent does: start the ranks; one never meets the others, where `body` starts it at all."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    other = None
+    if body is not None:
+        command = [sys.executable, "-c", HANGS.format(body)]
+        other = subprocess.Popen(command, env={**os.environ, "RANK": str(1 - rank)}, stdout=subprocess.PIPE)
+        assert other.stdout is not None
+        assert other.stdout.read(1)
+    own = os.fork()
+    if not own:
+        member = Membership(rank, rank, 2, 2, f"tcp://127.0.0.1:{port}", BlackBox())
+        with last_words(member):
+            join(member, "gloo", 0.5)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(own, 0)[1])
+    if other is not None:
+        other.kill()
+        other.wait()
+    os._exit(code)
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "shown"),
+    [
+        (
+            None,
+            "no process of it was found beside this one. Start one process per rank, and look for an error of rank 1",
+            "",
+        ),
+        (
+            "time.sleep(60)",
+            r"its process \d+ has not come here. Its Python stack is above. Start the run again",
+            'File "<string>", line 1 in <module>\n',
+        ),
+        (
+            "import os; os.kill(os.getpid(), signal.SIGSTOP)",
+            r"its process \d+ is stopped by SIGSTOP or a debugger. Continue it with `kill -CONT \d+`",
+            "",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_come_ends_the_start_with_one_line(
+    body: str | None, words: str, shown: str, port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = multiprocessing.get_context("fork").Process(target=meets_alone, args=(0, port, body))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+    told = capfd.readouterr().err
+    assert shown in told
+    line = f"pipeloom: error: rank 0: rank 1 on {socket.gethostname()} did not start within 0.5 s, and {words}.\n"
+    assert re.fullmatch(line, told.splitlines(keepends=True)[-1]), told
+    assert told.count("pipeloom: ") == 1
+
+
+def test_a_store_that_does_not_answer_ends_the_start_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        process = multiprocessing.get_context("fork").Process(target=meets_alone, args=(1, port, None))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 1
+    place = f"127.0.0.1, port {port}, where the ranks meet: it answers, but"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"pipeloom: error: rank 1 did not start within 0.5 s: {place}")
 
 
 def test_what_a_process_finds_where_the_ranks_meet() -> None:

@@ -22,9 +22,11 @@ import torch.distributed as dist
 
 from pipeloom.chaos.comparison import compare
 from pipeloom.cli import main
-from pipeloom.errors import PeerLost
-from pipeloom.processes import launcher
+from pipeloom.common.process_place import stat_fields
+from pipeloom.errors import PeerLost, RunError
+from pipeloom.processes import launcher, rendezvous
 from pipeloom.processes.launching.fork_server import FORKED_BY
+from pipeloom.processes.recovery.keeper import Keeper
 from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.train import checkpoint
@@ -267,6 +269,41 @@ def test_a_lost_rank_has_the_state_of_its_replica(text: Path, reference: Path, t
     assert set(metrics(out)[6]) == set(metrics(reference)[6])
     assert compare(out, reference).equal
     assert (out / "checkpoint-6").is_dir()
+
+
+def hangs_before_it_meets() -> None:
+    """Rank 1 never meets the others."""
+    meets = rendezvous.join
+
+    def hangs(member: launcher.Membership, backend: str, limit_seconds: float) -> None:
+        while member.rank == 1:
+            time.sleep(60)
+        meets(member, backend, 1.0)
+
+    rendezvous.join = hangs
+
+
+def test_a_rank_that_hangs_as_it_starts_ends_the_run(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    done = launched(words(text, tmp_path / "out", *OPTIONS), first=hangs_before_it_meets)
+    assert done.returncode == 1
+    *stack, line = done.stderr.splitlines()
+    assert re.fullmatch(
+        rf"pipeloom: error: rank 1 on {socket.gethostname()} did not start within 1 s, and its process \d+ has not "
+        r"come here. Its Python stack is above. Start the run again. All ranks were ended.",
+        line,
+    ), done.stderr
+    assert any(re.search(r"test_recovery.py., line \d+ in hangs$", each) for each in stack), done.stderr
+
+
+def test_a_keeper_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeloom.processes.recovery.keeper._START_SECONDS", 0.1)
+    monkeypatch.setattr("pipeloom.processes.recovery.keeper._ANSWER_SECONDS", 0.01)
+    agent, fields = os.getppid(), stat_fields(os.getppid())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(f"\0pipeloom-keeper-{os.getuid()}-{agent}-{fields[19]}")
+        silent.listen(64)
+        with pytest.raises(RunError, match=r"did not answer within 0\.1 s\. Start the run again"):
+            Keeper()
 
 
 def agent(command: list[str], directory: Path) -> None:

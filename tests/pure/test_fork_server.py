@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.common.process_place import children
+from pipeloom.common.process_place import children, stat_fields
 from pipeloom.processes.launching.ranks import Rank, RankStarter, anonymous_file
 from pipeloom.processes.recovery.recoveries import Tethers
 
@@ -21,6 +21,10 @@ from pipeloom.processes.launching.fork_server import FORKED_BY, SERVER, fork_for
 from pipeloom.processes.launching.ranks import LAUNCHED, LIFELINE
 if "FAILS" in os.environ:
     raise SystemExit(1)
+if "HANGS" in os.environ:
+    signal.pause()
+if "DIES" in os.environ:  # as it forks: it waits for the first process, which has forked the second one
+    os.waitpid = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 place = fork_for_ranks(int(os.environ[SERVER])) if SERVER in os.environ else os.environ
 end, *lifeline, _ = place[LIFELINE].split(":")
 meeting, box = place[LAUNCHED].split(":")[1:]
@@ -90,18 +94,21 @@ def test_ranks_are_forked_children_of_the_launcher(tmp_path: Path, tethers: Teth
     assert sorted(lines) == sorted([note(first, 0, 0), note(second, 1, 0), note(again, 1, 3)])
 
 
-@pytest.mark.parametrize("fault", ["killed", "fails", "stopped"])
+@pytest.mark.parametrize("fault", ["killed", "fails", "stopped", "hangs"])
 def test_without_the_server_ranks_are_started(
     fault: str, tmp_path: Path, tethers: Tethers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeloom.processes.launching.fork_server._FORK_SECONDS", 0.01)
     with anonymous_file("meeting") as meeting:
         before = set(children())
-        starts = starter(tmp_path, meeting, tethers, **({"FAILS": "1"} if fault == "fails" else {}))
+        starts = starter(tmp_path, meeting, tethers, **({fault.upper(): "1"} if fault in ("fails", "hangs") else {}))
         starts.prepare()
+        if fault == "hangs":
+            monkeypatch.setattr("pipeloom.processes.launching.ranks._SERVER_SECONDS", 0.01)
         wait_until_prepared(starts)
-        (server,) = set(children()) - before if fault != "fails" else [0]
-        if fault != "fails":
+        monkeypatch.setattr("pipeloom.processes.launching.ranks._SERVER_SECONDS", 60.0)
+        if fault in ("killed", "stopped"):
+            (server,) = set(children()) - before
             os.kill(server, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
         starts._environment = {"NOTE": str(tmp_path / "note")}
         rank = starts.start(1, 3)
@@ -115,3 +122,21 @@ def test_without_the_server_ranks_are_started(
         end(rank)
         starts.end_server()
         assert set(children()) == before
+
+
+def test_a_process_whose_server_dies_as_it_forks_ends(tmp_path: Path, tethers: Tethers) -> None:
+    with anonymous_file("meeting") as meeting:
+        before = set(children())
+        starts = starter(tmp_path, meeting, tethers, DIES="1")
+        starts.prepare()
+        wait_until_prepared(starts)
+        rank = starts.start(1, 0)  # started without the server
+        assert noted(tmp_path, 1) == [note(rank, 1, 0)]
+        deadline = time.monotonic() + 60
+        others = set(children()) - before - {rank.process.pid}
+        while any((stat_fields(each) or "Z")[0] != "Z" for each in others):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for each in others:
+            os.waitpid(each, 0)
+        end(rank)

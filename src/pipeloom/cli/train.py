@@ -75,32 +75,41 @@ def main(argv: Sequence[str]) -> int:
 
         inject(member, os.environ[VARIABLE])
     with launcher.last_words(member), without_empty_cache():  # validation may import torch
-        if member is not None and member.launched:
-            config = TrainConfig.from_json(os.environ[_VALIDATED])
-            member = replace(member, configured=os.environ.get(CONFIGURED))
-        else:
-            from pipeloom.train.config.automatic import for_processes, without_plan
-            from pipeloom.train.config.schedule import resolve_data_degree
-            from pipeloom.train.config.validate import validate
-
-            size, leads = member.world_size if member else None, member is None or member.rank == 0
-            given = parse(argv)
-            if given.elastic and member is not None:
-                config, member = _fitted(for_processes(given, size), member)
-            else:
-                config = for_processes(resolve_data_degree(given, size), size)
-            for line in validate(without_plan(config), world_size=size, leads=leads):
-                if leads:
-                    print(line, flush=True)
-        if member is None and not config.local:
+        with launcher.told_start(member):
+            config, member = _configured(argv, member)
+            launches = member is None and not config.local
+            if not launches:
+                from pipeloom.train.loop import train
+        if launches:
             return _launch(config, argv)
-        from pipeloom.train.loop import train
-
         with without_empty_cache():
             code = PREEMPTED if train(config, member) else 0
         if member is not None:
             launcher.leave(code)
     return code
+
+
+def _configured(
+    argv: Sequence[str], member: launcher.Membership | None
+) -> tuple[TrainConfig, launcher.Membership | None]:
+    """The configuration of this process, which is valid, and its membership."""
+    if member is not None and member.launched:
+        config = TrainConfig.from_json(os.environ[_VALIDATED])
+        return config, replace(member, configured=os.environ.get(CONFIGURED))
+    from pipeloom.train.config.automatic import for_processes, without_plan
+    from pipeloom.train.config.schedule import resolve_data_degree
+    from pipeloom.train.config.validate import validate
+
+    size, leads = member.world_size if member else None, member is None or member.rank == 0
+    given = parse(argv)
+    if given.elastic and member is not None:
+        config, member = _fitted(for_processes(given, size), member)
+    else:
+        config = for_processes(resolve_data_degree(given, size), size)
+    for line in validate(without_plan(config), world_size=size, leads=leads):
+        if leads:
+            print(line, flush=True)
+    return config, member
 
 
 def _serve() -> None:

@@ -10,9 +10,11 @@ The launcher does not import torch: it starts in a tenth of a second and takes l
 """
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,10 +32,12 @@ from pipeloom.processes.launching.fork_server import SERVER as SERVER
 from pipeloom.processes.launching.fork_server import fork_for_ranks as fork_for_ranks
 from pipeloom.processes.launching.ranks import LAUNCHED as LAUNCHED
 from pipeloom.processes.launching.ranks import LIFELINE, Rank, RankStarter, anonymous_file
+from pipeloom.processes.network.patience import telling
 from pipeloom.processes.preemption import PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline
 from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tethers
 
+STACKS = signal.SIGUSR2  # to a rank: it prints the Python stacks of its threads
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
 PARENT = "_PIPELOOM_PARENT"  # variable: process id of the parent, with which this process ends
 _POLL_SECONDS = 0.02
@@ -140,6 +144,28 @@ def last_words(member: Membership | None) -> Iterator[None]:
         leave(PEER_LOST if lost else 2 if isinstance(error, InputError) else 1)
 
 
+@contextmanager
+def told_start(member: Membership | None) -> Iterator[None]:
+    """Around what a rank does before it meets the others: lines say where it is, ever more rarely.
+
+    From here on, `STACKS` to the rank prints the Python stacks of its threads, also where a C call hangs.
+    """
+    if member is None:
+        yield
+        return
+    faulthandler.register(STACKS, file=2)
+    main = threading.main_thread().ident or 0
+
+    def where() -> str:
+        frame = sys._current_frames()[main]
+        while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen"):  # of an import
+            frame = frame.f_back
+        return f"rank {member.rank} still starts: {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+    with telling(where):
+        yield
+
+
 def _is_of_another(error: BaseException | None, rank: int) -> bool:
     """Whether another rank failed in what ranks do together, such as a save, and its error was raised here too."""
     while error is not None:
@@ -213,8 +239,9 @@ def launch(
             starter = RankStarter(names, arguments, environment or {}, meeting, tethers, elastic, forks)
             stack.callback(starter.end_server)
             starter.prepare()
-            while starter.prepares and not signals:
-                time.sleep(_POLL_SECONDS)
+            with telling(lambda: "the process that imports torch for all ranks is not ready yet"):
+                while starter.prepares and not signals:
+                    time.sleep(_POLL_SECONDS)
             for rank in range(len(names)):
                 if not signals:
                     ranks.append(starter.start(rank, 0))

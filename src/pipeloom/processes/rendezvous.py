@@ -8,18 +8,22 @@ every host counts for itself. So rank 0 draws a new number, and sends it to each
       │ generation += 1                                     │ asked/2 += 1, now 5
       │ answer/2/4 = generation   (of a dead rank 2)        │ waits for answer/2/5
       │ answer/2/5 = generation ───────────────────────────▶│
-      │ waits for taken/generation/2 ◀──────────────────────│ has the generation
+      │ waits for generation/here/2 ◀───────────────────────│ has the generation
+
+A start that takes too long ends with one line, which names the rank that has not come.
 """
 
 import gc
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -27,10 +31,11 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipeloom.errors import PeerLost
+from pipeloom.errors import PeerLost, unwrapped
+from pipeloom.processes.arrivals import Arrivals, Missing
 from pipeloom.processes.cluster_environment import with_rank
-from pipeloom.processes.collectives import noticing_lost_peers
-from pipeloom.processes.launcher import Membership
+from pipeloom.processes.collectives import is_lost_peer, noticing_lost_peers
+from pipeloom.processes.launcher import HUNG, STACKS, Membership
 from pipeloom.processes.network.interfaces import LOOPBACK, VARIABLE, route_to, set_interface
 from pipeloom.processes.network.patience import state_of, telling
 from pipeloom.processes.network.sockets import open_sockets
@@ -38,40 +43,108 @@ from pipeloom.processes.watchdog import BACKGROUND_THREAD
 
 _POLL_SECONDS = 0.01  # of rank 0, while other ranks start
 _LEAVING_SECONDS = 5.0  # for threads that waited for a lost process
-_STARTING_SECONDS = 1800.0  # until all ranks have started
+STARTING_SECONDS = 1800.0  # until all ranks have started
+_BEYOND_SECONDS = 5.0  # after which a start ends that is blocked, in a call that does not know its limit
+_STACK_SECONDS = 1.0  # for the stack of another rank
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # variable: torchrun has the store
 _LISTEN = "0A"  # state of a socket in /proc/net/tcp
 
 
-def join(member: Membership, backend: str) -> None:
+def join(member: Membership, backend: str, limit_seconds: float = STARTING_SECONDS) -> None:
     """Make the default process group of `member`'s run. Every process of the run calls it.
+
+    Args:
+        member: of the run.
+        backend: of torch.distributed.
+        limit_seconds: until all ranks have come. Then this process ends with a line about the first that has not.
 
     Raises:
         PeerLost: a process timed out.
     """
-    rank, size = member.rank, member.world_size
+    rank, size, began = member.rank, member.world_size, time.monotonic()
+
+    def ends(missing: Missing | None, otherwise: str) -> NoReturn:
+        if missing is None:
+            _end(member, f"rank {rank} did not start within {limit_seconds:g} s: {otherwise} Start the run again.")
+        _end(member, _late(missing, limit_seconds))
+
     if member.launched:  # the launcher made the meeting place for this run
-        dist.init_process_group(backend, init_method=member.meeting, rank=rank, world_size=size)
-        return
-    host, port = _meeting_place(member.meeting)
-    with telling(
-        lambda: (
-            f"rank {rank} still waits for {host}, port {port}, where the ranks meet: {state_of(host, port)}. The "
-            "place is MASTER_ADDR and MASTER_PORT."
+        store, _, _ = next(rendezvous(member.meeting, rank, size))
+        store.set_timeout(timedelta(seconds=_torch_seconds(limit_seconds)))
+        store = PrefixStore("pipeloom", store)
+        arrivals = Arrivals(store, rank, size, size)
+        arrivals.note()
+    else:
+        host, port = _meeting_place(member.meeting)
+        place = f"{host}, port {port}"
+        with telling(
+            lambda: (
+                f"rank {rank} still waits for {place}, where the ranks meet: {state_of(host, port)}. The place is "
+                "MASTER_ADDR and MASTER_PORT."
+            ),
+            limit_seconds=limit_seconds,
+            at_limit=lambda: ends(None, f"{place}, where the ranks meet: {state_of(host, port)}."),
+        ):
+            store = _store(member, host, port, limit_seconds)
+        silent = f"the store at {place} does not answer: its process is stopped, or the network is cut."
+        store = fresh_part(store, rank, size, limit_seconds, member.local_size, lambda: ends(None, silent))
+        arrivals = Arrivals(store, rank, size, member.local_size)
+
+    def connects() -> str:
+        if (missing := arrivals.first_missing()) is not None:
+            return f"rank {rank} still waits for {missing.name} to start{missing.state}"
+        interface = os.environ.get(VARIABLE, "of gloo")
+        return (
+            f"rank {rank} still connects to the other ranks, by interface {interface}. Look whether a firewall is "
+            f"between the hosts; {VARIABLE} sets another interface."
         )
+
+    with (
+        noticing_lost_peers(f"rank {rank} could not connect to the other ranks"),
+        telling(
+            connects,
+            limit_seconds=limit_seconds - (time.monotonic() - began),
+            at_limit=lambda: ends(arrivals.first_missing(), f"after all ranks had come, {connects()}"),
+        ),
     ):
-        store = own_store(member, host, port) if rank == 0 and _AGENT not in os.environ else None
-        if store is None:
-            store, _, _ = next(rendezvous(member.meeting, rank, size))
-    store = fresh_part(store, rank, size)
-    set_interface(store, rank, size, member.local_size, host)
-    with telling(
-        lambda: (
-            f"rank {rank} still connects to the other ranks, by interface {os.environ.get(VARIABLE, 'of gloo')}. "
-            f"Look whether a firewall is between the hosts; {VARIABLE} sets another interface."
-        )
-    ):
+        if not member.launched:
+            set_interface(store, rank, size, member.local_size, host)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def _store(member: Membership, host: str, port: int, limit_seconds: float) -> Store:
+    """The store at the meeting place. Raises PeerLost where it cannot be reached."""
+    rank, seconds = member.rank, _torch_seconds(limit_seconds)
+    store = own_store(member, host, port, seconds) if rank == 0 and _AGENT not in os.environ else None
+    if store is not None:
+        return store
+    with noticing_lost_peers(f"rank {rank} could not reach {host}, port {port}, where the ranks meet"):
+        store, _, _ = next(rendezvous(member.meeting, rank, member.world_size, timeout=timedelta(seconds=seconds)))
+    return store
+
+
+def _torch_seconds(limit_seconds: float) -> float:
+    """A time limit of torch for a store, which is not to end the start before this process does."""
+    return max(STARTING_SECONDS, limit_seconds) + 10 * _BEYOND_SECONDS
+
+
+def _late(missing: Missing, seconds: float) -> str:
+    """What ends a start; a rank of this host prints its stack before."""
+    if missing.process is not None:
+        with suppress(ProcessLookupError):
+            os.kill(missing.process, STACKS)
+            time.sleep(_STACK_SECONDS)
+    return f"{missing.name} did not start within {seconds:g} s{missing.state}. {missing.fix}"
+
+
+def _end(member: Membership, text: str) -> NoReturn:
+    """End this process, whose main thread is blocked."""
+    if member.launched:  # the launcher prints the line, and ends all ranks
+        member.black_box.last_words = text
+        os._exit(HUNG)
+    sys.stderr.write(f"pipeloom: error: {unwrapped(text)}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 @contextmanager
@@ -90,7 +163,7 @@ def leaving_store(member: Membership | None) -> Iterator[None]:
         raise
 
 
-def own_store(member: Membership, host: str, port: int) -> Store | None:
+def own_store(member: Membership, host: str, port: int, seconds: float = STARTING_SECONDS) -> Store | None:
     """Rank 0's store, which listens at the address of `host` alone; None: other hosts may reach it by another address.
 
     A store of torch listens on all interfaces, without a password.
@@ -104,7 +177,7 @@ def own_store(member: Membership, host: str, port: int) -> Store | None:
             port,
             member.world_size,
             is_master=True,
-            timeout=timedelta(seconds=_STARTING_SECONDS),
+            timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
             master_listen_fd=server.detach(),
         )
@@ -159,36 +232,64 @@ def leave(others: Collection[str]) -> None:
     gc.collect()
 
 
-def fresh_part(store: Store, rank: int, size: int, timeout_seconds: float = _STARTING_SECONDS) -> Store:
+def fresh_part(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout_seconds: float = STARTING_SECONDS,
+    local_size: int = 1,
+    blocked: Callable[[], object] = lambda: None,
+) -> Store:
     """A part of `store`, the same for the `size` processes that call it, which no earlier process has used.
+
+    Args:
+        store: where the processes meet.
+        rank, size: of this process, and number of processes.
+        timeout_seconds: until all have come.
+        local_size: number of processes per host.
+        blocked: called in a thread some seconds after the timeout, where the store does not answer.
 
     Raises:
         PeerLost: a process timed out.
     """
-    lost = f"rank {rank} waited {timeout_seconds:g} s for the other ranks to start"
-    with noticing_lost_peers(lost):
+    part, awaited, deadline = store, 0 if rank else 1, time.monotonic() + timeout_seconds
+
+    def missing() -> Missing:
+        return Arrivals(part, rank, size, local_size).described(awaited)
+
+    with (
+        noticing_lost_peers(f"rank {rank} lost the store where the ranks meet"),
+        telling(
+            lambda: f"rank {rank} still waits for {(late := missing()).name} to start{late.state}",
+            limit_seconds=timeout_seconds + _BEYOND_SECONDS,
+            at_limit=blocked,
+        ),
+    ):
         if rank == 0:
             generation = store.add("pipeloom/generation", 1)
-            deadline, other = time.monotonic() + timeout_seconds, 1
-            with telling(lambda: f"rank 0 still waits for rank {other} to start"):
-                while other < size:
-                    if store.check([f"pipeloom/taken/{generation}/{other}"]):
-                        other += 1
-                        continue
-                    if time.monotonic() > deadline:
-                        raise PeerLost(
-                            f"{lost}: rank {other} did not start. Start one process per rank, and look for an error of "
-                            f"rank {other}."
-                        )
-                    asked = store.add(f"pipeloom/asked/{other}", 0)
-                    store.set(f"pipeloom/answer/{other}/{asked}", str(generation))
-                    time.sleep(_POLL_SECONDS)
+            part = PrefixStore(f"pipeloom/{generation}", store)
+            arrivals = Arrivals(part, rank, size, local_size)
+            arrivals.note()
+            while awaited < size:
+                if arrivals.has_come(awaited):
+                    awaited += 1
+                    continue
+                if time.monotonic() > deadline:
+                    raise PeerLost(_late(arrivals.described(awaited), timeout_seconds))
+                asked = store.add(f"pipeloom/asked/{awaited}", 0)
+                store.set(f"pipeloom/answer/{awaited}/{asked}", str(generation))
+                time.sleep(_POLL_SECONDS)
         else:
             answer = f"pipeloom/answer/{rank}/{store.add(f'pipeloom/asked/{rank}', 1)}"
-            store.wait([answer], timedelta(seconds=timeout_seconds))
-            generation = int(store.get(answer))
-            store.set(f"pipeloom/taken/{generation}/{rank}", "")
-    return PrefixStore(f"pipeloom/{generation}", store)
+            try:
+                store.wait([answer], timedelta(seconds=timeout_seconds))
+            except RuntimeError as error:
+                if time.monotonic() < deadline or not is_lost_peer(error):
+                    raise
+                raise PeerLost(_late(missing(), timeout_seconds)) from error
+            part = PrefixStore(f"pipeloom/{int(store.get(answer))}", store)
+            Arrivals(part, rank, size, local_size).note()
+    return part
 
 
 def open_store(environment: Mapping[str, str]) -> str | None:

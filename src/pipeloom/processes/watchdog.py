@@ -144,7 +144,7 @@ class Watchdog:
         first = self._always and self.black_box.steps < _FIRST_STEPS
         if not (self.black_box.patient or first):
             return limit
-        return max(_PATIENT_DEFAULT_SECONDS if self._seconds is None else _PATIENT_SECONDS, _PATIENCE * limit)
+        return patient_seconds(self._seconds, limit)
 
     @property
     def _look_seconds(self) -> float:
@@ -288,6 +288,17 @@ class Watchdog:
     def _say(self, text: str) -> None:
         with suppress(OSError):  # whoever read it has ended
             os.write(2, f"pipeloom: {text}\n".encode())  # the stuck thread may hold the lock of sys.stderr
+
+
+def patient_seconds(seconds: float | None, limit_seconds: float = 0.0) -> float:
+    """How long a phase that is no step may make no progress, where a step may for `limit_seconds`.
+
+    Args:
+        seconds: the limit that was given; None: none was.
+        limit_seconds: at least the given one.
+    """
+    least = _PATIENT_DEFAULT_SECONDS if seconds is None else _PATIENT_SECONDS
+    return max(least, _PATIENCE * max(limit_seconds, seconds or 0.0))
 
 
 def _backends() -> str:

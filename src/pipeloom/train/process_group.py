@@ -16,7 +16,7 @@ from pipeloom.processes.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.processes.exchange import Exchange
 from pipeloom.processes.launcher import Membership
 from pipeloom.processes.preemption import Preemption
-from pipeloom.processes.watchdog import Watchdog
+from pipeloom.processes.watchdog import Watchdog, patient_seconds
 from pipeloom.train.config.schedule import process_names
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.training.stream.stream_stop import StreamStop
@@ -124,7 +124,8 @@ def join(member: Membership | None, config: TrainConfig, preemption: Preemption 
         return
     # NCCL needs a GPU per process. Without it, what replicas exchange passes through the CPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and sharing == 1 else "gloo"
-    rendezvous.join(member, backend)
+    limit = patient_seconds(config.watchdog_seconds) if config.watchdog else rendezvous.STARTING_SECONDS
+    rendezvous.join(member, backend, limit)
     group = Group(member.rank, member.world_size, device, None, preemption, member.black_box, sharing)
     with _watched(config, member.black_box, member):
         yield group if config.measures_plan else with_layout(group, config)

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -55,11 +56,14 @@ class ForkServer:
     Args:
         process: of the server, which calls `fork_for_ranks`.
         line: the launcher's end of its line.
+
+    Attributes:
+        began: when it was started (time.monotonic, seconds).
     """
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
         self._process, self._line = process, line
-        self._ready = False
+        self.began, self._ready = time.monotonic(), False
 
     @property
     def runs(self) -> bool:
@@ -130,7 +134,9 @@ def fork_for_ranks(line: int) -> dict[str, str] | None:
             own, other = socket.socketpair()
             with own, other:
                 first = os.fork()
-                if not first and not _orphan(other):
+                if not first:
+                    own.close()  # else the next process would not notice the end of the server
+                    _orphan(other)
                     place = {name: text.format(*descriptors) for name, text in json.loads(data).items()}
                     return {**place, FORKED_BY: server}
                 other.close()
@@ -143,8 +149,8 @@ def fork_for_ranks(line: int) -> dict[str, str] | None:
                 os.close(descriptor)
 
 
-def _orphan(line: socket.socket) -> bool:
-    """Fork once more, send the number of that process and end; there, wait until it is an orphan, and return False."""
+def _orphan(line: socket.socket) -> None:
+    """Fork once more, send the number of that process and end; there, wait until it is an orphan, and return."""
     process = os.fork()
     if process:
         os.setpgid(process, process)  # only the launcher receives Ctrl-C from the terminal, and ends the ranks
@@ -152,4 +158,3 @@ def _orphan(line: socket.socket) -> bool:
         os._exit(0)
     if line.recv(_MESSAGE_BYTES) != _GO:  # the server was killed
         os._exit(1)
-    return False

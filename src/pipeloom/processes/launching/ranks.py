@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pipeloom.processes.recovery.recoveries import Tethers
 
 LAUNCHED = "_PIPELOOM_LAUNCHED"  # variable: launcher's process id, descriptors of the meeting place and the black box
 LIFELINE = "_PIPELOOM_LIFELINE"  # variable: the rank's `Lifeline`, in a run that recovers from the loss of ranks
+_SERVER_SECONDS = 300.0  # until a fork server has imported everything
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +60,18 @@ class RankStarter:
 
     @property
     def prepares(self) -> bool:
-        """Whether the fork server still imports."""
-        return self._server is not None and self._server.runs and not self._server.ready
+        """Whether the fork server still imports; one that does not become ready is ended."""
+        if self._server is None or self._server.ready or not self._server.runs:
+            return False
+        if time.monotonic() < self._server.began + _SERVER_SECONDS:
+            return True
+        self.end_server()
+        sys.stderr.write(
+            f"pipeloom: warning: the process that imports torch for all ranks was not ready after {_SERVER_SECONDS:g} "
+            "s; each rank imports it by itself\n"
+        )
+        sys.stderr.flush()
+        return False
 
     def prepare(self) -> None:
         """Start the fork server, if there is none."""

@@ -1,8 +1,10 @@
-"""What a process waits for while others start: a line after a while, and then ever more rarely."""
+"""What a process waits for while others start, in lines that come ever more rarely; and how long it may wait."""
 
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -11,16 +13,33 @@ _PROBE_SECONDS = 3.0
 
 
 @contextmanager
-def telling(what: Callable[[], str], first_seconds: float = FIRST_SECONDS) -> Iterator[None]:
-    """Print ``what`` this process waits for, with how long, while the block takes time."""
+def telling(
+    what: Callable[[], str],
+    first_seconds: float = FIRST_SECONDS,
+    *,
+    limit_seconds: float = math.inf,
+    at_limit: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Print ``what`` this process waits for, with how long, while the block takes time.
+
+    Args:
+        what: words behind ``after 30 s``.
+        first_seconds: until the first line.
+        limit_seconds: after which `at_limit` is called once, in a thread: the block may be in a call that blocks.
+    """
     over = threading.Event()
 
     def tell() -> None:
-        waited = first_seconds
-        while not over.wait(waited if waited == first_seconds else waited / 2):
+        began, due = time.monotonic(), first_seconds
+        while True:
+            if over.wait(max(0.0, began + min(due, limit_seconds) - time.monotonic())):
+                return
+            if due >= limit_seconds:
+                at_limit()
+                return
             with suppress(OSError):
-                os.write(2, f"pipeloom: after {waited:g} s {what()}\n".encode())
-            waited *= 2
+                os.write(2, f"pipeloom: after {due:g} s {what()}\n".encode())
+            due *= 2
 
     thread = threading.Thread(target=tell, name="pipeloom-patience", daemon=True)
     thread.start()
@@ -34,7 +53,7 @@ def state_of(host: str, port: int) -> str:
     """What this process finds at a port of a host, in words."""
     try:
         with socket.create_connection((host, port), _PROBE_SECONDS):
-            return "it answers, but not all other ranks have come"
+            return "it answers, but not all other ranks have come, or its process is stopped"
     except socket.gaierror:
         return f"{socket.gethostname()} does not know this name"
     except ConnectionRefusedError:

@@ -21,6 +21,7 @@ from pipeloom.processes.recovery import keeper_process
 from pipeloom.processes.recovery.lifeline import Memories
 
 _START_SECONDS = 30.0
+_ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.005
 _MESSAGE_BYTES = 1 << 16
 
@@ -48,8 +49,8 @@ class Keeper:
             while self._asked(keeper_process.LIST) is None:
                 if time.monotonic() > deadline:
                     raise RunError(
-                        f"--recover: the process that keeps copies did not start within {_START_SECONDS:g} s. Remove "
-                        "--recover."
+                        f"--recover: the process that keeps copies did not answer within {_START_SECONDS:g} s. Start "
+                        "the run again, or remove --recover."
                     )
                 time.sleep(_POLL_SECONDS)
 
@@ -57,7 +58,7 @@ class Keeper:
         """The memory of this name, which is made if there is none."""
         found = self._asked(name)
         if found is None:
-            raise RunError("--recover: the process that keeps copies has ended. Start the run again.")
+            raise RunError("--recover: the process that keeps copies has ended, or is stopped. Start the run again.")
         *copies, notes = found[1]
         return Memories(tuple(copies), notes)
 
@@ -71,6 +72,7 @@ class Keeper:
         """The keeper's answer, a text and descriptors; None: there is no keeper."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
             try:
+                end.settimeout(_ANSWER_SECONDS)
                 end.connect(f"\0{self._name}")
                 if not keeper_process.peer_is_own(end):
                     return None
