@@ -117,10 +117,15 @@ def _serve() -> None:
     import torch
 
     import pipeloom.train.loop
+    from pipeloom.train.machine.without_dynamo import without_dynamo
 
-    if TrainConfig.from_json(os.environ[_VALIDATED]).model.pretrained is not None:
+    config = TrainConfig.from_json(os.environ[_VALIDATED])
+    if config.model.pretrained is not None:
         import pipeloom.train.fine_tuning.model  # noqa: F401
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
+    if config.compile:
+        torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
+    else:
+        without_dynamo()
     place = launcher.fork_for_ranks(int(os.environ.pop(launcher.SERVER)))
     if place is None:
         launcher.leave(0)

@@ -80,10 +80,12 @@ class Rotary(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.shape = (config.sequence_length, config.head_width)
-        for name, table in zip(("cos", "sin"), self._tables(None), strict=True):
-            self.register_buffer(name, table, persistent=False)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(self.shape[0], 3, 1, self.shape[1]), persistent=False)
+        if not self.cos.is_meta:
+            self.reset_buffers()
 
-    def _tables(self, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         length, width = self.shape
         half = torch.arange(width // 2, dtype=torch.float64, device=device)
         angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), 10000.0 ** (-2.0 * half / width))

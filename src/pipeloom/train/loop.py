@@ -25,6 +25,7 @@ from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.data.samples import Samples
 from pipeloom.train.elastic.entry import entry_of
 from pipeloom.train.fine_tuning.packing import check_packing
+from pipeloom.train.machine.without_dynamo import without_dynamo
 from pipeloom.train.output.display import Display, display
 from pipeloom.train.output.rewinds import rewind
 from pipeloom.train.process_group import Group, join, with_layout
@@ -57,6 +58,8 @@ def train(config: TrainConfig, member: Membership | None) -> bool:
     Raises:
         RunError: a loss or gradient that is not finite, a lost rank, a model that raises.
     """
+    if not config.compile:
+        without_dynamo()
     seconds = allowed_seconds(config.preempt_seconds, os.environ)
     rank, black_box = (member.rank, member.black_box) if member else (None, None)
     with Preemption(seconds, rank, black_box) as preemption:
