@@ -32,10 +32,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pipeloom.errors import PeerLost, unwrapped
-from pipeloom.processes.arrivals import Arrivals, Missing
 from pipeloom.processes.cluster_environment import with_rank
 from pipeloom.processes.collectives import is_lost_peer, noticing_lost_peers
 from pipeloom.processes.launcher import HUNG, STACKS, Membership
+from pipeloom.processes.network.arrivals import Arrivals, Missing
 from pipeloom.processes.network.interfaces import LOOPBACK, VARIABLE, route_to, set_interface
 from pipeloom.processes.network.patience import state_of, telling
 from pipeloom.processes.network.sockets import open_sockets
@@ -119,8 +119,9 @@ def _store(member: Membership, host: str, port: int, limit_seconds: float) -> St
     if store is not None:
         return store
     with noticing_lost_peers(f"rank {rank} could not reach {host}, port {port}, where the ranks meet"):
-        store, _, _ = next(rendezvous(member.meeting, rank, member.world_size, timeout=timedelta(seconds=seconds)))
-    return store
+        found = next(rendezvous(member.meeting, rank, member.world_size, timeout=timedelta(seconds=seconds)))
+    met: Store = found[0]
+    return met
 
 
 def _torch_seconds(limit_seconds: float) -> float:
