@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeloom.errors import InputError
 from pipeloom.slicing.context import hashed
@@ -60,14 +60,14 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 if id(parameter) not in new:
-                    made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                    made = nn.Parameter(_empty_like(parameter, device), parameter.requires_grad)
                     vars(made).update(vars(parameter))
                     new[id(parameter)] = made
                 part._parameters[name] = new[id(parameter)]
         lost = [name for name, buffer in part._buffers.items() if buffer is not None and buffer.is_meta]
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                part._buffers[name] = _empty_like(buffer, device) if buffer.is_meta else buffer.to(device)
         if lost:
             reset: Any = getattr(part, "reset_buffers", None) or getattr(part, "reset_running_stats", None)
             if reset is None and _initialized_by_model(module, path, lost):
@@ -84,6 +84,13 @@ def materialize(module: nn.Module, seed: int, device: torch.device | str = "cpu"
                 )
             reset()
     init_parameters(module, seed=seed)
+
+
+def _empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """As `torch.empty_like`, which loads sympy for a tensor on the meta device."""
+    if tensor.is_meta and tensor.is_contiguous():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_like(tensor, device=device)
 
 
 def _initialized_by_model(module: nn.Module, path: str, lost: list[str]) -> bool:
