@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ Record = tuple[Action, float, float]
 
 
 class Pipeloom:
-    """`pipeloom.Pipeline` with a schedule, or the one of this name; "auto": a plan from measured layers."""
+    """`pipeloom.Pipeline` with a schedule, or the one of this name; "auto": the fastest plan of those predicted."""
 
     def __init__(
         self,
@@ -78,27 +77,30 @@ class Pipeloom:
 
 
 def planned(workload: Workload, num_ranks: int) -> Any:
-    """The plan of `pipeloom.plan` for a pipeline of these ranks, from layers that rank 0 measures."""
+    """The fastest plan for a pipeline of these ranks, from layers that rank 0 measures and then by steps of all."""
     import pipeloom as pl
-    from pipeloom.processes.collectives import all_gather_bytes
 
-    found = b""
+    found, batch = [], workload.batch()
     if dist.get_rank() == 0:
-        inputs, targets = workload.batch()
-        size = len(inputs) // workload.num_microbatches
-        plan = pl.plan(
+        size = len(batch[0]) // workload.num_microbatches
+        found = pl.plans(
             workload.model(),
-            (inputs[:size], targets[:size]),
+            tuple(each[:size] for each in batch),
             cluster="local",
             devices=num_ranks,
-            global_batch_size=len(inputs),
+            global_batch_size=len(batch[0]),
             loss_fn=workload.loss,
             fix={"pipeline": num_ranks, "microbatches": workload.num_microbatches},
             forbid="recompute,offload",
         )
+    plan = pl.fastest_plan(
+        found,
+        lambda plan: pl.Pipeline(workload.model(), plan, loss_fn=workload.loss),
+        lambda pipe: pipe.step(*batch),
+    )
+    if dist.get_rank() == 0:
         print(f"plan: {'; '.join(plan.why)} {plan.make_schedule()}", flush=True)
-        found = json.dumps(plan.to_json()).encode()
-    return pl.Plan.from_json(json.loads(all_gather_bytes(found)[0]))
+    return plan
 
 
 @dataclass(frozen=True, kw_only=True)

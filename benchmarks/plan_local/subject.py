@@ -66,14 +66,15 @@ class Trainer:
         return {"steps": found, **use.end()}
 
     def memory(self, name: str) -> int:
-        """Most bytes at once: parameters and optimizer states, and what a step allocates."""
+        """Most bytes at once: parameters, optimizer states, messages to replicas, and what a step allocates."""
         run = self._made[name]
+        assert self._mesh is not None
         run.step()  # which makes the optimizer's states
         held = run.pipeline.memory.held_bytes()
         states = (value for state in run.optimizer.state.values() for value in state.values())
         always = held.parameters + held.masters + sum(value.nbytes for value in states if value.dim())
         gc.collect()
-        return always + peak_of(run.step)
+        return always + peak_of(run.step) + self._mesh.message_bytes
 
     def close_all(self) -> None:
         """End all pipelines and their mesh."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from pipeloom.pipe import Pipe
     from pipeloom.plan.module_plan import plan_module as plan
+    from pipeloom.plan.module_plan import plans
     from pipeloom.plan.plan import Plan
     from pipeloom.pretrained import from_pretrained
     from pipeloom.sim import Costs, Network, Timeline, simulate
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         Update,
         Watchdog,
         clip_grad_norm,
+        fastest_plan,
     )
 
 # Module -> its public names, all loaded at first use, so that a command is soon where it can answer an interrupt.
@@ -55,12 +57,14 @@ _LAZY = {
     ),
     "pipeloom.models": "mean_over_labels",
     "pipeloom.pipe": "Pipe",
+    "pipeloom.plan.module_plan": "plans",
     "pipeloom.plan.plan": "Plan",
     "pipeloom.pretrained": "from_pretrained",
     "pipeloom.sim": "Costs Network Timeline simulate",
     "pipeloom.split": "register_layout",
     "pipeloom.training": (
-        "BarrierStep Lion LossScaler Muon Pipeline PostValidatedStep Stream StreamUpdate Update Watchdog clip_grad_norm"
+        "BarrierStep Lion LossScaler Muon Pipeline PostValidatedStep Stream StreamUpdate Update Watchdog "
+        "clip_grad_norm fastest_plan"
     ),
 }
 
@@ -98,6 +102,7 @@ __all__ = [
     "auxiliary_losses",
     "check",
     "clip_grad_norm",
+    "fastest_plan",
     "from_pretrained",
     "ir",
     "mean_over_labels",
@@ -106,6 +111,7 @@ __all__ = [
     "parallelize",
     "passes",
     "plan",
+    "plans",
     "register_layout",
     "run_threads",
     "schedules",

@@ -45,6 +45,15 @@ def test_a_plan_of_any_module_runs_as_it_says():
     assert float(pipe.step(inputs, targets)) == pytest.approx(expected, rel=1e-6)
 
 
+def test_several_plans_are_found_best_first():
+    options = {"cluster": "dgx-a100-80", "devices": 2, "global_batch_size": 16, "num_rounds": 1}
+    found = pl.plans(layers(), EXAMPLE, loss_fn=loss_fn, fix="pipeline=2,data=1", top=3, **options)
+    assert len({(plan.schedule, plan.virtual_stages, plan.microbatches) for plan in found}) == 3
+    assert sorted(found, key=lambda plan: plan.predicted_step_seconds) == found
+    with pytest.raises(InputError, match=r"top=0: must be at least 1\."):
+        pl.plans(layers(), EXAMPLE, loss_fn=loss_fn, top=0, **options)
+
+
 class Residual(nn.Module):
     """A model whose order of layers only its forward knows."""
 

@@ -164,6 +164,11 @@ class Mesh:
             self._channels[lane] = SharedChannels(local, line, line.index(self.rank), lane) if reached else None
         return self._channels[lane]
 
+    @property
+    def message_bytes(self) -> int:
+        """Shared memory that this process keeps for messages to replicas on its host."""
+        return sum(channels.num_bytes for channels in self._channels.values() if channels is not None)
+
     def divide(self, **parts: int) -> None:
         """Arrange the processes of axis tp in a grid, whose axes `axis` and `place` then know. Every process calls it.
 

@@ -15,11 +15,12 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.named_clusters import find_cluster
+from pipeloom.plan.local.trials import MOST_PLANS
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.profiled_costs import WHOLE, ProfiledCosts, Unit, UnitRow, check_whole, together
 from pipeloom.plan.search.answer import plan_of, predicted, why_not
-from pipeloom.plan.search.best_first import find_plans
+from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.request import (
     MOST_DEVICES,
     MOST_SAMPLES,
@@ -31,6 +32,7 @@ from pipeloom.plan.search.request import (
     parse_fixed,
     parse_forbidden,
 )
+from pipeloom.plan.search.simulated import Simulated
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -90,13 +92,58 @@ def plan_module(
 
     Source: the profile of layers is PipeDream's (arXiv:1806.03377, section 3.1).
     """
+    return plans(
+        model,
+        example,
+        cluster=cluster,
+        global_batch_size=global_batch_size,
+        top=1,
+        devices=devices,
+        loss_fn=loss_fn,
+        layers=layers,
+        memory_bytes=memory_bytes,
+        optimizer=optimizer,
+        objective=objective,
+        fix=fix,
+        forbid=forbid,
+        num_rounds=num_rounds,
+    )[0]
+
+
+def plans(
+    model: nn.Module | Sequence[nn.Module],
+    example: Any,
+    *,
+    cluster: str | Cluster,
+    global_batch_size: int,
+    top: int = MOST_PLANS,
+    devices: int | None = None,
+    loss_fn: LossFn | None = None,
+    layers: Sequence[str] | None = None,
+    memory_bytes: float | None = None,
+    optimizer: str = "adamw",
+    objective: Objective = "time",
+    fix: str | Mapping[str, Any] | None = None,
+    forbid: str | Sequence[str] | None = None,
+    num_rounds: int = 5,
+) -> list[Plan]:
+    """The fastest plans of `plan_module`, best first: with other degrees, schedules, chunks or micro-batches each.
+
+    ``pipeloom.plans(...)`` calls this function. `pipeloom.fastest_plan` compares them by steps.
+
+    Args:
+        top: number of plans; there may be fewer.
+
+    The other arguments and errors are those of `plan_module`.
+    """
     fix, forbid = _written(fix, forbid)
     if not isinstance(cluster, str | Cluster):
         raise InputError(f"cluster={folded(cluster)}: must be a name such as 'dgx-h100', or a cluster file.")
     where = find_cluster(cluster, "cluster") if isinstance(cluster, str) else cluster
     count = where.devices_per_node if devices is None else devices
     whole = {"global_batch_size": (global_batch_size, MOST_SAMPLES), "devices": (count, MOST_DEVICES)}
-    _check_arguments({**whole, "num_rounds": (num_rounds, MOST_SAMPLES)}, memory_bytes, optimizer, objective)
+    whole |= {"num_rounds": (num_rounds, MOST_SAMPLES), "top": (top, MOST_SAMPLES)}
+    _check_arguments(whole, memory_bytes, optimizer, objective)
     from pipeloom.split.stages import knows_layers
 
     traced = layers is None and not knows_layers(model)
@@ -112,20 +159,22 @@ def plan_module(
         forbidden=forbidden,
         optimizer=optimizer,
         objective=objective,
-        top=1,
+        top=top,
         ends_alone=False,
         names=PYTHON,
     )
     answer = find_plans(costs, request, accept=lambda found: why_not(costs, found))
-    best = answer.plans[0]
+    return [_plan(costs, each, samples, answer, units if traced else None) for each in answer.plans]
+
+
+def _plan(costs: ProfiledCosts, found: Simulated, samples: int, answer: Answer, traced: Sequence[Unit] | None) -> Plan:
+    """A plan that was found; `traced` are the units of a model that is traced."""
     why = (
-        f"{seconds_text(best.step_seconds)} per step predicted from layers measured with up to {samples} samples; "
+        f"{seconds_text(found.step_seconds)} per step predicted from layers measured with up to {samples} samples; "
         f"{answer.considered:,} configurations considered, {answer.simulated:,} simulated."
     )
-    plan = plan_of(costs, best.of, best.schedule_limit, why=(why,), **predicted(best))
-    if traced:
-        plan = replace(plan, cut=_modules_begun(units, best.of))
-    return plan
+    plan = plan_of(costs, found.of, found.schedule_limit, why=(why,), **predicted(found))
+    return plan if traced is None else replace(plan, cut=_modules_begun(traced, found.of))
 
 
 def _written(fix: str | Mapping[str, Any] | None, forbid: str | Sequence[str] | None) -> tuple[str | None, str | None]:

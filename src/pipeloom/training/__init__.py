@@ -2,6 +2,7 @@
 
 from pipeloom.processes.watchdog import Watchdog
 from pipeloom.training.clipping import clip_by_norms, clip_grad_norm, gradient_norms
+from pipeloom.training.fastest_plan import fastest_plan
 from pipeloom.training.loss_scaler import LossScaler
 from pipeloom.training.nonfinite import NonFiniteSearch
 from pipeloom.training.observations import AuxiliaryValue
@@ -29,5 +30,6 @@ __all__ = [
     "Watchdog",
     "clip_by_norms",
     "clip_grad_norm",
+    "fastest_plan",
     "gradient_norms",
 ]

@@ -85,6 +85,11 @@ class SharedOutgoing(Outgoing):
         elif not self._put(layout, tensors, call, placed, complete):
             self._backlogged.add(self)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the blocks, which are kept for later messages."""
+        return sum(block.capacity for block in self._blocks)
+
     def send_file(self, descriptor: int) -> None:
         """Send a memory file in place of a message; `SharedIncoming.receive_file` takes it."""
         assert self._unsent is None, "messages before it have not been sent"

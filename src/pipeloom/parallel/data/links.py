@@ -183,6 +183,11 @@ class SharedChannels:
             tensor = tensor.detach()
             self._to[peer].send(*flatten(tensor if is_empty else tensor.clone()))
 
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that holds messages of this process, and is kept for later ones."""
+        return sum(end.num_bytes for end in self._to.values() if isinstance(end, SharedOutgoing))
+
     def broadcast_file(self, num_bytes: int, *, is_source: bool) -> int:
         """The descriptor of a memory file that one replica makes for all."""
         while self.waiting:

@@ -3,7 +3,7 @@
 Predictions of plans that are nearly as fast differ by less than their errors, which are some percent. No torch here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipeloom.plan.local.references import lower_quartile
 
@@ -46,6 +46,20 @@ def turn(predicted: Sequence[float], trials: Sequence[Sequence[float]]) -> list[
     if number and spent * (WARM_UP + STEPS) > _MOST_SECONDS:
         return []
     return chosen if len(chosen) > 1 else []
+
+
+def measured(predicted: Sequence[float], run: Callable[[int], Sequence[float]]) -> list[list[float]]:
+    """Seconds of the steps of each plan, turn after turn.
+
+    Args:
+        predicted: seconds per step of each.
+        run: of the number of a plan, the seconds of `STEPS` steps behind `WARM_UP` others.
+    """
+    found: list[list[float]] = [[] for _ in predicted]
+    while numbers := turn(predicted, found):
+        for number in numbers:
+            found[number] += run(number)
+    return found
 
 
 def ranking(trials: Sequence[Sequence[float]]) -> list[int]:

@@ -5,7 +5,7 @@ there all the time. Activations come with F and go with B or W, or are offloaded
 from its first backward to the reduction that covers it, and gathered parameters from UNSHARD to RESHARD. At granularity
 microbatch, units are gathered one ahead and reduced one by one (`pipeloom.ir.unit_actions`).
 
-Not counted: messages in flight, the workspace of single operations, and torch's own memory.
+Not counted: messages between stages, the workspace of single operations, and torch's own memory.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -36,6 +36,7 @@ KINDS = {
     "temporary": "gradients of activations, and tensors that a layer makes and frees",
     "versions": "older weight versions of a stream",
     "buffers": "buffers of the model",
+    "messages": "shared memory for gradients between replicas of a host",
 }
 
 

@@ -39,7 +39,22 @@ class RankUnits:
         kinds = ("parameters", "masters", "optimizer")
         held: dict[str, float] = {kind: sum(getattr(unit, kind) for unit in units) for kind in kinds}
         layers = [layer for stage in self.stages for layer in self._model.stages[stage]]
-        return held | {"buffers": self._formats.compute * sum(layer.buffer_elements for layer in layers)}
+        buffers = self._formats.compute * sum(layer.buffer_elements for layer in layers)
+        return held | {"buffers": buffers, "messages": self._messages()}
+
+    def _messages(self) -> float:
+        """Bytes of shared memory for gradients that a replica sends to others of its host.
+
+        A unit is sent when this replica has the sum of the one before, which the others may still be adding up. The
+        memory of the two is kept for later steps.
+        """
+        data = self._program.data
+        if data is None or self._model.device == "cuda" or not data.strategy.shards_optimizer:
+            return 0.0
+        if data.strategy.has_server:
+            return 0.0
+        pairs = (pair for of in self._of.values() for pair in zip(of.units, of.replicas, strict=True))
+        return sum(sorted(unit.sending * (degree - 1) / degree for unit, degree in pairs)[-2:])
 
     @property
     def num_parameters(self) -> int:

@@ -60,8 +60,7 @@ class StageGradients(NamedTuple):
         shared: by layer, of gradients of parameters that other layers read too: what these layers have computed waits,
             and the sum is made beside its terms.
         fixed: of all gradients during the whole backward, where they are reduced in it; None: see `made`.
-        reducing: by layer, in the last backward: sum and messages of the unit being reduced, less what units before
-            freed.
+        reducing: by layer, in the last backward: the sum of the unit being reduced, less what units before freed.
     """
 
     made: Sequence[float]

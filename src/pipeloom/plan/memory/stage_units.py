@@ -210,18 +210,16 @@ class ModelUnits:
         if data is None or not data.strategy.shards_optimizer or self._fine:
             return [0.0] * num_layers
         sizes = list(zip(found.units, found.replicas, uses, strict=True))
-        by_layer, arriving = [0.0] * num_layers, 0.0
+        by_layer, summed = [0.0] * num_layers, 0.0
         before = freed = 0.0  # by the unit in flight, once it is reduced, and by those before
         for layer in reversed(range(num_layers)):
-            by_layer[layer] = arriving - freed
+            by_layer[layer] = summed - freed
             while sizes and min(min(use.layers) for use in sizes[-1][2]) >= layer:
                 unit, degree, _ = sizes.pop()
                 if degree == 1:
                     continue
                 freed += before
-                # This replica's sum, and on CPUs the messages to the others; NCCL sums as it receives.
-                parts = 1 if self._model.device == "cuda" else degree
-                arriving, before = unit.sending * parts / degree, unit.full_gradients - unit.reduced
+                summed, before = unit.sending / degree, unit.full_gradients - unit.reduced
         return by_layer
 
 

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from pipeloom.plan.local.trials import STEPS, WARM_UP, turn
+from pipeloom.plan.local.trials import STEPS, WARM_UP, measured
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.process_group import Group, with_layout
 from pipeloom.train.run_model import RunModel
@@ -28,17 +28,17 @@ def measure_trials(
     Returns:
         Of each step the seconds of the slowest process, the same on every process.
     """
-    found: list[list[float]] = [[] for _ in configs]
-    while numbers := turn(predicted, found):
-        for number in numbers:
-            config = configs[number]
-            layout = with_layout(group, config)
-            every = group.gather_json(_seconds(RunModel(config, layout, vocabulary_size), config, group))
-            found[number] += map(max, zip(*every, strict=True))
-            if layout.mesh is not None:
-                layout.mesh.close()
-            gc.collect()
-    return found
+
+    def seconds(number: int) -> list[float]:
+        config = configs[number]
+        layout = with_layout(group, config)
+        every = group.gather_json(_seconds(RunModel(config, layout, vocabulary_size), config, group))
+        if layout.mesh is not None:
+            layout.mesh.close()
+        gc.collect()
+        return list(map(max, zip(*every, strict=True)))
+
+    return measured(predicted, seconds)
 
 
 def _seconds(run: RunModel, config: TrainConfig, group: Group) -> list[float]:

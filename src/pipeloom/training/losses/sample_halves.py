@@ -27,9 +27,12 @@ _FEW = 4  # samples of a micro-batch that has no halves of at least two, as a st
 # Bytes of the output of a micro-batch. What a comparison takes is memory that no forecast knows: two micro-batches that
 # are joined, and copies, have to be small; of a large micro-batch, few samples are enough.
 _MOST_BYTES, _FEW_BYTES = 2**26, 2**18
-_GRADIENT_BYTES = 2**22  # of the output of samples whose gradients are compared, which takes several times as much
+# Of the output of samples whose gradients are compared, which takes several times as much: in the first micro-batch,
+# when a new run has neither gradients nor optimizer states yet, and in later ones.
+_FIRST_GRADIENT_BYTES, _GRADIENT_BYTES = 2**22, 2**18
 # Between gradients that are equal: relative to their norm, and in units of the rounding.
 _GRADIENTS_NEAR, _GRADIENTS_EPS = 1e-3, 20
+_PIECES = 8  # in which gradients are compared, as numbers of twice the size
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 Gradients = list[Tensor | None]
@@ -200,7 +203,9 @@ class SampleHalves:
         """
         num_samples, found = _num_samples(targets), list[Gradients]()
         whole = range(halves[0][0], halves[-1][-1] + 1)
-        if _num_bytes(output) * len(whole) > _GRADIENT_BYTES * num_samples:
+        is_first = self._left == _NUM_ASKED - 1
+        most = _FIRST_GRADIENT_BYTES if is_first or self._differed else _GRADIENT_BYTES
+        if _num_bytes(output) * len(whole) > most * num_samples:
             return True
         for samples in (whole, *halves):
             layout, values = flatten(_some(output, samples, num_samples, with_graph=True))
@@ -208,6 +213,7 @@ class SampleHalves:
             with saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
                 given = with_form(unflatten(layout, [each.clone() for each in values]), output)  # it may change them
                 loss = loss_in(self._loss_fn(given, _some(targets, samples, num_samples)))
+            del given
             found.append(gradients_of(loss, [each for each in values if each.dim()]))
         shares = ([number / sum(each) for number in each] for each in weights)
         return any(gradients_combine(found[0], found[1:], each) for each in shares)
@@ -260,14 +266,14 @@ def _rounding(output: Value, loss: Tensor) -> float:
 
 
 def _some(value: Value, samples: Sequence[int], num_samples: int, *, with_graph: bool = False) -> Value:
-    """These samples, one after another, of a value: a copy where they are small."""
+    """These samples, one after another, of a value: a copy where they are small and have no graph."""
     layout, tensors = flatten(value)
     some = []
     for tensor in tensors:
         if type(tensor) not in (Tensor, nn.Parameter) or (tensor.dim() and len(tensor) != num_samples):
             raise CannotAskError(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}")
         part = tensor.detach()[samples[0] : samples[-1] + 1] if tensor.dim() else tensor.detach()
-        part = part.clone() if part.nbytes <= _FEW_BYTES else part
+        part = part.clone() if part.nbytes <= _FEW_BYTES and not with_graph else part
         some.append(part.requires_grad_(with_graph and part.is_floating_point()))
     return with_form(unflatten(layout, some), value)
 
@@ -295,9 +301,13 @@ def gradients_combine(whole: Gradients, parts: Sequence[Gradients], weights: Seq
     for gradient, *of_parts in zip(whole, *parts, strict=True):
         if gradient is None or any(each is None for each in of_parts):
             continue
-        pairs = zip(of_parts, weights, strict=True)
-        combined = torch.cat([each * weight for each, weight in pairs if each is not None])
-        near = max(_GRADIENTS_NEAR, _GRADIENTS_EPS * torch.finfo(gradient.dtype).eps) * float(gradient.double().norm())
-        if bool(gradient.isfinite().all()) and float((combined.double() - gradient.double()).norm()) > near:
+        given = [each for each in of_parts if each is not None]
+        square = differences = 0.0
+        for own, part, weight in zip(gradient.split([len(each) for each in given]), given, weights, strict=True):
+            for some, same in zip(own.chunk(_PIECES), part.chunk(_PIECES), strict=True):
+                square += float(some.double().square().sum())
+                differences += float((same.double() * weight - some).square().sum())
+        near = max(_GRADIENTS_NEAR, _GRADIENTS_EPS * torch.finfo(gradient.dtype).eps)
+        if math.isfinite(square) and differences > near**2 * square:
             return False
     return True

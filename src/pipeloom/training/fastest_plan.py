@@ -1,0 +1,70 @@
+"""`fastest_plan`: the plan whose steps are measured to be the fastest."""
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from pipeloom.errors import InputError
+from pipeloom.plan.local.trials import STEPS, WARM_UP, measured, ranking, tried
+from pipeloom.plan.plan import Plan
+from pipeloom.processes.members import Members, current_members
+
+if TYPE_CHECKING:
+    from pipeloom.training.pipeline import Pipeline
+
+
+def fastest_plan(
+    plans: Sequence[Plan], start: "Callable[[Plan], Pipeline]", step: "Callable[[Pipeline], object]"
+) -> Plan:
+    """Run steps of the plans that are predicted to be nearly as fast as the fastest, and return the fastest of them.
+
+    Predictions of plans that are nearly as fast differ by less than their errors. Plans take turns of 7 steps, for
+    about half a minute. Every process of a run calls this, and gets the same plan.
+
+    Args:
+        plans: those of process 0 count, such as `pipeloom.plans` finds. At most 6 run steps.
+        start: makes the pipeline of a plan; it is closed after each turn. Give each a model of its own.
+        step: runs one step.
+
+    Raises:
+        InputError: process 0 has no plans.
+    """
+    members = current_members()
+    try:
+        if members is not None:
+            texts = members.gather(json.dumps([plan.to_json() for plan in plans]).encode())
+            plans = [Plan.from_json(each) for each in json.loads(texts[0])]
+        if not plans:
+            raise InputError("fastest_plan got no plans. Pass those of pipeloom.plans.")
+        ordered = sorted(plans, key=_predicted)
+        near = ordered[: tried([_predicted(plan) for plan in ordered])]
+        if len(near) == 1:
+            return near[0]
+        found = measured([*map(_predicted, near)], lambda number: _seconds(members, start(near[number]), step))
+        return near[ranking(found)[0]]
+    finally:
+        if members is not None:
+            members.close()
+
+
+def _predicted(plan: Plan) -> float:
+    return plan.predicted_step_seconds or 0.0
+
+
+def _seconds(members: Members | None, pipe: "Pipeline", step: "Callable[[Pipeline], object]") -> list[float]:
+    """Of steps behind those that warm up, those of the slowest process."""
+    found = []
+    with pipe:
+        for _ in range(WARM_UP + STEPS):
+            if members is not None:
+                members.gather(b"")  # a barrier
+            begin = perf_counter()
+            step(pipe)
+            found.append(perf_counter() - begin)
+    gc.collect()
+    if members is None:
+        return found[WARM_UP:]
+    every = [json.loads(each) for each in members.gather(json.dumps(found[WARM_UP:]).encode())]
+    return list(map(max, zip(*every, strict=True)))
