@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from inspect import Signature
     from typing import Any
 
-    from pipeloom.plan.module_plan import plan_module
+    from pipeloom.plan.module_plan import plan_module, plans
     from pipeloom.plan.plan import Plan
 
-__all__ = ["Plan", "plan_module"]
+__all__ = ["Plan", "plan_module", "plans"]
 
 # Module -> its public names, loaded at first use.
-_LAZY = {"pipeloom.plan.module_plan": "plan_module", "pipeloom.plan.plan": "Plan"}
+_LAZY = {"pipeloom.plan.module_plan": "plan_module plans", "pipeloom.plan.plan": "Plan"}
 __getattr__ = lazy_exports(__name__, _LAZY)
 
 
