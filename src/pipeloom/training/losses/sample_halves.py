@@ -27,9 +27,9 @@ _FEW = 4  # samples of a micro-batch that has no halves of at least two, as a st
 # Bytes of the output of a micro-batch. What a comparison takes is memory that no forecast knows: two micro-batches that
 # are joined, and copies, have to be small; of a large micro-batch, few samples are enough.
 _MOST_BYTES, _FEW_BYTES = 2**26, 2**18
-# Of the output of samples whose gradients are compared, which takes several times as much: in the first micro-batch,
-# when a new run has neither gradients nor optimizer states yet, and in later ones.
-_FIRST_GRADIENT_BYTES, _GRADIENT_BYTES = 2**22, 2**18
+# Of the output of samples whose gradients are compared, which takes several times as much: at first, when a new run has
+# no optimizer states yet, and later.
+_FIRST_GRADIENT_BYTES, _GRADIENT_BYTES = 2**22, 2**16
 # Between gradients that are equal: relative to their norm, and in units of the rounding.
 _GRADIENTS_NEAR, _GRADIENTS_EPS = 1e-3, 20
 _PIECES = 8  # in which gradients are compared, as numbers of twice the size
@@ -86,7 +86,7 @@ class SampleHalves:
         self._loss_fn, self._ignored, self._weigh = loss_fn, ignored, weigh
         self._before: tuple[Value, Value, float] | None = None  # a micro-batch of few samples, and its loss
         self._left = _NUM_ASKED
-        self._differed = False  # whether gradients alone differed before
+        self._has_compared, self._differed = False, False  # gradients; whether they alone differed before
 
     @torch.no_grad()
     def ask(self, output: Value, targets: Value, loss: Tensor, *, knows_means: bool) -> str | None:
@@ -203,8 +203,8 @@ class SampleHalves:
         """
         num_samples, found = _num_samples(targets), list[Gradients]()
         whole = range(halves[0][0], halves[-1][-1] + 1)
-        is_first = self._left == _NUM_ASKED - 1
-        most = _FIRST_GRADIENT_BYTES if is_first or self._differed else _GRADIENT_BYTES
+        most = _GRADIENT_BYTES if self._has_compared and not self._differed else _FIRST_GRADIENT_BYTES
+        self._has_compared = True
         if _num_bytes(output) * len(whole) > most * num_samples:
             return True
         for samples in (whole, *halves):
