@@ -49,6 +49,13 @@ def test_processes_that_are_started_again_meet_in_a_part_of_their_own(alive: lis
     assert sorted(attempt(store, [0, 1, 2], 60)) == [1, 2, 3]
 
 
+def test_ranks_after_one_that_does_not_come_get_their_part() -> None:
+    """So they know which rank is missing."""
+    late, came = attempt(dist.HashStore(), [0, 2], 0.5)
+    assert str(late).startswith("rank 1, from whose host no rank has come, did not start within 0.5 s")
+    assert came == 1
+
+
 def test_a_wait_for_others_is_told_ever_more_rarely(capfd: pytest.CaptureFixture[str]) -> None:
     with telling(lambda: "rank 0 still waits", first_seconds=0.01):
         printed = ""

@@ -253,15 +253,15 @@ def fresh_part(
     Raises:
         PeerLost: a process timed out.
     """
-    part, awaited, deadline = store, 0 if rank else 1, time.monotonic() + timeout_seconds
+    part, missing, deadline = store, list(range(1, size)) if rank == 0 else [0], time.monotonic() + timeout_seconds
 
-    def missing() -> Missing:
-        return Arrivals(part, rank, size, local_size).described(awaited)
+    def late() -> Missing:
+        return Arrivals(part, rank, size, local_size).described(missing[0])
 
     with (
         noticing_lost_peers(f"rank {rank} lost the store where the ranks meet"),
         telling(
-            lambda: f"rank {rank} still waits for {(late := missing()).name} to start{late.state}",
+            lambda: f"rank {rank} still waits for {(awaited := late()).name} to start{awaited.state}",
             limit_seconds=timeout_seconds + _BEYOND_SECONDS,
             at_limit=blocked,
         ),
@@ -271,14 +271,13 @@ def fresh_part(
             part = PrefixStore(f"pipeloom/{generation}", store)
             arrivals = Arrivals(part, rank, size, local_size)
             arrivals.note()
-            while awaited < size:
-                if arrivals.has_come(awaited):
-                    awaited += 1
-                    continue
+            while left := [other for other in missing if not arrivals.has_come(other)]:
+                missing = left
                 if time.monotonic() > deadline:
-                    raise PeerLost(_late(arrivals.described(awaited), timeout_seconds))
-                asked = store.add(f"pipeloom/asked/{awaited}", 0)
-                store.set(f"pipeloom/answer/{awaited}/{asked}", str(generation))
+                    raise PeerLost(_late(late(), timeout_seconds))
+                for other in missing:
+                    asked = store.add(f"pipeloom/asked/{other}", 0)
+                    store.set(f"pipeloom/answer/{other}/{asked}", str(generation))
                 time.sleep(_POLL_SECONDS)
         else:
             answer = f"pipeloom/answer/{rank}/{store.add(f'pipeloom/asked/{rank}', 1)}"
@@ -287,7 +286,7 @@ def fresh_part(
             except RuntimeError as error:
                 if time.monotonic() < deadline or not is_lost_peer(error):
                     raise
-                raise PeerLost(_late(missing(), timeout_seconds)) from error
+                raise PeerLost(_late(late(), timeout_seconds)) from error
             part = PrefixStore(f"pipeloom/{int(store.get(answer))}", store)
             Arrivals(part, rank, size, local_size).note()
     return part
