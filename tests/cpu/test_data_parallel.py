@@ -46,7 +46,7 @@ def test_every_schedule_with_every_strategy_in_every_state_equals_one_process() 
 
 def _run_without_sums(rank: int, strategy: str) -> None:
     ReplicaGroup.all_reduce = lambda self, values: lambda: None  # this process ends with the test
-    ReplicaGroup.reduce_scatter = lambda self, values, own: lambda: own.copy_(values.view(2, -1)[self.index])
+    ReplicaGroup.sum_parts = lambda self, leaving, own, take_sums: lambda: take_sums(own)
     train_and_compare(Case("1f1b", strategy), pl.Mesh(pp=2, dp=2), num_steps=1)
 
 

@@ -22,6 +22,7 @@ from pipeloom.transport.values import Layout
 HEAD_BYTES = 64
 _FREE, _USED = 0, 1
 _COPIED_BYTES = 1 << 17  # a receiver copies messages up to this size
+_MOST_LAYOUTS = 64  # of which a block keeps views
 _C = ctypes.CDLL(None, use_errno=True)
 _C.mmap.restype = ctypes.c_void_p
 _C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -47,7 +48,7 @@ class SharedBlock:
 
     device_capacity = 0  # that of a DeviceBlock is not
 
-    __slots__ = ("_bytes", "_layout", "_lease", "_memory", "_places", "capacity", "number")
+    __slots__ = ("_bytes", "_lease", "_memory", "_places", "capacity", "number")
 
     def __init__(self, number: int, descriptor: int, capacity: int) -> None:
         self.number = number
@@ -55,8 +56,7 @@ class SharedBlock:
         self._memory = mapped(descriptor, HEAD_BYTES + capacity)
         with torch.inference_mode(False):  # a later message may be written outside of inference mode
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._layout: Layout | None = None
-        self._places: list[Tensor] = []
+        self._places: dict[int, tuple[Layout, list[Tensor]]] = {}  # by the id of the layout
         self._lease: weakref.ref[memoryview] | None = None
 
     @property
@@ -73,20 +73,27 @@ class SharedBlock:
         self._memory[0] = _USED
         if tail:
             memoryview(self._memory).cast("B")[-len(tail) :] = tail
-        for place, tensor in zip(self._places_of(layout), tensors, strict=True):
-            place.copy_(tensor)
+        places = self.places(layout)
+        if len(places) == 1:
+            places[0].copy_(tensors[0])
+        elif places:
+            torch._foreach_copy_(places, tensors)
 
-    def _places_of(self, layout: Layout) -> list[Tensor]:
-        """Views of a message's tensors in the block; cached, since most messages of a block have the same layout."""
-        if layout is not self._layout:
-            self._layout = layout
-            self._places = []
-            for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True):
-                start = HEAD_BYTES + offset
-                flat = self._bytes[start : start + shape.numel() * dtype.itemsize]
-                with torch.inference_mode(False):
-                    self._places.append(flat.view(dtype).view(shape))
-        return self._places
+    def places(self, layout: Layout) -> list[Tensor]:
+        """Views of a message's tensors in the block; cached, since most messages of a block have few layouts."""
+        known = self._places.get(id(layout))
+        if known is not None:
+            return known[1]
+        places = []
+        for (shape, dtype, _), offset in zip(layout.specs, layout.offsets, strict=True):
+            start = HEAD_BYTES + offset
+            flat = self._bytes[start : start + shape.numel() * dtype.itemsize]
+            with torch.inference_mode(False):
+                places.append(flat.view(dtype).view(shape))
+        if len(self._places) >= _MOST_LAYOUTS:
+            self._places.clear()
+        self._places[id(layout)] = layout, places
+        return places
 
     def tail(self, num_bytes: int) -> bytes:
         """Receiver: the last bytes of the block."""
@@ -94,7 +101,7 @@ class SharedBlock:
 
     def copies(self, layout: Layout) -> list[Tensor]:
         """Receiver: copies of the message's tensors; the block stays used."""
-        return [place.clone() for place in self._places_of(layout)]
+        return [place.clone() for place in self.places(layout)]
 
     def release(self) -> None:
         """Receiver: the sender may write to the block again."""
@@ -106,7 +113,7 @@ class SharedBlock:
         Tensors of a small message are copies: copying takes less time, and the block is free at once.
         """
         if layout.num_bytes <= _COPIED_BYTES:
-            copies = [place.clone() for place in self._places_of(layout)]
+            copies = [place.clone() for place in self.places(layout)]
             self._memory[0] = _FREE
             return copies
         view = memoryview(self._memory)  # only the storages below keep it alive

@@ -14,7 +14,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -237,6 +238,34 @@ class SharedIncoming(Incoming):
         return bool(self._poll.poll(0))
 
     def receive(self) -> Message:
+        layout, block, placed, call = self._next_message()
+        if isinstance(block, DeviceBlock):
+            return Message(layout, block.read(layout, placed), call)
+        if block is not None and not placed:
+            return Message(layout, block.read(layout), call)
+        tensors = self._empty(layout, placed)  # those on the device are
+        if block is not None:
+            tensors = [one if byte else two for one, two, byte in zip(tensors, block.read(layout), placed, strict=True)]
+        return Message(layout, tensors, call)
+
+    @contextmanager
+    def lent(self) -> Iterator[list[Tensor]]:
+        """The CPU tensors of the next message, in its block, which the sender uses again afterwards.
+
+        They may be changed.
+        """
+        layout, block, _, _ = self._next_message()
+        if block is None:
+            yield self._empty(layout, b"")
+            return
+        assert isinstance(block, SharedBlock)
+        try:
+            yield block.places(layout)
+        finally:
+            block.release()
+
+    def _next_message(self) -> tuple[Layout, SharedBlock | DeviceBlock | None, bytes, int]:
+        """The layout of the next message, its block, which tensors are on the device, and its call."""
         datagram, descriptors = self._next_datagram()
         number, capacity, on_device, long, num_dropped, num_names, num_placed, *words = _DATAGRAM.unpack_from(datagram)
         call = of_words(*words)
@@ -250,15 +279,7 @@ class SharedIncoming(Incoming):
         placed = b""
         if num_placed:
             text, placed = text[:-num_placed], text[-num_placed:]
-        layout = decode(text)
-        if isinstance(block, DeviceBlock):
-            return Message(layout, block.read(layout, placed), call)
-        if block is not None and not placed:
-            return Message(layout, block.read(layout), call)
-        tensors = self._empty(layout, placed)  # those on the device are
-        if block is not None:
-            tensors = [one if byte else two for one, two, byte in zip(tensors, block.read(layout), placed, strict=True)]
-        return Message(layout, tensors, call)
+        return decode(text), block, placed, call
 
     def receive_file(self) -> int:
         """The descriptor of the next memory file; no message may be in front of it."""

@@ -79,7 +79,8 @@ class LayerHooks:
     def before(self, index: int) -> None:
         """A layer begins its forward, possibly in a recomputation."""
         for unit in self._layers[index]:
-            unit.wait()
+            if not unit.filled:
+                unit.wait()
         if self._forward:
             self._run(self._actions[True].at_layer[index])
 
@@ -90,7 +91,8 @@ class LayerHooks:
         if index == len(self._layers) - 1:
             self._run(self._actions[True].end)
         if torch.is_grad_enabled():
-            outputs = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
+            leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+            outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             for output in outputs:
                 output.register_hook(partial(self._enter, index))  # type: ignore[no-untyped-call]
             if not outputs:

@@ -10,6 +10,7 @@ A method starts a collective and returns the works to wait for, in this order.
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipeloom.transport.interface import Channel, Lane, Transport
 from pipeloom.transport.shared_channel import SharedIncoming, SharedOutgoing
 from pipeloom.transport.shared_flat import SharedFlat, memory_file
 from pipeloom.transport.shared_memory import SharedMemoryTransport
-from pipeloom.transport.values import flatten
+from pipeloom.transport.values import Layout, flatten
 
 # Their names before torch 2.13.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,6 +31,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 LOST = "another replica exited or did not answer in time during a collective"
 # Up to this size, exchanges pass through shared memory, which then holds what is in flight in addition to the tensors.
 _SMALL_BYTES = 1 << 16
+Parts = tuple[Layout, Sequence[Tensor]]  # the tensors of a message
 
 
 class Links(ABC):
@@ -176,12 +178,17 @@ class SharedChannels:
         self.incoming = {peer: transport.incoming(Channel(rank, own, lane)) for peer, rank in others}
         self.waiting: deque[Callable[[], None]] = deque()
 
-    def send(self, leaving: Mapping[int, Tensor]) -> None:
+    def send(self, leaving: Mapping[int, Parts]) -> None:
         """Send tensors, which may be changed afterwards."""
         is_empty = self.transport.flush()  # else the transport would copy the tensors later
-        for peer, tensor in leaving.items():
-            tensor = tensor.detach()
-            self._to[peer].send(*flatten(tensor if is_empty else tensor.clone()))
+        for peer, (layout, tensors) in leaving.items():
+            self._to[peer].send(layout, tensors if is_empty else [tensor.clone() for tensor in tensors])
+
+    def lent(self, peer: int) -> AbstractContextManager[list[Tensor]]:
+        """See `SharedIncoming.lent`."""
+        end = self.incoming[peer]
+        assert isinstance(end, SharedIncoming)
+        return end.lent()
 
     @property
     def num_bytes(self) -> int:
@@ -234,29 +241,44 @@ class SharedLinks(ProcessLinks):
     def exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> list[Any]:
         if max(tensor.nbytes for tensor in (*leaving.values(), *arriving.values())) > _SMALL_BYTES:
             return super().exchange(leaving, arriving)
-        self._channels.send({peer: tensor for peer, tensor in leaving.items() if tensor.numel()})
+        self._channels.send({peer: flatten(tensor.detach()) for peer, tensor in leaving.items() if tensor.numel()})
 
         def take() -> None:
             for peer, tensor in arriving.items():
                 if tensor.numel():
-                    tensor.copy_(self._receive(peer))
+                    with self._channels.lent(peer) as found:
+                        tensor.copy_(found[0])
 
         return [_SharedReceives(self._channels, take)]
 
     def sum_pieces(self, pieces: Sequence[Tensor], own: Tensor) -> list[Any]:
+        leaving = {peer: flatten(pieces[peer].detach()) for peer in self._channels.incoming}
+        return self.sum_parts(leaving, [pieces[self.index]], lambda sums: own.copy_(sums[0]))
+
+    def sum_parts(
+        self, leaving: Mapping[int, Parts], own: list[Tensor], take_sums: Callable[[list[Tensor]], object]
+    ) -> list[Any]:
+        """Call `take_sums` with the sums over replicas of `own`, in memory that is lent until it returns.
+
+        Args:
+            leaving: by replica, what it adds to its own. The first other replica's is added first.
+            own: of this replica, for this replica.
+            take_sums: called in a wait.
+        """
         first, *others = self._channels.incoming
-        self._channels.send({peer: pieces[peer] for peer in (first, *others)})
+        self._channels.send(leaving)
 
         def take() -> None:
-            torch.add(self._receive(first), pieces[self.index], out=own)
-            for peer in others:
-                own.add_(self._receive(peer))
+            with self._channels.lent(first) as sums:
+                if own:
+                    torch._foreach_add_(sums, own)
+                for peer in others:
+                    with self._channels.lent(peer) as parts:
+                        if own:
+                            torch._foreach_add_(sums, parts)
+                take_sums(sums)
 
         return [_SharedReceives(self._channels, take)]
-
-    def _receive(self, peer: int) -> Tensor:
-        (tensor,) = self._channels.incoming[peer].receive().tensors
-        return tensor
 
     def flat(self, num_elements: int, dtype: torch.dtype) -> SharedFlat | None:
         descriptor = self._channels.broadcast_file(num_elements * dtype.itemsize, is_source=self.index == 0)

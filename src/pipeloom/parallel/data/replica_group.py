@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeloom.engine.overlap_times import OverlapTimes, Wait, no_wait
 from pipeloom.errors import PeerLost
 from pipeloom.ir import Action, DataStrategy, Op
-from pipeloom.parallel.data.links import LOST, Links, ProcessLinks, SharedLinks
+from pipeloom.parallel.data.links import LOST, Links, Parts, ProcessLinks, SharedLinks
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.waits import waits_for
@@ -145,6 +145,14 @@ class ReplicaGroup:
             return self._start(lambda _: nccl.reduce_scatter(values, own), Op.REDUCE_GRAD)
         pieces = values.view(self.degree, own.numel())
         return self._start(lambda links: links.sum_pieces(list(pieces), own), Op.REDUCE_GRAD)
+
+    def sum_parts(
+        self, leaving: Mapping[int, Parts], own: list[Tensor], take_sums: Callable[[list[Tensor]], object]
+    ) -> Wait:
+        """`SharedLinks.sum_parts`, between replicas that share memory."""
+        links = self._links
+        assert isinstance(links, SharedLinks)
+        return self._start(lambda _: links.sum_parts(leaving, own, take_sums), Op.REDUCE_GRAD)
 
     def sum_in_order(self, values: Tensor) -> Tensor:
         """The sum of a small tensor, in the order of replicas: the same bits on every replica."""

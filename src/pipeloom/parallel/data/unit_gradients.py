@@ -1,14 +1,17 @@
 """`UnitGradients`: the gradients of one unit, from autograd to the optimizer.
 
 module gradients      ``.grad`` of module parameters, as autograd makes them, until a reduction takes them
-flat gradients        full: the flat tensor that a collective sums over replicas
+flat gradients        full: the flat tensor that a collective sums over replicas. Replicas that share memory do without:
+                      each copies its gradients into messages
 sums over replicas    this replica's segment, kept until the run ends
 main gradients        ``.grad`` of main parameters: the sums, added to the gradients of earlier runs
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,24 @@ from pipeloom.errors import RunError
 from pipeloom.ir import DataStrategy
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.data.unit_layout import FlatLayout, own_segment
+from pipeloom.transport.values import Layout, flatten
+
+
+class _Part(NamedTuple):
+    """The elements of one parameter that lie in a segment; `is_full`: all of them."""
+
+    index: int
+    start: int
+    stop: int
+    is_full: bool
+
+
+@dataclass(eq=False)
+class _Sum:
+    """The sum over the micro-batches of a run: this replica's segment, and its parts."""
+
+    flat: Tensor | None = None
+    parts: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -41,9 +62,20 @@ class UnitGradients:
     def __post_init__(self) -> None:
         offsets, sizes = self._layout.offsets, self._layout.sizes
         self._order = sorted(range(len(sizes)), key=lambda index: (offsets[index], sizes[index]))
-        self._own_sum: Tensor | None = None  # of this replica's segment
+        self._sum = _Sum()
         self._sums: list[Tensor | None] = [None] * len(self.parameters)  # instead, where there is one replica
-        self._reducing: deque[tuple[Wait, Tensor, Tensor]] = deque()  # with this replica's segment, and all segments
+        self._reducing: deque[tuple[Wait, Sequence[Tensor]]] = deque()  # with the gradients that it reads or makes
+        device = self.parameters[0].device
+        self._sends_parts = self._strategy.shards_optimizer and self._replicas.shares_memory and device.type == "cpu"
+        self._parts: list[list[_Part]] = []  # by segment
+        self._layouts: list[Layout] = []  # likewise, of messages with its parts
+        self._zero = torch.zeros((), dtype=self._dtype, device=device)
+        for segment in range(self._layout.num_segments) if self._sends_parts else ():
+            spans = [(index, *self._layout.shard(index, segment)) for index in range(len(sizes))]
+            parts = [_Part(*span, span[2] - span[1] == sizes[span[0]]) for span in spans if span[2] > span[1]]
+            shapes = [self.parameters[i].shape if full else (stop - start,) for i, start, stop, full in parts]
+            self._parts.append(parts)
+            self._layouts.append(flatten([self._zero.expand(shape) for shape in shapes])[0])
         self._aside: list[Tensor | None] = []
         self.present = [False] * len(self.parameters)
         self.arrivals: set[bool] = set()
@@ -73,7 +105,7 @@ class UnitGradients:
         """Whether there are gradients that no reduction has taken."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
-    def start(self, look: Callable[[Tensor], None]) -> None:
+    def start(self, look: Callable[[Tensor | None], None]) -> None:
         """Take the module's gradients and start their reduction, without waiting. One replica: once per run.
 
         `look` is called at peak memory, with flat gradients that `tensors` does not yield yet.
@@ -90,6 +122,9 @@ class UnitGradients:
         flat = None
         if self.is_alone:
             self._sums = gradients
+        elif self._sends_parts:
+            look(None)
+            self._send_parts(gradients)
         else:
             flat = self._flattened(gradients)
             look(flat)
@@ -97,7 +132,29 @@ class UnitGradients:
             parameter.grad = None
         del gradient, gradients  # before the sum is allocated
         if flat is not None:
-            self._reducing.append((*self._replicas.reduce_full(self._strategy, flat), flat))
+            wait, own = self._replicas.reduce_full(self._strategy, flat)
+            self._reducing.append((partial(self._wait_and_add, self._sum, wait, own), (own, flat)))
+
+    def _send_parts(self, gradients: Sequence[Tensor | None]) -> None:
+        """Start the reduction of gradients in messages between replicas that share memory."""
+        own, leaving = self._replicas.index, {}
+        for replica, layout in enumerate(self._layouts):
+            if replica != own:
+                leaving[replica] = layout, self._part(gradients, replica)
+        kept = self._part(gradients, own)
+        self._reducing.append((self._replicas.sum_parts(leaving, kept, partial(self._add, self._sum)), kept))
+
+    def _part(self, gradients: Sequence[Tensor | None], segment: int) -> list[Tensor]:
+        """The gradients of a segment, with zeros for missing ones."""
+        found = []
+        for part, (shape, dtype, _) in zip(self._parts[segment], self._layouts[segment].specs, strict=True):
+            gradient = gradients[part.index]
+            if gradient is None:
+                gradient = self._zero.expand(shape)
+            elif not part.is_full:
+                gradient = gradient.reshape(-1)[part.start : part.stop]
+            found.append(gradient if gradient.dtype is dtype else gradient.to(dtype))
+        return found
 
     @torch.no_grad()
     def _flattened(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -113,14 +170,31 @@ class UnitGradients:
 
     def wait_first(self) -> None:
         """Wait for the oldest reduction."""
-        wait, own, _ = self._reducing.popleft()
+        wait, _ = self._reducing.popleft()
         wait()
-        self._own_sum = own if self._own_sum is None else self._own_sum.add_(own)
+
+    @staticmethod
+    def _wait_and_add(total: _Sum, wait: Wait, own: Tensor) -> None:
+        wait()
+        total.flat = own if total.flat is None else total.flat.add_(own)
+
+    @torch.no_grad()
+    def _add(self, total: _Sum, parts: list[Tensor]) -> None:
+        """Add this replica's parts, summed over replicas."""
+        if total.flat is None:
+            total.flat = self._zero.new_empty(self._layout.segment_elements)
+            shards = self._layout.shards(total.flat, self._replicas.index)
+            places = [shards[part.index] for part in self._parts[self._replicas.index]]
+            total.parts = [place.view(part.shape) for place, part in zip(places, parts, strict=True)]
+            if parts:
+                torch._foreach_copy_(total.parts, parts)
+        elif parts:
+            torch._foreach_add_(total.parts, parts)
 
     def deposit(self, present: Sequence[bool], loss_scale: float) -> None:
         """Add the run's sums, divided by `loss_scale`, to the main gradients of the parameters that are `present`."""
         segment = own_segment(self._strategy, self._replicas.index)
-        sums = self._sums if self._own_sum is None else self._layout.shards(self._own_sum, segment)
+        sums = self._sums if self._sum.flat is None else self._layout.shards(self._sum.flat, segment)
         for index, main in enumerate(self._main.values()):
             total = sums[index] if present[index] and main.numel() else None
             before = self._aside[index] if main is self.parameters[index] else main.grad
@@ -138,13 +212,13 @@ class UnitGradients:
         for parameter, before in zip(self.parameters, self._aside, strict=False):
             if before is not None:
                 parameter.grad = before
-        self._own_sum, self._aside = None, []
+        self._sum, self._aside = _Sum(), []
         self._sums = [None] * len(self.parameters)
         self._reducing.clear()
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors that hold gradients now."""
         grads = (parameter.grad for parameter in (*self.parameters, *self._main.values()))
-        yield from (tensor for tensor in (*grads, self._own_sum, *self._sums, *self._aside) if tensor is not None)
-        for _, own, flat in self._reducing:
-            yield from (own, flat)
+        yield from (tensor for tensor in (*grads, self._sum.flat, *self._sums, *self._aside) if tensor is not None)
+        for _, gradients in self._reducing:
+            yield from gradients

@@ -219,7 +219,11 @@ class ModelUnits:
                 if degree == 1:
                     continue
                 freed += before
-                summed, before = unit.sending / degree, unit.full_gradients - unit.reduced
+                change = unit.full_gradients - unit.reduced
+                if self._model.device == "cuda":
+                    summed, before = unit.sending / degree, change
+                else:  # gradients for others are in messages, and the sum takes the place of those for this replica
+                    freed += change
         return by_layer
 
 
