@@ -44,6 +44,9 @@ class LayerHooks:
             for forward in (True, False)
         }
         self.gathers_inside = gathers_inside(data)
+        # Parameters that replicas share stay readable: their layers need no hook where nothing is to be done.
+        at_layer, in_place = self._actions[False].at_layer, all(unit.is_shared for unit in units)
+        self._announced = [bool(actions) or not in_place for actions in at_layer]
         read = {number for layer in layers for number in layer}
         self.outside = [unit for number, unit in enumerate(units) if number not in read]
         self._forward = False
@@ -90,7 +93,7 @@ class LayerHooks:
             return
         if index == len(self._layers) - 1:
             self._run(self._actions[True].end)
-        if torch.is_grad_enabled():
+        if self._announced[index] and torch.is_grad_enabled():
             leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
             outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             for output in outputs:

@@ -244,6 +244,8 @@ class ReplicaGroup:
         def wait() -> None:
             if self._has_left:
                 raise PeerLost(LOST)
+            if not works:
+                return
             with noticing_lost_peers(LOST), self.times.waiting():
                 while works:
                     works[0].wait(self._timeout)

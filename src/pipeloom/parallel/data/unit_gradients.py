@@ -111,12 +111,12 @@ class UnitGradients:
         `look` is called at peak memory, with flat gradients that `tensors` does not yield yet.
         """
         gradients = [parameter.grad for parameter in self.parameters]
-        for index, (name, gradient) in enumerate(zip(self._main, gradients, strict=True)):
+        for index, gradient in enumerate(gradients):
             if gradient is not None:
                 if gradient.is_sparse:
                     raise RunError(
-                        f"parameter {name!r} has a sparse gradient, which data parallelism does not support. Build "
-                        "its layer with sparse=False."
+                        f"parameter {[*self._main][index]!r} has a sparse gradient, which data parallelism does not "
+                        "support. Build its layer with sparse=False."
                     )
                 self.present[index] = True
         flat = None
