@@ -240,17 +240,21 @@ class ReplicaGroup:
         if ended is not no_wait:
             self._links.on_end(works, ended)
 
+        is_over = False
+
         @waits_for(lambda at: at["self"].members)
         def wait() -> None:
+            nonlocal is_over
             if self._has_left:
                 raise PeerLost(LOST)
-            if not works:
+            if is_over:
                 return
             with noticing_lost_peers(LOST), self.times.waiting():
                 while works:
                     works[0].wait(self._timeout)
                     works.popleft()
             self._begun.pop(id(works), None)
+            is_over = True
             ended()
 
         return wait
