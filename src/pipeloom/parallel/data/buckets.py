@@ -19,7 +19,7 @@ from typing import Self
 from pipeloom.ir import Granularity
 
 # The minimum size of a bucket at granularity microbatch. Below it the start-up of a collective exceeds its transfer.
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
