@@ -192,6 +192,7 @@ def _hold(rank: int, directory: str) -> list[tuple[dict[str, int], dict[str, flo
             lower(schedule, data=axis),
             replace(
                 small_model(schedule.num_stages, precision),
+                device="cpu",
                 bucket_bytes=bucket_bytes,
                 elsewhere=frozenset({"masters"} if away else ()),
             ),

@@ -27,7 +27,7 @@ from pipeloom.transport.values import Layout, flatten
 class _Part(NamedTuple):
     """The elements of one parameter that lie in a segment; `is_full`: all of them."""
 
-    index: int
+    parameter: int
     start: int
     stop: int
     is_full: bool
@@ -66,7 +66,8 @@ class UnitGradients:
         self._sums: list[Tensor | None] = [None] * len(self.parameters)  # instead, where there is one replica
         self._reducing: deque[tuple[Wait, Sequence[Tensor]]] = deque()  # with the gradients that it reads or makes
         device = self.parameters[0].device
-        self._sends_parts = self._strategy.shards_optimizer and self._replicas.shares_memory and device.type == "cpu"
+        shards = self._strategy.shards_optimizer and not self._strategy.has_server
+        self._sends_parts = shards and self._replicas.shares_memory and device.type == "cpu"
         self._parts: list[list[_Part]] = []  # by segment
         self._layouts: list[Layout] = []  # likewise, of messages with its parts
         self._zero = torch.zeros((), dtype=self._dtype, device=device)
@@ -141,14 +142,15 @@ class UnitGradients:
         for replica, layout in enumerate(self._layouts):
             if replica != own:
                 leaving[replica] = layout, self._part(gradients, replica)
-        kept = self._part(gradients, own)
+        parts = zip(self._part(gradients, own), self._parts[own], strict=True)
+        kept = [gradient if part.is_full else gradient.clone() for gradient, part in parts]  # else all of it would stay
         self._reducing.append((self._replicas.sum_parts(leaving, kept, partial(self._add, self._sum)), kept))
 
     def _part(self, gradients: Sequence[Tensor | None], segment: int) -> list[Tensor]:
         """The gradients of a segment, with zeros for missing ones."""
         found = []
         for part, (shape, dtype, _) in zip(self._parts[segment], self._layouts[segment].specs, strict=True):
-            gradient = gradients[part.index]
+            gradient = gradients[part.parameter]
             if gradient is None:
                 gradient = self._zero.expand(shape)
             elif not part.is_full:
@@ -184,7 +186,7 @@ class UnitGradients:
         if total.flat is None:
             total.flat = self._zero.new_empty(self._layout.segment_elements)
             shards = self._layout.shards(total.flat, self._replicas.index)
-            places = [shards[part.index] for part in self._parts[self._replicas.index]]
+            places = [shards[part.parameter] for part in self._parts[self._replicas.index]]
             total.parts = [place.view(part.shape) for place, part in zip(places, parts, strict=True)]
             if parts:
                 torch._foreach_copy_(total.parts, parts)

@@ -222,6 +222,19 @@ class _Gathers:
         self.now = sum(self._now.values())
 
 
+def _reducing_backwards(program: Program, rank: int) -> set[int]:
+    """The positions of the B in which units of its stage are reduced: the last before a REDUCE_GRAD."""
+    due, found = set[int](), set[int]()
+    for position, action in reversed(list(enumerate(program.orders[rank]))):
+        if action.op is REDUCE_GRAD and action.microbatch is not None:
+            due.add(action.stage)
+        elif action.op in (B, W) and action.stage in due:
+            due.discard(action.stage)
+            if action.op is B:
+                found.add(position)
+    return found
+
+
 def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]:
     """The bytes of every action of a rank."""
     schedule = program.schedule
@@ -230,8 +243,8 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
     reduces = units.reduces and schedule.microbatches_per_update is None
     gradients, gathers = _Gradients(units), _Gathers(units)
     activations = skipping = of_slices = 0.0
-    last: dict[int, float] = {}  # of stages, bytes in their last B while their units are reduced
-    for stage, op, microbatch, piece in program.orders[rank]:
+    reducing = _reducing_backwards(program, rank) if reduces else set()
+    for position, (stage, op, microbatch, piece) in enumerate(program.orders[rank]):
         if op not in _COUNTED:
             continue
         index = piece or 0
@@ -250,12 +263,11 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
             if op is B:
                 first, before = gradients.add(stage)
                 inside = moments.first if first else moments.later
-                beside = activations + of_slices + skipping + gathers.now + before
-                last[stage] = beside + (moments.first_reducing if first else moments.later_reducing)
+                if position in reducing:
+                    inside = moments.first_reducing if first else moments.later_reducing
         elif op is W:
             first, before = gradients.add(stage)
             inside, temporary = moments.first_weights if first else moments.later_weights, moments.temporary[2]
-            last.pop(stage, None)
         elif op is RELOAD:
             activations += moments.kept
         elif op is UNSHARD:
@@ -263,8 +275,6 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
         elif of_data:
             inside = sending = units.sending(stage, gradients.backwards[stage])
         together = activations + of_slices + skipping + gathers.now + before + inside
-        if of_data:
-            together = max(together, last.get(stage, 0.0))
         held = gradients.now + sending
         yield activations, held, of_slices, skipping, gathers.now, again, temporary, together
         if op is F:

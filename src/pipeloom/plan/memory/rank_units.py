@@ -6,7 +6,7 @@ from itertools import product
 from pipeloom.ir import Granularity, Program
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.stage_moments import StageMoments
-from pipeloom.plan.memory.stage_units import ModelUnits
+from pipeloom.plan.memory.stage_units import ModelUnits, sends_parts
 from pipeloom.plan.memory.state_bytes import NumberBytes
 
 
@@ -48,10 +48,7 @@ class RankUnits:
         A unit is sent when this replica has the sum of the one before, which the others may still be adding up. The
         memory of the two is kept for later steps.
         """
-        data = self._program.data
-        if data is None or self._model.device == "cuda" or not data.strategy.shards_optimizer:
-            return 0.0
-        if data.strategy.has_server:
+        if not sends_parts(self._program.data, self._model):
             return 0.0
         pairs = (pair for of in self._of.values() for pair in zip(of.units, of.replicas, strict=True))
         return sum(sorted(unit.sending * (degree - 1) / degree for unit, degree in pairs)[-2:])
@@ -85,7 +82,7 @@ class RankUnits:
         return self._of[stage].full_gradients(fine=self._fine_reductions)
 
     def sending(self, stage: int, backwards: int) -> float:
-        """Bytes of flat gradients while a stage is reduced, beside its full ones.
+        """Bytes of flat gradients while a stage is reduced, beside its full ones. Messages are counted elsewhere.
 
         Units are reduced one after another from the last on. Sharded ones are smaller from then on. In the first of
         `backwards`, the gradients of earlier units are not there yet.
@@ -95,7 +92,7 @@ class RankUnits:
         freed, most = 0.0, -missing
         for unit in reversed(units):
             missing = max(0.0, missing - unit.full_gradients)
-            most = max(most, unit.sending - freed - missing)
+            most = max(most, (0.0 if sends_parts(data, self._model) else unit.sending) - freed - missing)
             if data is not None and data.strategy.shards_optimizer and not self._fine_reductions:
                 freed += unit.full_gradients - unit.reduced
         return most

@@ -220,11 +220,18 @@ class ModelUnits:
                     continue
                 freed += before
                 change = unit.full_gradients - unit.reduced
-                if self._model.device == "cuda":
-                    summed, before = unit.sending / degree, change
-                else:  # gradients for others are in messages, and the sum takes the place of those for this replica
+                if sends_parts(data, self._model):  # the sum takes the place of what stays
                     freed += change
+                else:
+                    summed, before = unit.sending / degree, change
         return by_layer
+
+
+def sends_parts(data: DataAxis | None, model: MemoryModel) -> bool:
+    """Whether replicas, of one host, copy sharded gradients into messages, without flat gradients."""
+    if data is None or data.degree == 1 or model.device == "cuda":
+        return False
+    return data.strategy.shards_optimizer and not data.strategy.has_server
 
 
 def units_of_rank(program: Program, model: MemoryModel, rank: int) -> dict[int, Units]:
