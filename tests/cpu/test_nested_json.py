@@ -66,6 +66,6 @@ def test_files_are_read_by_the_reader_that_notices_nesting() -> None:
         *("plan/plan.py", "train/output/directory.py", "integrations/ray/workers.py"),
         *("data/worker.py", "data/tokenizing.py", "processes/recovery/lifeline.py", "train/recovery/state_copies.py"),
         *("train/recovery/step_agreement.py", "processes/launching/fork_server.py", "train/elastic/entry.py"),
-        "split/planned/tracking/forms.py",
+        *("split/planned/tracking/forms.py", "training/fastest_plan.py"),
     }
     assert found - {"common/json_reader.py"} == between_processes

@@ -48,5 +48,5 @@ def test_few_buckets_none_larger_than_it_must_be(layers, least, whole):
 def test_what_is_gathered_again_and_again_stays_small():
     assert BucketRule.of(Granularity.STEP, 8 * MIB, whole_parameters=False) == BucketRule(8 * MIB, False)
     assert BucketRule.of(Granularity.CHUNK, 8 * MIB, whole_parameters=True) == BucketRule(8 * MIB, True)
-    assert BucketRule.of(Granularity.MICROBATCH, 8 * MIB, whole_parameters=False) == BucketRule(MIB, True)
+    assert BucketRule.of(Granularity.MICROBATCH, 8 * MIB, whole_parameters=False) == BucketRule(2 * MIB, True)
     assert BucketRule.of(Granularity.MICROBATCH, 9, whole_parameters=False) == BucketRule(9, True)
