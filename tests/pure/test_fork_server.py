@@ -115,6 +115,7 @@ def test_without_the_server_ranks_are_started(
         assert noted(tmp_path, 1) == [note(rank, 1, 3)]
         assert set(children()) - before == {rank.process.pid}
         assert end(rank) == -signal.SIGKILL
+        monkeypatch.setattr("pipeloom.processes.launching.fork_server._FORK_SECONDS", 60.0)
         starts.prepare()
         wait_until_prepared(starts)
         rank = starts.start(0, 4)

@@ -136,8 +136,9 @@ def _extra_seconds(split: InputBackward, num_rounds: int) -> float:
 
 
 def _without(extra: float, every: Sequence[tuple[float, float] | None]) -> list[tuple[float, float] | None]:
-    """I and W of layers without half of `extra` seconds each."""
-    return [None if each is None else (max(0.0, each[0] - extra / 2), max(0.0, each[1] - extra / 2)) for each in every]
+    """I and W of layers without half of `extra` seconds each; None too where nothing is left, of a tiny layer."""
+    found = [None if each is None else (max(0.0, each[0] - extra / 2), max(0.0, each[1] - extra / 2)) for each in every]
+    return [each if each is not None and any(each) else None for each in found]
 
 
 def measure_calls(

@@ -156,5 +156,8 @@ def _orphan(line: socket.socket) -> None:
         os.setpgid(process, process)  # only the launcher receives Ctrl-C from the terminal, and ends the ranks
         line.send(str(process).encode())
         os._exit(0)
-    if line.recv(_MESSAGE_BYTES) != _GO:  # the server was killed
+    answer = b""
+    with suppress(OSError):
+        answer = line.recv(_MESSAGE_BYTES)
+    if answer != _GO:  # the server was killed
         os._exit(1)
