@@ -93,7 +93,7 @@ def test_a_step_peaks_where_the_forecast_says(
 
 
 def test_a_loss_is_looked_at_without_memory_that_no_forecast_knows() -> None:
-    """Gradients of halves of its samples are compared in the first micro-batch, or where they are small."""
+    """Gradients of halves of its samples are compared once, or where they are small."""
     config = GPTConfig(vocabulary_size=4096, layers=1, width=64, heads=2, sequence_length=64)
     schedule = pl.schedules.build("gpipe", num_ranks=1, num_microbatches=2)
     inputs, targets = torch.randint(0, config.vocabulary_size, (2, 8, config.sequence_length))
