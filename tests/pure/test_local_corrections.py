@@ -1,10 +1,12 @@
 """Predictions for this machine: first micro-batches, tied tables, and corrections by reference steps."""
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
 
+from pipeloom.errors import PipeloomError
 from pipeloom.ir.data_axis import DataStrategy
 from pipeloom.models import GPTConfig
 from pipeloom.parallel import Precision
@@ -14,7 +16,10 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.step_bound import step_bound
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layers
 from pipeloom.plan.local.references import References, Shape, reference_shapes
+from pipeloom.plan.search.request import Refusals, Request
+from pipeloom.plan.search.space import Space
 from tests.pure.test_local_machine import machine, model
+from tests.pure.test_plan_bounds import some
 
 FP32 = Precision("fp32")
 
@@ -112,9 +117,12 @@ def test_shapes_are_corrected_as_far_as_they_differ_by_more_than_repeated_steps(
 def test_references_are_those_that_can_run():
     small = GPTConfig(vocabulary_size=16, layers=2, width=12, heads=3, sequence_length=8)
     assert reference_shapes(small, 1) == []
-    assert reference_shapes(small, 2) == [(1, 2, 1, False), (1, 2, 1, True), (2, 1, 1, False)]
-    assert reference_shapes(small, 3) == [(1, 3, 1, False), (1, 3, 1, True), (1, 1, 3, False)]
-    assert reference_shapes(small, 6)[-1] == (2, 1, 3, False)
+    pipelines = [Shape(2, 1, 1, False, schedule) for schedule in ("1f1b", "gpipe", "zb-h1")]
+    assert reference_shapes(small, 2) == [Shape(1, 2, 1, False), Shape(1, 2, 1, True), *pipelines]
+    assert reference_shapes(small, 3) == [Shape(1, 3, 1, False), Shape(1, 3, 1, True), Shape(1, 1, 3, False)]
+    of_six = [shape for shape in reference_shapes(small, 6) if shape.schedule == "1f1b"]
+    assert of_six[-1] == Shape(2, 1, 3, False)
+    assert reference_shapes(small, 6)[: len(of_six)] == of_six
 
 
 @pytest.mark.parametrize(
@@ -130,4 +138,46 @@ def test_references_are_those_that_can_run():
 def test_reference_steps_are_of_the_smallest_and_the_largest_microbatches(shape, batch, expected):
     steps = Shape(*shape).steps(batch, 4, FP32)
     assert [(of.microbatches, of.microbatch_size) for of in steps] == expected
-    assert {Shape.of(of) for of in steps} <= {shape}
+    assert {Shape.of(of) for of in steps} <= {Shape(*shape)}
+
+
+def test_pipelines_are_corrected_by_the_schedule_that_is_most_like_theirs():
+    plain = CostModel(model=model(), cluster=machine())
+    shapes = [*Shape(4, 1, 1, False).with_schedules, Shape(2, 1, 2, False)]
+    costs = plain.corrected_by(references(plain, dict(zip(shapes, (1.2, 1.1, 1.4, 1.3), strict=True))), FP32)
+
+    def factor(schedule: str, chunks: int = 1, **degrees) -> float:
+        of = Configuration(schedule=schedule, chunks=chunks, microbatches=4, precision=FP32, **degrees)
+        return costs.corrections.factor(of)
+
+    for schedule, expected in (("1f1b", 1.2), ("gpipe", 1.1), ("terapipe", 1.1), ("zb-h1", 1.4), ("zb-auto", 1.4)):
+        assert factor(schedule, pipeline=4) == pytest.approx(expected)
+    assert factor("zb-v", 2, pipeline=4) == pytest.approx(1.4)
+    assert factor("interleaved", 2, pipeline=4) == pytest.approx(1.2)
+    two = {"pipeline": 2, "inside": InsideStage(tensor=2)}
+    assert factor("gpipe", **two) == pytest.approx(1.3)  # measured with 1F1B alone
+    assert factor("gpipe", pipeline=2, data=2) == pytest.approx(1.1**0.5)
+
+
+def test_bounds_of_the_search_hold_for_corrected_predictions():
+    rng, plain = random.Random(3), CostModel(model=model(), cluster=machine())
+    sizes = GPTConfig(vocabulary_size=256, layers=4, width=64, heads=4, sequence_length=64)
+    factors = {shape: rng.uniform(0.5, 1.5) for shape in reference_shapes(sizes, 4)}
+    costs = plain.corrected_by(references(plain, factors), FP32)
+    assert costs.corrections.least < 0.7
+    space = Space(costs, Request(devices=4, batch_size=16), Refusals(), lambda _: None)
+    compared = 0
+    for group, devices in space.groups():
+        for mesh in space.meshes(group, devices):
+            ways = list(space.ways(mesh))
+            for shape in some(space.shapes.found(mesh), 3, rng):
+                way = rng.choice(ways)
+                of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
+                bounds = space.group_bound(group, devices), way.least, space.shapes.bound(shape)
+                try:
+                    seconds = costs.predict(of).step_seconds
+                except PipeloomError:
+                    continue
+                assert max(*bounds, *space.shapes.link_bounds(shape, [way.of])) <= seconds * (1 + 1e-9), of
+                compared += 1
+    assert compared > 50

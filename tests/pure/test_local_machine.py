@@ -19,7 +19,7 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.kernel_times import KernelTimes
 from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.costs.step_bound import step_bound
-from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
+from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layers
 from pipeloom.plan.local.measured import CURVES, Measured, Rates, interpolated
 from pipeloom.plan.local.saved import local_path, notices
 from pipeloom.plan.profiled_costs import ProfiledCosts, Unit, UnitRow
@@ -234,7 +234,7 @@ def test_gradients_are_copied_before_they_are_reduced():
 
 
 def test_measured_layers_replace_predicted_ones():
-    row = LayerSeconds((1.0, 0.0, 2.0), (3.0, 4.0, 5.0), {False: (6.0, 7.0, 8.0)}, split=1.5)
+    row = LayerSeconds((1.0, 0.0, 2.0), (3.0, 4.0, 5.0), {False: (6.0, 7.0, 8.0)}, split=1.5, head_split=1.5)
     times = LayerTimes(element=4, rows={2: row})
     costs = CostModel(model=model(), cluster=machine(), measured=times)
     fp32 = replace(Configuration().precision, dtype="fp32")
@@ -244,6 +244,19 @@ def test_measured_layers_replace_predicted_ones():
     assert costs.costs(of).backward == pytest.approx((71.0,))
     bigger = costs.stage_seconds(replace(of, microbatch_size=4))[0]
     assert 1.5 * 28 < bigger.forward < 2.5 * 28
+
+
+def test_a_split_backward_of_the_head_costs_what_was_measured_of_it():
+    row = LayerSeconds((1.0, 0.0, 2.0), (3.0, 4.0, 5.0), {False: (6.0, 7.0, 8.0)}, split=1.5, head_split=1.1)
+    times = LayerTimes(element=4, rows={2: row})
+    assert LayerTimes.from_mapping(json.loads(json.dumps(times.to_mapping()))) == times
+    assert mean_layers([times, times]) == times
+    costs = CostModel(model=model(), cluster=machine(), measured=times)
+    fp32 = replace(Configuration().precision, dtype="fp32")
+    found = costs.costs(Configuration(pipeline=2, microbatches=2, microbatch_size=2, precision=fp32))
+    blocks = 1.5 * 2 * (7 + 8)
+    halves = [sum(each) for each in zip(found.backward_input, found.backward_weight, strict=True)]
+    assert halves == pytest.approx([blocks + 1.5 * 2, blocks + 1.1 * (4 + 5)])
 
 
 def profiled(split: float = 1.0) -> ProfiledCosts:

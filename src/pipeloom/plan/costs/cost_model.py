@@ -228,6 +228,12 @@ class CostModel(StepCosts):
             found.append(made[count, mixed, recompute])
         return found
 
+    @property
+    def uncorrected(self) -> tuple["CostModel", float]:
+        if not self.corrections.ratios:
+            return self, 1.0
+        return replace(self, corrections=Corrections()), self.corrections.least
+
     def corrected_by(self, references: References, precision: Precision) -> Self:
         """The same costs, corrected by reference steps in these number formats."""
         plain = replace(self, corrections=Corrections())
@@ -267,11 +273,11 @@ class CostModel(StepCosts):
         more = self._of_layers(of, of.recompute_of(0)).more.times(self.corrections.factor(of))
         stages, memory = [each + more for each in self.stage_seconds(of)], self.memory_model(of)
         parameters, gradients = stage_bytes(memory, of.replicas)
-        split = 1.0 if self.measured is None else self.measured.split(of.microbatch_size)
+        splits = self._splits(of, stages)
         return Costs(
             forward=tuple(each.forward for each in stages),
-            backward_input=tuple(split * each.backward_input for each in stages),
-            backward_weight=tuple(split * each.backward_weight for each in stages),
+            backward_input=tuple(split * each.backward_input for each, split in zip(stages, splits, strict=True)),
+            backward_weight=tuple(split * each.backward_weight for each, split in zip(stages, splits, strict=True)),
             backward=tuple(each.backward_input + each.backward_weight for each in stages),
             message_bytes=(self.message_bytes(of),) * of.stages,
             activation_bytes=tuple(memory.kept_bytes(stage) for stage in range(of.stages)),
@@ -280,6 +286,17 @@ class CostModel(StepCosts):
             other=self._copies(of, gradients),
             units=tuple(self.stage_units(of)),
         )
+
+    def _splits(self, of: Configuration, stages: Sequence[Seconds]) -> list[float]:
+        """For every stage, seconds of I and W over those of a whole backward."""
+        if self.measured is None:
+            return [1.0] * len(stages)
+        block, head = self.measured.splits(of.microbatch_size)
+        found, last = [block] * len(stages), stages[-1].backward_input + stages[-1].backward_weight
+        own = self._of_layers(of, of.recompute_of(0)).head
+        part = self.corrections.factor(of) * (own.backward_input + own.backward_weight) / last if last else 0.0
+        found[-1] = part * head + (1 - part) * block
+        return found
 
     def stage_units(self, of: Configuration) -> list[int]:
         """Embedding, blocks, norm and head are units, up to a number per stage."""

@@ -73,6 +73,11 @@ class StepCosts(ABC):
     def stage_seconds(self, of: Configuration) -> list[Seconds]:
         """Seconds of F, I and W of every stage on one micro-batch."""
 
+    @property
+    def uncorrected(self) -> tuple["StepCosts", float]:
+        """The costs without corrections by measured steps, and the least of these factors: together lower bounds."""
+        return self, 1.0
+
     def same_seconds(self, of: Configuration) -> Hashable:
         """What seconds of single blocks depend on, beside recomputation."""
         return of

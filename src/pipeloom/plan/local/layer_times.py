@@ -19,7 +19,7 @@ class LayerSeconds(NamedTuple):
         embedding, head: seconds; the head with the last norm and the loss.
         blocks: of blocks without experts (False) and with them (True).
         stage: of a stage beside its layers: what the runtime and autograd do once per computation.
-        split: seconds of a split backward of a block over those of a whole one.
+        split, head_split: seconds of a split backward of a block, and of the head, over those of a whole one.
     """
 
     embedding: Three
@@ -27,6 +27,7 @@ class LayerSeconds(NamedTuple):
     blocks: Mapping[bool, Three]
     stage: Three = (0.0, 0.0, 0.0)
     split: float = 1.0
+    head_split: float = 1.0
 
     @classmethod
     def mean(cls, rows: Sequence[Self], weights: Sequence[float] | None = None) -> Self:
@@ -41,6 +42,7 @@ class LayerSeconds(NamedTuple):
             {kind: mean([each.blocks[kind] for each in rows]) for kind in rows[0].blocks},
             mean([each.stage for each in rows]),
             fmean([each.split for each in rows], weights),
+            fmean([each.head_split for each in rows], weights),
         )
 
 
@@ -72,9 +74,12 @@ class LayerTimes:
             return found, row
         return found, LayerSeconds.mean([self.firsts[found], row], [1.0, microbatches - 1.0])
 
-    def split(self, samples: int) -> float:
-        """Seconds of a split backward over those of a whole one, for micro-batches of `samples`."""
-        return max(1.0, self.nearest(samples)[1].split) if self.rows else 1.0
+    def splits(self, samples: int) -> tuple[float, float]:
+        """Seconds of a split backward over those of a whole one, of blocks and head, for micro-batches of `samples`."""
+        if not self.rows:
+            return 1.0, 1.0
+        row = self.nearest(samples)[1]
+        return max(1.0, row.split), max(1.0, row.head_split)
 
     def scaled(self, forward: float, backward: float, update: float) -> Self:
         """The times with forwards, backwards and the end of the step, updates included, this many times as long."""
@@ -124,7 +129,7 @@ class LayerTimes:
 
 def _to_mapping(rows: Mapping[int, LayerSeconds]) -> dict[str, Any]:
     return {
-        str(samples): [row.embedding, row.head, [row.blocks.get(kind) for kind in (False, True)], row.stage, row.split]
+        str(samples): [row.embedding, row.head, [row.blocks.get(kind) for kind in (False, True)], *row[3:]]
         for samples, row in rows.items()
     }
 
@@ -136,9 +141,9 @@ def _from_mapping(rows: Mapping[str, Any]) -> dict[int, LayerSeconds]:
             _three(head),
             {bool(kind): _three(block) for kind, block in enumerate(blocks) if block is not None},
             _three(stage),
-            split,
+            *splits,
         )
-        for samples, (embedding, head, blocks, stage, split) in rows.items()
+        for samples, (embedding, head, blocks, stage, *splits) in rows.items()
     }
 
 

@@ -2,9 +2,10 @@
 
 What processes lose to each other is in no table: shared caches and bandwidth, cores that they take turns on,
 threads of collectives, waits for the slower one. So a step of all processes is measured for the shapes of their
-mesh, with the smallest and the largest micro-batches, and compared with its prediction. Configurations of the same
-shape are corrected by this ratio, interpolated between the two sizes by powers. With n processes, a shape of
-degrees d that is not measured is corrected by
+mesh, with the smallest and the largest micro-batches, and compared with its prediction. Pipelines are measured with
+1F1B, whose ranks wait for each other in every micro-batch, with GPipe, whose ranks wait least, and with ZB-H1, which
+splits backwards. Configurations of the same shape are corrected by this ratio, interpolated between the two sizes by
+powers. With n processes, a shape of degrees d that is not measured is corrected by
 
     product over axes of (ratio of the shape with degree n along the axis) ^ (log d / log n)
 
@@ -16,21 +17,26 @@ model of DerSimonian and Laird (Controlled Clinical Trials, 1986) for the logari
     ratio = mean + t / (t + v) * (measured ratio - mean)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import exp, log, pow
 from statistics import fmean, quantiles, variance
 from typing import Any, NamedTuple, Self
 
+from pipeloom.errors import PipeloomError
 from pipeloom.ir.data_axis import DataStrategy
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel import Precision
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration, even_blocks
+from pipeloom.schedules import SYNCHRONOUS
 
 MOST_SAMPLES = 16  # of a measured micro-batch; larger ones take in proportion
 _MOST_MICROBATCHES = 8  # per rank of a pipeline
 _LEAST_VARIANCE = 1e-12  # of logarithms of steps
+USUAL = "1f1b"  # corrects the others where they are not measured
+_FORWARDS_FIRST, _SPLIT = "gpipe", "zb-h1"
 
 
 def lower_quartile(times: Sequence[float]) -> float:
@@ -38,25 +44,48 @@ def lower_quartile(times: Sequence[float]) -> float:
     return quantiles(times)[0] if len(times) > 1 else times[0]
 
 
+@lru_cache
+def _like(name: str) -> str:
+    """The measured schedule that is most like one."""
+    if name in ("gpipe", "terapipe", "bfs"):
+        return _FORWARDS_FIRST
+    family = SYNCHRONOUS.get(name)
+    if family is None or family.to_measure:
+        return USUAL if family is None else _SPLIT
+    try:
+        splits = family(num_ranks=2, num_microbatches=4).split_backwards
+    except PipeloomError:
+        return USUAL
+    return _SPLIT if splits else USUAL
+
+
 class Shape(NamedTuple):
-    """Degrees of a mesh, and whether replicas shard the optimizer's states, whose collectives are others."""
+    """Degrees of a mesh; whether replicas shard the optimizer's states, whose collectives are others; a schedule."""
 
     pipeline: int
     data: int
     tensor: int
     sharded: bool
+    schedule: str = USUAL
 
     @classmethod
     def of(cls, configuration: Configuration) -> Self:
         """That of a configuration."""
         sharded = configuration.data > 1 and configuration.strategy.shards_optimizer
-        return cls(configuration.pipeline, configuration.data, configuration.inside.tensor, sharded)
+        schedule = _like(configuration.schedule) if configuration.pipeline > 1 else USUAL
+        return cls(configuration.pipeline, configuration.data, configuration.inside.tensor, sharded, schedule)
 
     @property
-    def along_axes(self) -> list[tuple["Shape", float]]:
+    def with_schedules(self) -> "Iterator[Shape]":
+        """The shape with each schedule that is measured."""
+        for schedule in (USUAL, _FORWARDS_FIRST, _SPLIT)[: 3 if self.pipeline > 1 else 1]:
+            yield self._replace(schedule=schedule)
+
+    @property
+    def along_axes(self) -> "list[tuple[Shape, float]]":
         """For every degree above 1, the shape with all processes along its axis, and log d / log n."""
         count = self.pipeline * self.data * self.tensor
-        shapes = Shape(count, 1, 1, False), Shape(1, count, 1, self.sharded), Shape(1, 1, count, False)
+        shapes = Shape(count, 1, 1, False, self.schedule), Shape(1, count, 1, self.sharded), Shape(1, 1, count, False)
         return [(shape, log(degree) / log(count)) for shape, degree in zip(shapes, self[:3], strict=True) if degree > 1]
 
     def steps(self, batch: int, layers: int, precision: Precision) -> list[Configuration]:
@@ -66,6 +95,7 @@ class Shape(NamedTuple):
         sizes = {1: min(own, _MOST_MICROBATCHES * self.pipeline), min(own // most, MOST_SAMPLES): most}
         return [
             Configuration(
+                schedule=self.schedule,
                 pipeline=self.pipeline,
                 microbatches=microbatches,
                 microbatch_size=samples,
@@ -81,15 +111,16 @@ class Shape(NamedTuple):
 
 
 def reference_shapes(config: GPTConfig, processes: int) -> list[Shape]:
-    """The shapes of which so many processes can train a model; those along one axis come first."""
-    found = []
+    """The shapes of which so many processes can train a model: with 1F1B first, and of these, those along one axis."""
+    found = list[Shape]()
     for pipeline in range(1, min(processes, config.layers) + 1):
         for tensor in range(1, processes // pipeline + 1):
             if processes % (pipeline * tensor) or config.heads % tensor or (config.experts and tensor > 1):
                 continue
             data = processes // pipeline // tensor
-            found += [Shape(pipeline, data, tensor, sharded) for sharded in (False, True)[: 2 if data > 1 else 1]]
-    return sorted(found, key=lambda shape: len(shape.along_axes)) if processes > 1 else []
+            for sharded in (False, True)[: 2 if data > 1 else 1]:
+                found += Shape(pipeline, data, tensor, sharded).with_schedules
+    return sorted(found, key=lambda shape: (shape.schedule != USUAL, len(shape.along_axes))) if processes > 1 else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +201,21 @@ class Corrections:
         if of.devices != self.processes or of.devices == 1:
             return 1.0
         shape = Shape.of(of)
-        if shape in self.ratios:
-            return _between(self.ratios[shape], of.microbatch_size)
+        if (row := self._row(shape)) is not None:
+            return _between(row, of.microbatch_size)
         product = 1.0
         for along, exponent in shape.along_axes:
-            if along in self.ratios:
-                product *= pow(_between(self.ratios[along], of.microbatch_size), exponent)
+            if (row := self._row(along)) is not None:
+                product *= pow(_between(row, of.microbatch_size), exponent)
         return product
+
+    def _row(self, shape: Shape) -> Mapping[int, float] | None:
+        return self.ratios.get(shape, self.ratios.get(shape._replace(schedule=USUAL)))
+
+    @property
+    def least(self) -> float:
+        """The least factor that any configuration may have."""
+        return min([1.0, *(ratio for row in self.ratios.values() for ratio in row.values())])
 
 
 def _between(row: Mapping[int, float], samples: int) -> float:

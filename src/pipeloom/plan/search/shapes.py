@@ -70,7 +70,8 @@ class Shapes:
     def __init__(
         self, costs: StepCosts, request: Request, refusals: Refusals, known: KnownShapes | None = None
     ) -> None:
-        self._costs, self._request, self._refusals = costs, request, refusals
+        self._costs, self._least = costs.uncorrected
+        self._request, self._refusals = request, refusals
         self._layers = costs.num_blocks
         self._most_stages = self._layers + 2 * request.ends_alone
         self._known = known or KnownShapes()
@@ -225,7 +226,7 @@ class Shapes:
         """`pipeline_seconds` without recomputation."""
         key, bounds = same_bound(shape), self._known.bounds
         if key not in bounds:
-            bounds[key] = pipeline_seconds(self._costs, shape)
+            bounds[key] = self._least * pipeline_seconds(self._costs, shape)
         return bounds[key]
 
     def link_bounds(self, shape: Shape, strategies: Iterable[Configuration]) -> list[float]:
@@ -236,7 +237,7 @@ class Shapes:
             if key not in bounds:
                 each = replace(shape.of, strategy=of.strategy, offload_states=of.offload_states)
                 update = self._costs.update_seconds(each, shape.placement.stages_of)
-                bounds[key] = link_seconds(self._costs, shape._replace(of=each)) + update
+                bounds[key] = self._least * (link_seconds(self._costs, shape._replace(of=each)) + update)
             found.append(bounds[key])
         return found
 

@@ -107,7 +107,8 @@ class Space:
         can_run: CanRun,
         known: KnownShapes | None = None,
     ) -> None:
-        self.costs, self.request, self.refusals, self._can_run = costs, request, refusals, can_run
+        self.request, self.refusals, self._can_run = request, refusals, can_run
+        self.costs, self._least = costs.uncorrected
         self.shapes = Shapes(costs, request, refusals, known)
         self._layers = costs.num_blocks
         kept = request.fixed.get("offload", 0)
@@ -218,7 +219,7 @@ class Space:
         work = sum(map(sum, self.costs.stage_seconds(of)))
         share = of.inside.processes / (devices * of.microbatch_size)
         fill = self._fill(replace(of, pipeline=pipeline, data=devices // of.inside.processes // pipeline))
-        return work * self.request.batch_size * share * self._turns(devices) + fill
+        return self._least * (work * self.request.batch_size * share * self._turns(devices) + fill)
 
     def _fill(self, of: Configuration) -> float:
         """Seconds of a mesh in which a rank waits for others, at least."""
@@ -298,7 +299,8 @@ class Space:
             each = replace(of, strategy=strategy, granularity=granularity, offload_states=offload_states)
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
             link = self._link_bound(each, share, self.costs.network(replace(fastest, strategy=strategy)))
-            yield Way(each, max(work + fill + update, link), states, max(other + fill + update, link))
+            seconds = (self._least * max(computed + fill + update, link) for computed in (work, other))
+            yield Way(each, next(seconds), states, next(seconds))
 
     def _parameters(self, of: Configuration) -> float:
         """Elements of the parameters of one pipeline on one process of each stage."""

@@ -253,7 +253,8 @@ class RunPlanner:
         parallel, sharded = asked.parallel, DataStrategy(asked.parallel.data_strategy).shards_optimizer
         shape = Shape(parallel.pipeline, parallel.data, parallel.tensor, parallel.data > 1 and sharded)
         plain = parallel.tensor == 1 or (parallel.tensor_layout == "1d" and not asked.model.experts)
-        return [min(asked.microbatch_size, MOST_SAMPLES)], [shape] if plain and parallel.context == 1 else []
+        shapes = [*shape.with_schedules] if plain and parallel.context == 1 else []
+        return [min(asked.microbatch_size, MOST_SAMPLES)], shapes
 
     # Steps of the plan
 

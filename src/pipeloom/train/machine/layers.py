@@ -80,30 +80,36 @@ def _measured(
     for kind in kinds:
         run = _Run(kind, samples, several, precision)
         both, update, other = run.whole(rounds, rates)
-        inputs, weights = run.split(rounds)
+        halves = run.split(rounds)
         for number, whole in enumerate(both):
             before = found[number]
-            row = _of_stages(whole, inputs, weights, several, experts=kind.experts > 0)
+            row = _of_stages(whole, halves, several, experts=kind.experts > 0)
             found[number] = row if before is None else before._replace(blocks={**before.blocks, **row.blocks})
     first, later = found
     assert first is not None
     assert later is not None
-    split = later.split
-    return first._replace(split=split), later, update, other
+    return first._replace(split=later.split, head_split=later.head_split), later, update, other
 
 
 def _of_stages(
-    whole: Sequence[tuple[float, float]], inputs: float, weights: float, several: int, *, experts: bool
+    whole: Sequence[tuple[float, float]], halves: Sequence[tuple[float, float]] | None, several: int, *, experts: bool
 ) -> LayerSeconds:
-    """Layers from F and B of the four stages, and from I and W of the one with several blocks."""
+    """Layers from F and B of the four stages, and from I and W of the same stages."""
     block, stage = _parted(whole[1], whole[2], several)
     first, last = (tuple(max(0.0, a - b) for a, b in zip(whole[at], whole[1], strict=True)) for at in (0, 3))
+    of_block, of_head, split, head_split = (1.0, 1.0), (1.0, 1.0), 1.0, 1.0
+    if halves is not None:
+        of_block, split = halves[2], sum(halves[2]) / max(whole[2][1], 1e-12)
+        inputs, weights = (max(0.0, a - b) for a, b in zip(halves[3], halves[1], strict=True))
+        if inputs + weights > 0 and last[1] > 0:
+            of_head, head_split = (inputs, weights), (inputs + weights) / last[1]
     return LayerSeconds(
         (first[0], 0.0, first[1]),  # an embedding has no gradient of its input
-        _shared_out(last, 1.0, 1.0),
-        {experts: _shared_out(block, inputs, weights)},
+        _shared_out(last, *of_head),
+        {experts: _shared_out(block, *of_block)},
         (stage[0], stage[1], 0.0),
-        (inputs + weights) / max(whole[2][1], 1e-12),
+        split,
+        head_split,
     )
 
 
@@ -221,8 +227,8 @@ class _Run:
         constant = rates.second("step")
         return (first, later), max(0.0, min(around[1:]) - constant) / table, constant
 
-    def split(self, rounds: int) -> tuple[float, float]:
-        """Seconds of I and of W of the stage with several blocks."""
+    def split(self, rounds: int) -> list[tuple[float, float]] | None:
+        """Seconds of I and of W by stage; None: too short to be measured."""
         pipeline, times = self._pipeline("zb-h1")
         rows = []
         for _ in range(1 + rounds):
@@ -231,5 +237,9 @@ class _Run:
             for parameter in pipeline.parameters():
                 parameter.grad = None
         pipeline.close()
-        inputs, weights = (min(row.get((2, op), 0.0) for row in rows[1:]) for op in (Op.I, Op.W))
-        return (inputs, weights) if inputs and weights else (1.0, 1.0)
+
+        def least(stage: int, op: Op) -> float:
+            return min(row.get((stage, op), 0.0) for row in rows[1:])
+
+        found = [(least(stage, Op.I), least(stage, Op.W)) for stage in range(_STAGES)]
+        return found if min(map(min, found[1:])) > 0 else None

@@ -12,7 +12,7 @@ from pipeloom.models import GPT, GPTConfig, loss_fn, materialize
 from pipeloom.parallel import DataParallel, Mesh, Precision
 from pipeloom.parallel.tensor.parallelize import parallelize
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.local.references import References, Shape, reference_shapes
+from pipeloom.plan.local.references import USUAL, References, Shape, reference_shapes
 from pipeloom.split import split
 from pipeloom.training import BarrierStep, Pipeline
 
@@ -79,8 +79,8 @@ def measure_references(
         precision: number formats.
         fits: whether a step fits into memory, the same on every process; others are left out.
         shapes: of the mesh; None: all that can run.
-        seconds: after this many, only shapes along one axis are measured, with the smallest micro-batches; after half
-            of them no other pass begins.
+        seconds: after this many, only shapes along one axis are measured, with 1F1B and the smallest micro-batches;
+            after half of them no other pass begins.
         passes: over all shapes. A machine is faster and slower in phases, which last longer than the steps of a shape.
 
     Returns:
@@ -93,8 +93,8 @@ def measure_references(
         rows: dict[Shape, dict[int, tuple[float, ...]]] = {}
         for shape in shapes:
             few = spent > seconds
-            if few and len(shape.along_axes) > 1:
-                break
+            if few and (len(shape.along_axes) > 1 or shape.schedule != USUAL):
+                continue
             steps = [of for of in shape.steps(batch, config.layers, precision)[: 1 if few else None] if fits(of)]
             if not steps:
                 continue
