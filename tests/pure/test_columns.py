@@ -133,6 +133,7 @@ def test_most_rounds_of_a_long_schedule_are_guessed(name, monkeypatch):
 )
 def test_times_and_memory_by_columns_are_those_by_events(schedule, single, monkeypatch):
     """Alternately in rounds and one action at a time."""
+    monkeypatch.setattr(large_schedules, "_WIDE", 1 << 30 if single else 0)
     if single:
         monkeypatch.setattr(rounds, "_TRIAL", 1)
         monkeypatch.setattr(rounds, "_STEPS", 1)

@@ -1,11 +1,10 @@
 """Times of a large schedule, computed for all actions of one round of its proof at once.
 
 An action starts when the action before it on its rank has ended and its message has arrived, so two look-ups, a maximum
-and a sum time a round.
+and a sum time a round. Where rounds are narrow, the same is done action by action.
 """
 
-import math
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,8 @@ Floats = npt.NDArray[np.float64]
 Times = tuple[Floats, Floats]
 # What actions wait for from other ranks, and how long that travels (None: no time).
 Waits = list[tuple[Ints, Floats | None]]
+_WIDE = 24  # actions per round from which rounds are faster
+_FREE, _THERE = 0, 1  # numbers of no action: one that ends when the step begins, and one whose result is always there
 
 
 def spans_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Network) -> tuple[SpanRow, ...]:
@@ -43,29 +44,40 @@ def spans_by_rounds(schedule: Schedule, proof: Proof, costs: Costs, network: Net
     rank = np.append(columns.rank, np.int32(0))
     remotes = [remote for remote in (proof.remote, proof.remote_of_partner) if remote is not None]
     waits: Waits = [(remote, latency[rank[remote], rank[:-1]] if latency.any() else None) for remote in remotes]
-    starts, ends = (_by_rounds if proof.rounds else _singly)(proof, seconds, waits, later)
+    starts, ends = _times(proof, seconds, waits, later)
     return tuple(
         SpanRow(order, starts[a:b], ends[a:b])
         for order, a, b in zip(schedule.orders, columns.first[:-1], columns.first[1:], strict=True)
     )
 
 
-def _by_rounds(proof: Proof, seconds: Floats, waits: Waits, later: Floats | None) -> Times:
+def _times(proof: Proof, seconds: Floats, waits: Waits, later: Floats | None) -> Times:
     """Starts and ends by index. Within, actions are numbered by `Proof.sequence`, so a round is a slice."""
     sequence, count, begins = proof.sequence, len(proof.sequence), proof.columns.first
     number = np.empty(count + 1, np.int32)
-    number[sequence] = np.arange(count, dtype=np.int32)
-    number[count] = count + 1  # no need: always available
+    number[sequence] = np.arange(2, count + 2, dtype=np.int32)
+    number[count] = _THERE
     before = number[sequence - 1]
-    before[number[begins[:-1][np.diff(begins) > 0]]] = count  # the first of a rank, which is free at 0
+    before[number[begins[:-1][np.diff(begins) > 0]] - 2] = _FREE
     waits = [(number[remote[sequence]], None if lags is None else lags[sequence]) for remote, lags in waits]
     seconds, later = seconds[sequence], None if later is None else later[sequence]
-    starts, ends = np.empty(count), np.empty(count + 2)
-    ends[count:] = 0.0, -np.inf
+    rounds = proof.rounds
+    if rounds and count >= _WIDE * len(rounds):
+        starts, ends = _by_rounds(rounds, before, seconds, waits, later)
+    elif len(waits) == 1 and later is None:
+        starts, ends = _singly(before, seconds, *waits[0])
+    else:
+        starts, ends = _singly_of_units(before, seconds, waits, later)
+    number = number[:count] - 2
+    return starts[number], ends[number]
+
+
+def _by_rounds(rounds: tuple[int, ...], before: Ints, seconds: Floats, waits: Waits, later: Floats | None) -> Times:
+    starts, ends = np.empty(len(seconds)), np.empty(len(seconds) + 2)
+    ends[:2] = 0.0, -np.inf
     there = ends if later is None else ends.copy()
-    assert proof.rounds is not None
-    arrived = np.empty(max(map(int, np.diff(proof.rounds)), default=0))
-    for first, last in pairwise(proof.rounds):  # `out` and `clip` save a copy each
+    arrived = np.empty(max(map(int, np.diff(rounds)), default=0))
+    for first, last in pairwise(rounds):  # `out` and `clip` save a copy each
         start = starts[first:last]
         ends.take(before[first:last], out=start, mode="clip")
         for sources, lags in waits:
@@ -74,31 +86,44 @@ def _by_rounds(proof: Proof, seconds: Floats, waits: Waits, later: Floats | None
             if lags is not None:
                 come += lags[first:last]
             np.maximum(start, come, out=start)
-        end = np.add(start, seconds[first:last], out=ends[first:last])
+        end = np.add(start, seconds[first:last], out=ends[first + 2 : last + 2])
         if later is not None:
-            np.add(end, later[first:last], out=there[first:last])
-    return starts[number[:count]], ends[number[:count]]
+            np.add(end, later[first:last], out=there[first + 2 : last + 2])
+    return starts, ends[2:]
 
 
-def _singly(proof: Proof, seconds: Floats, waits: Waits, later: Floats | None) -> Times:
-    """The same action by action, which is faster for few ranks."""
-    count = len(proof.sequence)
-    none = [0.0] * count
-    begins = set(proof.columns.first.tolist())
-    columns = [(remote.tolist(), none if lags is None else lags.tolist()) for remote, lags in waits]
-    duration, after = seconds.tolist(), none if later is None else later.tolist()
-    starts, ends = [0.0] * count, [0.0] * count
-    there = [0.0] * count + [-math.inf]
-    for index in proof.sequence.tolist():
-        start = 0.0 if index in begins else ends[index - 1]
-        for sources, lags in columns:
-            come = there[sources[index]] + lags[index]
-            if come > start:
-                start = come
-        starts[index] = start
-        ends[index] = end = start + duration[index]
-        there[index] = end + after[index]
-    return np.array(starts), np.array(ends)
+def _singly(before: Ints, seconds: Floats, sources: Ints, lags: Floats | None) -> Times:
+    """Action by action; starts follow from all ends at once."""
+    found = [0.0, -np.inf]
+    append = found.append
+    if lags is None:
+        for last, source, duration in zip(before.tolist(), sources.tolist(), seconds.tolist(), strict=True):
+            start, come = found[last], found[source]
+            append((come if come > start else start) + duration)
+    else:
+        columns = before.tolist(), sources.tolist(), lags.tolist(), seconds.tolist()
+        for last, source, lag, duration in zip(*columns, strict=True):
+            start, come = found[last], found[source] + lag
+            append((come if come > start else start) + duration)
+    ends = np.array(found)
+    return np.maximum(ends[before], ends[sources] if lags is None else ends[sources] + lags), ends[2:]
+
+
+def _singly_of_units(before: Ints, seconds: Floats, waits: Waits, later: Floats | None) -> Times:
+    """The same with overlapped units, whose actions may wait twice and whose results may be there later."""
+    starts, ends, there = list[float](), [0.0, -np.inf], [0.0, -np.inf]
+    columns = [
+        zip(sources.tolist(), repeat(0.0) if lags is None else lags.tolist(), strict=False) for sources, lags in waits
+    ]
+    after = repeat(0.0) if later is None else later.tolist()
+    for last, duration, behind, *needs in zip(before.tolist(), seconds.tolist(), after, *columns, strict=False):
+        start = ends[last]
+        for source, lag in needs:
+            start = max(start, there[source] + lag)
+        starts.append(start)
+        ends.append(start + duration)
+        there.append(start + duration + behind)
+    return np.array(starts), np.array(ends[2:])
 
 
 def live_curves(schedule: Schedule, proof: Proof, rows: tuple[SpanRow, ...]) -> tuple[Curve, ...]:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
-_NARROW = 16  # ranks that advance in a round; with fewer, single steps are faster
-_TRIAL = 256  # rounds between checks of the width
+_NARROW = 16  # actions per round walked one by one; with fewer, single steps are faster
+_TRIAL = 256  # rounds walked one by one before their width counts
 _STEPS = 32  # rounds walked one by one before the next guess
 _GUESSES = 128, 2048  # rounds of a guess: fewest, most
 _NEVER = np.iinfo(np.int32).max
@@ -41,7 +41,7 @@ def walk_columns(first: Ints, remote: Ints, partner: Ints | None) -> tuple[Ints,
             return None
         right = walk.guess(guessed)
         guessed = min(2 * guessed, _GUESSES[1]) if right == guessed else _GUESSES[0]
-        if walk.num_rounds >= _TRIAL and walk.size < min(len(remote), _NARROW * walk.num_rounds):
+        if walk.stepped >= _TRIAL and walk.size < min(len(remote), _NARROW * walk.stepped):
             single = _walk_singly(first, remote, partner)
             return None if single is None else (single, None)
     return walk.result()
@@ -52,10 +52,11 @@ class _Walk:
 
     Attributes:
         size, num_rounds: actions and rounds walked.
+        stepped: rounds walked one by one.
     """
 
     def __init__(self, first: Ints, remote: Ints, partner: Ints | None) -> None:
-        self.size = self.num_rounds = 0
+        self.size = self.num_rounds = self.stepped = 0
         count, num_ranks = len(remote), len(first) - 1
         ranks = np.arange(num_ranks, dtype=np.int32)
         place = np.arange(count, dtype=np.int32) + np.repeat(ranks, np.diff(first))
@@ -88,6 +89,7 @@ class _Walk:
             rounds[heads[ready]] = number
             heads = heads + ready
         self._keep(rows, advanced, heads)
+        self.stepped += num_rounds
         return bool(advanced[0].any())
 
     def guess(self, num_rounds: int) -> int:
