@@ -21,13 +21,14 @@ from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes
-from pipeloom.plan.local.references import References
+from pipeloom.plan.local.references import References, Shape
 from pipeloom.plan.local.saved import torch_version
 from pipeloom.plan.local.trials import MOST_PLANS
 from pipeloom.train.auto import run_planner
 from pipeloom.train.config.automatic import for_processes
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.loop import train_group
+from pipeloom.train.machine import layers
 from pipeloom.train.machine.exchanges import measure_collectives
 from pipeloom.train.machine.reference_steps import measure_references
 from pipeloom.train.process_group import Group
@@ -249,7 +250,23 @@ def test_reference_steps_are_of_the_slowest_process() -> None:
     first, second = run_ranks(_references, 2)
     assert first == second
     assert (first.processes, first.batch) == (2, 4)
-    assert set(first.seconds) == {(2, 1, 1, False), (1, 2, 1, False), (1, 2, 1, True), (1, 1, 2, False)}
-    assert list(first.seconds[2, 1, 1, False]) == [1]
-    assert list(first.seconds[1, 1, 2, False]) == [1, 4]
+    pipelines = [*Shape(2, 1, 1, False).with_schedules]
+    alone = [Shape(1, 2, 1, False), Shape(1, 2, 1, True), Shape(1, 1, 2, False)]
+    assert set(first.seconds) == {*pipelines, *alone}
+    assert all(list(first.seconds[shape]) == [1] for shape in pipelines)
+    assert list(first.seconds[Shape(1, 1, 2, False)]) == [1, 4]
     assert all(len(times) > 1 and min(times) > 0 for row in first.seconds.values() for times in row.values())
+
+
+def test_halves_of_the_backward_of_blocks_and_head_count_as_measured() -> None:
+    """Stages of embedding and block, one block, two blocks, and block and head."""
+    whole = [(1.5, 3.2), (1.0, 3.0), (2.0, 6.0), (3.0, 7.0)]  # F, B
+    halves = [(1.0, 1.0), (2.0, 2.0), (3.0, 5.0), (4.0, 5.0)]  # I, W
+    found = layers._of_stages(whole, halves, 2, experts=False)
+    assert found.embedding == pytest.approx((0.5, 0.0, 0.2))
+    assert found.blocks[False] == pytest.approx((1.0, 3 * 3 / 8, 3 * 5 / 8))
+    assert found.head == pytest.approx((2.0, 4 * 2 / 5, 4 * 3 / 5))
+    assert (found.split, found.head_split) == pytest.approx((8 / 6, 5 / 4))
+    unknown = layers._of_stages(whole, None, 2, experts=False)
+    assert (unknown.split, unknown.head_split) == (1.0, 1.0)
+    assert unknown.head == pytest.approx((2.0, 2.0, 2.0))
