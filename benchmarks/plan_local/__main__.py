@@ -148,6 +148,7 @@ def others_part(answers: list[dict[str, Any]], cores: int) -> float:
 
 def chosen_row(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     """The row with the least predicted seconds, or the one that trial steps choose."""
+    rows = distinct(rows)
     several = [row for row in rows if "trial" in row] if kind == "trials" else []
     if several:
         return several[ranking([row["trial"] for row in several])[0]]
@@ -168,10 +169,7 @@ def measure_trials(case: Case, crew: Crew, rows: list[dict[str, Any]]) -> None:
     of_label = {label(of): of for of in configurations(case)}
     for row in rows:
         row.pop("trial", None)
-    ordered = sorted(rows, key=lambda row: float(row["predicted"][KINDS[0]]))
-    # Orders of the same shape that are predicted to take the same time are the same.
-    distinct = {(*_without_schedule(row["label"]), row["predicted"][KINDS[0]]): row for row in reversed(ordered)}
-    best = list(distinct.values())[::-1]
+    best = sorted(distinct(rows), key=lambda row: float(row["predicted"][KINDS[0]]))
     predicted = [row["predicted"][KINDS[0]] for row in best]
     best = best[: tried(predicted)]
     for row in best if len(best) > 1 else ():
@@ -183,6 +181,12 @@ def measure_trials(case: Case, crew: Crew, rows: list[dict[str, Any]]) -> None:
             answers = crew.call("steps", row["label"], WARM_UP, STEPS)
             row["trial"].extend(map(max, zip(*(each["steps"] for each in answers), strict=True)))
             crew.call("close_all")
+
+
+def distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without those that repeat the order of another: with the same shape and the same prediction."""
+    found = {(*_without_schedule(row["label"]), row["predicted"][KINDS[0]]): row for row in reversed(rows)}
+    return list(found.values())[::-1]
 
 
 def _without_schedule(name: str) -> list[str]:
@@ -200,7 +204,7 @@ def measure_finalists(
     """
     of_label = {label(of): of for of in configurations(case)}
     chosen = {chosen_row(rows, kind)["label"] for kind in CHOICES}
-    least = {row["label"] for row in sorted(rows, key=seconds_of)[:_FINALISTS]}
+    least = {row["label"] for row in sorted(distinct(rows), key=seconds_of)[:_FINALISTS]}
     for row in rows:
         row.pop("final", None)
     finalists = [row for row in rows if row["label"] in chosen | least]

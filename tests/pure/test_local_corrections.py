@@ -154,9 +154,35 @@ def test_pipelines_are_corrected_by_the_schedule_that_is_most_like_theirs():
         assert factor(schedule, pipeline=4) == pytest.approx(expected)
     assert factor("zb-v", 2, pipeline=4) == pytest.approx(1.4)
     assert factor("interleaved", 2, pipeline=4) == pytest.approx(1.2)
+    one = [
+        replace(Configuration(schedule=name, pipeline=4, precision=FP32), microbatch_size=4)
+        for name in ("1f1b", "gpipe")
+    ]
+    assert [costs.corrections.factor(of) for of in one] == pytest.approx([1.2, 1.2])  # the same order
     two = {"pipeline": 2, "inside": InsideStage(tensor=2)}
     assert factor("gpipe", **two) == pytest.approx(1.3)  # measured with 1F1B alone
     assert factor("gpipe", pipeline=2, data=2) == pytest.approx(1.1**0.5)
+
+
+def test_steps_of_the_same_order_are_one_reference():
+    """With one micro-batch, GPipe is 1F1B: what was measured with each counts for both."""
+    plain = CostModel(model=model(), cluster=machine())
+    shapes = [Shape(2, 1, 1, False, schedule) for schedule in ("1f1b", "gpipe")]
+    known = replace(references(plain, dict(zip(shapes, (1.2, 1.0), strict=True))), processes=2)
+    whole = Configuration(pipeline=2, microbatches=1, microbatch_size=16, precision=FP32)
+    seconds = plain.predict(whole).step_seconds
+    rows = {
+        shape: {**row, 16: (each * seconds,)}
+        for (shape, row), each in zip(known.seconds.items(), (1.29, 1.31), strict=True)
+    }
+    costs = plain.corrected_by(replace(known, seconds=rows), FP32)
+
+    def factors(of: Configuration) -> list[float]:
+        return [costs.corrections.factor(replace(of, schedule=name)) for name in ("1f1b", "gpipe")]
+
+    assert factors(replace(whole, microbatches=8, microbatch_size=1)) == pytest.approx([1.2, 1.0], rel=0.01)
+    assert factors(whole) == [pytest.approx(1.3, rel=0.02)] * 2
+    assert len(set(factors(whole))) == 1
 
 
 def test_bounds_of_the_search_hold_for_corrected_predictions():

@@ -1,9 +1,8 @@
 """`CostModel`: from a transformer, a cluster and a configuration to the seconds and bytes of a step. No torch here."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
 from pipeloom.common.division import divisors
@@ -11,7 +10,6 @@ from pipeloom.errors import InputError
 from pipeloom.ir import Op, Placement, Program
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel import Precision
-from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
@@ -26,20 +24,16 @@ from pipeloom.plan.costs.measured_links import (
     step_end_seconds,
 )
 from pipeloom.plan.costs.software import PIPELOOM, Software
+from pipeloom.plan.costs.stage_bytes import StageBytes
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.local.layer_times import LayerTimes
 from pipeloom.plan.local.references import Corrections, References
-from pipeloom.plan.memory import OPTIMIZERS, LayerMemory, MemoryModel, memory_of_ranks, transformer_layers
+from pipeloom.plan.memory import OPTIMIZERS, MemoryModel, memory_of_ranks
 from pipeloom.plan.memory.choose import stage_bytes
 from pipeloom.plan.memory.state_bytes import NEED_FULL_MATRICES
-from pipeloom.plan.memory.transformer_layers import kept_of_kinds
 from pipeloom.plan.stage_times import Seconds, StageTimes
 from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.costs import MOST_UNITS
-from pipeloom.split.chain_partition import consecutive
-
-# Bytes that F keeps, by kind: of the embedding, of all blocks before each block, and of norm and head.
-_Kept = tuple[Mapping[Recompute, float], Mapping[Recompute, list[float]], Mapping[Recompute, float]]
 
 
 class _Layers(NamedTuple):
@@ -88,12 +82,6 @@ class CostModel(StepCosts):
     _others: dict[object, tuple[StageTimes, "_Layers"]] = field(  # with any recomputation
         default_factory=dict, repr=False, compare=False
     )
-    _kept: dict[object, _Kept] = field(default_factory=dict, repr=False, compare=False)
-    _numbers: dict[InsideStage, tuple[float, float, float, list[float]]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    _memories: dict[object, list[LayerMemory]] = field(default_factory=dict, repr=False, compare=False)
     _networks: dict[object, Network] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -180,9 +168,8 @@ class CostModel(StepCosts):
         return found
 
     @cached_property
-    def _few(self) -> Architecture:
-        """The model with blocks of each kind alone, which the others repeat."""
-        return replace(self.model, layers=min(self.model.layers, self.model.experts_every))
+    def _bytes(self) -> StageBytes:
+        return StageBytes(self.model, self.software)
 
     @cached_property
     def _block_kinds(self) -> set[bool]:
@@ -244,21 +231,10 @@ class CostModel(StepCosts):
         """Bytes from one stage to the next, per process and micro-batch."""
         return self._of_layers(of, of.recompute_of(0)).message_bytes
 
-    def layers(self, of: Configuration) -> list[list[LayerMemory]]:
-        """The layers of every stage on one process."""
-        key = of.microbatch_size, of.element, of.inside, of.imbalance
-        layers = self._memories.get(key)
-        if layers is None:
-            layers = self._memories[key] = transformer_layers(self.model, *key, self.software)
-        found = consecutive(layers[1:-2], of.blocks_of(self.model.layers))
-        found[0].insert(0, layers[0])
-        found[-1] += layers[-2:]
-        return found
-
     def memory_model(self, of: Configuration) -> MemoryModel:
         """What memory forecasts need."""
         return MemoryModel(
-            stages=self.layers(of),
+            stages=self._bytes.layers(of),
             precision=of.precision,
             optimizer=of.optimizer,
             recompute=tuple(map(of.recompute_of, range(of.stages))),
@@ -364,8 +340,7 @@ class CostModel(StepCosts):
         cluster = self.cluster.beside(of.devices)
         if cluster.measured is None or not self.model.tie_embeddings or placement.replicas[0] == placement.replicas[-1]:
             return seconds
-        self.parameters(of)
-        size = 4 * self._numbers[of.inside][2]
+        size = 4 * self._bytes.tied(of)
         both = max(1.0, 2 * of.devices / of.pipeline / cluster.measured.cores)
         sums = KernelTimes(cluster, of.element).elementwise(3 * size, 1)
         return seconds + self.corrections.factor(of) * both * (exchange_seconds(cluster, size) + sums)
@@ -377,62 +352,20 @@ class CostModel(StepCosts):
 
     def parameters(self, of: Configuration) -> list[float]:
         """Elements of the parameters of every stage on one process."""
-        found = self._numbers.get(of.inside)
-        if found is None:
-            layers = transformer_layers(self._few, 1, of.element, of.inside)
-            embedding, *kinds, norm, head = (float(sum(layer.parameter_sizes.values())) for layer in layers)
-            blocks = [kinds[index % len(kinds)] for index in range(self.model.layers)]
-            shared = head if self.model.tie_embeddings else 0.0
-            found = self._numbers[of.inside] = embedding, norm + head, shared, [0.0, *accumulate(blocks)]
-        first, last, shared, before = found
-        ends = list(accumulate(of.blocks_of(self.model.layers)))
-        stages = [before[end] - before[start] for start, end in pairwise([0, *ends])]
-        stages[0] += first
-        stages[-1] += last if len(stages) > 1 else last - shared
-        return stages
+        return self._bytes.parameters(of)
 
     def held_parameters(self, of: Configuration, stages: Sequence[int]) -> float:
         """Elements of the parameters of a process with these stages; a shared one counts once."""
-        return self._held(of, self.parameters(of), stages)
-
-    def _held(self, of: Configuration, sizes: Sequence[float], stages: Sequence[int]) -> float:
-        """Of these stages; `sizes` are those of all."""
-        total = sum(sizes[stage] for stage in stages)
-        both = len(sizes) > 1 and 0 in stages and len(sizes) - 1 in stages
-        return total - self._numbers[of.inside][2] if both else total
+        return self._bytes.held(of, self.parameters(of), stages)
 
     def kept_bytes(self, of: Configuration) -> list[float]:
         """Bytes that F of one micro-batch keeps on every stage; of slices, in which keys and values are kept too."""
-        sliced = of.slices > 1
-        key = of.inside, of.microbatch_size, of.element, of.imbalance, sliced
-        known = self._kept.get(key)
-        if known is None:
-            known = self._kept[key] = self._kept_in_slices(of) if sliced else self._kept_whole(of)
-        first, before, last = known
-        kinds = [of.recompute] * of.stages if isinstance(of.recompute, Recompute) else of.recompute
-        cuts = pairwise(accumulate(of.blocks_of(self.model.layers), initial=0))
-        found = [before[kind][end] - before[kind][start] for kind, (start, end) in zip(kinds, cuts, strict=True)]
-        found[0] += first[of.recompute_of(0)]
-        found[-1] += last[of.recompute_of(0)]
-        return found
-
-    def _kept_whole(self, of: Configuration) -> _Kept:
-        """Of whole micro-batches."""
-        sizes = of.microbatch_size, of.element, of.inside, of.imbalance, self.software
-        embedding, kinds, last = kept_of_kinds(self.model, *sizes)
-        blocks = [kinds[self.model.has_experts(index)] for index in range(self.model.layers)]
-        return dict.fromkeys(Recompute, embedding), _sums_before(blocks), dict.fromkeys(Recompute, last)
-
-    def _kept_in_slices(self, of: Configuration) -> _Kept:
-        sizes = of.microbatch_size, of.element, of.inside, of.imbalance, self.software
-        embedding, *kinds, norm, head = map(_kept_in_slices, transformer_layers(self._few, *sizes))
-        blocks = [kinds[index % len(kinds)] for index in range(self.model.layers)]
-        return embedding, _sums_before(blocks), {kind: norm[kind] + head[kind] for kind in Recompute}
+        return self._bytes.kept(of)
 
     def update_seconds(self, of: Configuration, stages_of: Sequence[Sequence[int]]) -> float:
         """Seconds of the optimizer's update on the rank with most parameters."""
         sizes = self.parameters(of)
-        held = max(self._held(of, sizes, stages) for stages in stages_of)
+        held = max(self._bytes.held(of, sizes, stages) for stages in stages_of)
         shards = of.replicas if of.strategy.shards_optimizer else 1
         cluster = self.cluster.beside(of.devices)
         if cluster.measured is None or cluster.rates is None:
@@ -450,16 +383,3 @@ class CostModel(StepCosts):
 
 
 _NOTHING = Seconds(0.0, 0.0, 0.0)
-
-
-def _sums_before(blocks: Sequence[Mapping[Recompute, float]]) -> dict[Recompute, list[float]]:
-    """By kind, bytes of all blocks before each block."""
-    return {kind: [0.0, *accumulate(kept[kind] for kept in blocks)] for kind in Recompute}
-
-
-def _kept_in_slices(layer: LayerMemory) -> Mapping[Recompute, float]:
-    """Bytes that all slices of a micro-batch keep, at least: a recomputed block keeps keys and values."""
-    kept = dict(layer.kept_bytes)
-    if layer.slices is not None:
-        kept[Recompute.FULL] += layer.slices.keys_values
-    return kept

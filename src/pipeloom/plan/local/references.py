@@ -4,8 +4,9 @@ What processes lose to each other is in no table: shared caches and bandwidth, c
 threads of collectives, waits for the slower one. So a step of all processes is measured for the shapes of their
 mesh, with the smallest and the largest micro-batches, and compared with its prediction. Pipelines are measured with
 1F1B, whose ranks wait for each other in every micro-batch, with GPipe, whose ranks wait least, and with ZB-H1, which
-splits backwards. Configurations of the same shape are corrected by this ratio, interpolated between the two sizes by
-powers. With n processes, a shape of degrees d that is not measured is corrected by
+splits backwards; with one micro-batch, GPipe is 1F1B. Configurations of the same shape are corrected by this
+ratio, interpolated between the two sizes by powers. With n processes, a shape of degrees d that is not measured is
+corrected by
 
     product over axes of (ratio of the shape with degree n along the axis) ^ (log d / log n)
 
@@ -73,6 +74,8 @@ class Shape(NamedTuple):
         """That of a configuration."""
         sharded = configuration.data > 1 and configuration.strategy.shards_optimizer
         schedule = _like(configuration.schedule) if configuration.pipeline > 1 else USUAL
+        if schedule == _FORWARDS_FIRST and configuration.microbatches == 1:
+            schedule = USUAL
         return cls(configuration.pipeline, configuration.data, configuration.inside.tensor, sharded, schedule)
 
     @property
@@ -185,15 +188,21 @@ class Corrections:
             layers: of the model.
             precision: number formats of the steps.
         """
-        measured = {
-            (shape, of.microbatch_size): [log(seconds / predict(of)) for seconds in row[of.microbatch_size]]
+        steps = [
+            (shape, of)
             for shape, row in found.seconds.items()
             for of in shape.steps(found.batch, layers, precision)
             if of.microbatch_size in row
-        }
+        ]
+        measured: dict[tuple[Shape, int], list[float]] = {}  # steps of the same order together
+        for shape, of in steps:
+            same = measured.setdefault((Shape.of(of), of.microbatch_size), [])
+            predicted = predict(of)
+            same += [log(seconds / predicted) for seconds in found.seconds[shape][of.microbatch_size]]
+        logarithms = dict(zip(measured, _shrunk([*measured.values()]), strict=True))
         ratios: dict[Shape, dict[int, float]] = {}
-        for ((shape, samples), _), ratio in zip(measured.items(), _shrunk([*measured.values()]), strict=True):
-            ratios.setdefault(shape, {})[samples] = exp(ratio)
+        for shape, of in steps:
+            ratios.setdefault(shape, {})[of.microbatch_size] = exp(logarithms[Shape.of(of), of.microbatch_size])
         return cls(processes=found.processes, ratios=ratios)
 
     def factor(self, of: Configuration) -> float:
