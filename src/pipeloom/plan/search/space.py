@@ -299,8 +299,8 @@ class Space:
             each = replace(of, strategy=strategy, granularity=granularity, offload_states=offload_states)
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
             link = self._link_bound(each, share, self.costs.network(replace(fastest, strategy=strategy)))
-            seconds = (self._least * max(computed + fill + update, link) for computed in (work, other))
-            yield Way(each, next(seconds), states, next(seconds))
+            without, with_offload = (self._least * max(busy + fill + update, link) for busy in (work, other))
+            yield Way(of=each, seconds=without, peak=states, offloaded=with_offload)
 
     def _parameters(self, of: Configuration) -> float:
         """Elements of the parameters of one pipeline on one process of each stage."""
