@@ -240,10 +240,14 @@ def test_a_larger_collective_takes_no_less() -> None:
 
 def _references(rank: int) -> References:
     torch.set_num_threads(1)
-    config = GPTConfig(vocabulary_size=16, layers=2, width=8, heads=2, sequence_length=4)
-    return measure_references(
+    torch.manual_seed(rank)
+    state = torch.get_rng_state()
+    config = GPTConfig(vocabulary_size=16, layers=2, width=8, heads=2, sequence_length=4, dropout=0.1)
+    found = measure_references(
         config, 4, precision=pl.Precision("fp32"), fits=lambda of: of.pipeline == 1 or of.microbatch_size == 1
     )
+    assert torch.equal(torch.get_rng_state(), state)
+    return found
 
 
 def test_reference_steps_are_of_the_slowest_process() -> None:

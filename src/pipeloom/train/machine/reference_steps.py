@@ -100,7 +100,9 @@ def measure_references(
                 continue
             mesh, rows[shape] = Mesh(pp=shape.pipeline, dp=shape.data, tp=shape.tensor), {}
             for of in steps:
-                times = _seconds(ConfiguredRun(config, of, mesh))
+                with torch.random.fork_rng(devices=[]):  # ranks along tp draw the same numbers
+                    torch.manual_seed(0)
+                    times = _seconds(ConfiguredRun(config, of, mesh))
                 rows[shape][of.microbatch_size] = tuple(times[_WARM_UP:])
                 spent += sum(times)
             mesh.close()
