@@ -22,7 +22,7 @@ from pipeloom.train.machine.layers import measure_layers
 from pipeloom.train.machine.reference_steps import ConfiguredRun, measure_references
 from pipeloom.transport import shared_block
 
-_FIRST_STEPS = 2  # which make the optimizer's states, and compare the loss with those of a few samples
+_FIRST_STEPS = 4  # which make the optimizer's states, and compare the loss with those of a few samples
 _MEASURED_STEPS = 4  # whose memory is measured: how many messages wait for a replica depends on the moment
 
 
