@@ -89,6 +89,17 @@ def test_messages_that_are_not_read_have_blocks_of_their_own() -> None:
     assert torch.equal(incoming.receive().tensors[0], torch.ones(3))
 
 
+def test_a_small_message_leaves_a_large_block_to_others() -> None:
+    outgoing, incoming, _, _ = _ends()
+    small, large = torch.ones(1 << 12), torch.ones(1 << 18)
+    for value in (small, large):
+        outgoing.send(*flatten(value))
+        incoming.receive()
+    for value in (small, small, large):  # the second is sent while the block of the first is not free
+        outgoing.send(*flatten(value))
+    assert sorted(block.capacity for block in outgoing._blocks) == [small.nbytes, small.nbytes, large.nbytes]
+
+
 def test_blocks_are_dropped_after_the_device_has_read_them() -> None:
     outgoing, incoming, sender, receiver = _ends()
     for _ in range(2):

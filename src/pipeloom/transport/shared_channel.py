@@ -128,10 +128,15 @@ class SharedOutgoing(Outgoing):
         return self._push()
 
     def _free_block(self, need: int, need_on_device: int) -> SharedBlock | DeviceBlock | None:
-        """A block with room for a message. One without tensors on a device leaves device memory to others."""
+        """A free block for a message, at most twice as large on the host: the next message may need a larger one.
+
+        A message without tensors on a device leaves device memory to others.
+        """
+        most = 2 * max(need, mmap.PAGESIZE)
         for block in self._blocks:
             there = block.device_capacity
-            if (there >= need_on_device if need_on_device else not there) and block.capacity >= need and block.free:
+            fits = need <= block.capacity <= most and (there >= need_on_device if need_on_device else not there)
+            if fits and block.free:
                 return block
         return None
 
