@@ -31,6 +31,7 @@ from pipeloom.train.loop import train_group
 from pipeloom.train.machine import layers
 from pipeloom.train.machine.exchanges import measure_collectives
 from pipeloom.train.machine.reference_steps import measure_references
+from pipeloom.train.machine.trial_steps import measure_trials
 from pipeloom.train.process_group import Group
 from tests.pure.test_local_machine import machine
 
@@ -181,6 +182,22 @@ def test_trial_steps_choose_between_near_plans(text: Path, tmp_path: Path) -> No
     tried = trials.removeprefix("plan trials: ").split("; ")
     assert len(tried) == 2
     assert chosen.startswith(f"plan for 2 processes: {tried[0].split(':')[0]}: ")  # said first
+
+
+def _tensor_trials(rank: int, argv: list[str]) -> list[list[float]]:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)  # as after trial steps of pipelines, whose ranks draw other numbers
+    asked = for_processes(parse(argv), 2)
+    group = Group(rank, 2, torch.device("cpu"))
+    return measure_trials([asked, asked], [0.01, 0.01], group, run_tokenizer(asked).vocabulary_size)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks")
+def test_trial_steps_of_ranks_that_share_layers_draw_the_same_numbers(text: Path, tmp_path: Path) -> None:
+    options = ("--parallel.pipeline=1", "--parallel.tensor=2", "--processes=2", "--steps=2", "--model.dropout=0.1")
+    first, second = run_ranks(_tensor_trials, 2, words(text, tmp_path / "run", *TINY, *options)[1:])
+    assert first == second
+    assert all(map(len, first))
 
 
 def _planned_twice(rank: int, argv: list[str]) -> str:

@@ -72,6 +72,7 @@ class RunPlanner:
         self._plan: Plan | None = None
         self._costs: CostModel | None = None
         self._of: Configuration | None = None  # of the plan, on process 0
+        self._slower: list[dict[str, Any]] = []  # options of plans whose trial steps were slower, likewise
         self._steps: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._number = 0
         self.notes: list[str] = []
@@ -113,6 +114,7 @@ class RunPlanner:
         trials = self._trials(plans)
         if self._group.rank == 0:
             number = ranking(trials)[0] if trials else 0
+            self._slower = [options_of_plan(plan) for each, plan in enumerate(plans) if trials and each != number]
             begin = f"plan for {_processes(self._group.size)}:" if whole else "schedule"
             said.append(f"{begin} {best[number].words}")
             if trials:
@@ -335,6 +337,8 @@ class RunPlanner:
         def refusal(plan: Plan) -> str | None:
             if (why := self._refusal(plan)) is not None:
                 return why
+            if options_of_plan(plan) in self._slower:
+                return "slower in trial steps"
             return None if same_losses(self._config, planned_config(self._asked, plan)) else "other losses"
 
         try:

@@ -1,12 +1,14 @@
 """Whether two plans of one run give bitwise the same losses. No torch here.
 
 They do where every sum adds the same numbers in the same order: micro-batches and degrees are equal, and each stage
-runs its backwards in micro-batch order. Layers may be on other ranks where neither random numbers, tied weights nor
-shards of gradients depend on it.
+runs its backwards in micro-batch order. A model that draws random numbers also needs the same schedule, with which a
+resumed run restores the generators. Layers may be on other ranks where neither tied weights nor shards of gradients
+depend on it.
 """
 
 from pipeloom.ir import Op, Schedule
 from pipeloom.ir.data_axis import DataStrategy
+from pipeloom.models.experts.settings import ROUTERS
 from pipeloom.train.config.schedule import make_schedule
 from pipeloom.train.config.train_config import TrainConfig
 
@@ -29,21 +31,27 @@ def same_losses(config: TrainConfig, other: TrainConfig) -> bool:
         return False
     if first == second and config.parallel.cut == other.parallel.cut:
         return True
-    if not (_in_order(first) and _in_order(second)):
+    if _draws(config) or not (_in_order(first) and _in_order(second)):
         return False
     layers_stay = first.placement == second.placement and config.parallel.cut == other.parallel.cut
     return layers_stay or _layers_may_move(config)
+
+
+def _draws(config: TrainConfig) -> bool:
+    """Whether training draws random numbers."""
+    model = config.model
+    return bool(model.dropout) or bool(model.experts and ROUTERS[model.router].draws)
 
 
 def _layers_may_move(config: TrainConfig) -> bool:
     model, replicas = config.model, config.parameter_replicas
     ddp = DataStrategy(config.parallel.data_strategy) is DataStrategy.DDP
     sums = replicas == 1 or (replicas <= _ORDER_FREE and ddp)
-    return sums and not model.dropout and not model.tie_embeddings and not config.memory.offload_parameters
+    return sums and not model.tie_embeddings and not config.memory.offload_parameters
 
 
 def _in_order(schedule: Schedule) -> bool:
-    """Whether each stage is on one rank, and adds up its gradients and draws its random numbers by micro-batch."""
+    """Whether each stage is on one rank, and adds up its gradients by micro-batch."""
     if sum(map(len, schedule.placement.stages_of)) > schedule.num_stages:
         return False
     for order in schedule.orders:

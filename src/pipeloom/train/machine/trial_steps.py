@@ -32,7 +32,10 @@ def measure_trials(
     def seconds(number: int) -> list[float]:
         config = configs[number]
         layout = with_layout(group, config)
-        every = group.gather_json(_seconds(RunModel(config, layout, vocabulary_size), config, group))
+        with torch.random.fork_rng(devices=[]):  # ranks along tp draw the same numbers
+            torch.manual_seed(0)
+            own = _seconds(RunModel(config, layout, vocabulary_size), config, group)
+        every = group.gather_json(own)
         if layout.mesh is not None:
             layout.mesh.close()
         gc.collect()
