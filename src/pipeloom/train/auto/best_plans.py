@@ -131,10 +131,11 @@ def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[s
 
 
 def words_of(of: Configuration) -> str:
-    """``pipeline 2 x data 2 (zero1), 1f1b, 4 micro-batches of 2``."""
+    """``pipeline 2 x data 2 (zero1) x tensor 2 with sequence, 1f1b, 4 micro-batches of 2``."""
     degrees = {"pipeline": of.pipeline, "data": of.data, "tensor": of.inside.tensor, "expert": of.inside.expert}
-    words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
-    strategy = f" ({of.strategy})" if of.data > 1 else ""
+    behind = {"data": f" ({of.strategy})", "tensor": " with sequence" if of.inside.sequence else ""}
+    parts = [f"{name} {degree}{behind.get(name, '')}" for name, degree in degrees.items() if degree > 1]
+    words = " x ".join(parts) or "one process"
     schedule = f", {of.schedule}{f' with {of.chunks} chunks' if of.chunks > 1 else ''}" if of.pipeline > 1 else ""
     plural = "es" if of.microbatches > 1 else ""
-    return f"{words}{strategy}{schedule}, {of.microbatches} micro-batch{plural} of {of.microbatch_size}"
+    return f"{words}{schedule}, {of.microbatches} micro-batch{plural} of {of.microbatch_size}"

@@ -131,14 +131,17 @@ class RunPlanner:
         asked, group = self._asked, self._group
         answer: dict[str, Any] = {"name": None}
         if group.rank == 0:
-            known, why = only_schedule(asked), "no other one runs with these options"
-            if known is None and checkpoint is not None:
-                saved = load(checkpoint, key=CheckpointKey.read(asked.checkpoint_key_file)).state
-                known, why = schedule_of_checkpoint(asked, saved.get("config", {})), f"as in {checkpoint}"
+            try:
+                known, why = only_schedule(asked), "no other one runs with these options"
+                if known is None and checkpoint is not None:
+                    saved = load(checkpoint, key=CheckpointKey.read(asked.checkpoint_key_file)).state
+                    known, why = schedule_of_checkpoint(asked, saved.get("config", {})), f"as in {checkpoint}"
+            except PipeloomError as error:  # the others wait for an answer
+                answer, known = {"error": str(error)}, None
             if known is not None:
                 name, chunks = schedule_name(known), known.parallel.chunks
                 answer = {"name": name, "chunks": chunks, "notes": [f"schedule {schedule_words(name, chunks)}: {why}"]}
-        answer = group.gather_json(answer)[0]
+        answer = self._agreed(answer)
         if answer["name"] is not None:
             self.notes = answer["notes"]
             self._config = self._with_schedule(answer["name"], answer["chunks"])
