@@ -136,8 +136,8 @@ def test_reductions_inside_the_last_backward_count() -> None:
     states = sum(always.values()) - always["gradients"] - always["messages"]
     print(f"{held.peak:.0f} bytes predicted, {measured + states:.0f} measured, {messages} of them in messages")
     assert held.peak - always["messages"] == pytest.approx(measured + states, rel=0.02)
-    # Of blocks and tables, to two replicas, in whole pages; one may be used for both.
-    assert 0.5 * always["messages"] < messages < always["messages"] + 4 * mmap.PAGESIZE
+    # Of blocks and tables, to two replicas, in whole pages; one may be used for both. Small messages have their own.
+    assert 0.5 * always["messages"] < messages < always["messages"] + 8 * mmap.PAGESIZE
 
 
 def test_forecasts_know_in_what_groups_gradients_and_exponentials_are_computed() -> None:
