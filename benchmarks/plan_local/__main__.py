@@ -20,9 +20,9 @@ from pipeloom.plan.cluster import Cluster, parse_cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import find_cluster
+from pipeloom.plan.local import trials
 from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
 from pipeloom.plan.local.references import References, Shape, lower_quartile
-from pipeloom.plan.local.trials import STEPS, WARM_UP, ranking, tried, turn
 
 KINDS = ("profile", "layers", "tables")  # of predictions
 CHOICES = ("trials", *KINDS)
@@ -151,7 +151,7 @@ def chosen_row(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     rows = distinct(rows)
     several = [row for row in rows if "trial" in row] if kind == "trials" else []
     if several:
-        return several[ranking([row["trial"] for row in several])[0]]
+        return several[trials.ranking([row["trial"] for row in several])[0]]
     kind = _predictions(kind)
     return min(rows, key=lambda row: float(row["predicted"][kind]))
 
@@ -171,16 +171,17 @@ def measure_trials(case: Case, crew: Crew, rows: list[dict[str, Any]]) -> None:
         row.pop("trial", None)
     best = sorted(distinct(rows), key=lambda row: float(row["predicted"][KINDS[0]]))
     predicted = [row["predicted"][KINDS[0]] for row in best]
-    best = best[: tried(predicted)]
-    for row in best if len(best) > 1 else ():
-        row["trial"] = []
-    while numbers := turn(predicted[: len(best)], [row.get("trial", []) for row in best]):
-        for number in numbers:
-            row = best[number]
-            crew.call("build", row["label"], case.config, of_label[row["label"]])
-            answers = crew.call("steps", row["label"], WARM_UP, STEPS)
-            row["trial"].extend(map(max, zip(*(each["steps"] for each in answers), strict=True)))
-            crew.call("close_all")
+
+    def run(number: int) -> list[float]:
+        row = best[number]
+        crew.call("build", row["label"], case.config, of_label[row["label"]])
+        answers = crew.call("steps", row["label"], trials.WARM_UP, trials.STEPS)
+        crew.call("close_all")
+        return list(map(max, zip(*(each["steps"] for each in answers), strict=True)))
+
+    for row, trial in zip(best, trials.measured(predicted, run, trials.tried(predicted)), strict=True):
+        if trial:
+            row["trial"] = trial
 
 
 def distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -110,8 +110,8 @@ def _with_schedule(rank: int, argv: list[str]) -> tuple[str | None, int | None, 
             sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
             return CostModel(model=Architecture.of_gpt(sizes), cluster=machine().beside(4)), []
 
-        def _tried(self, best: Any) -> int:
-            return min(2, super()._tried(best))
+        def _first_tried(self, best: Any) -> int:
+            return min(2, super()._first_tried(best))
 
     planner = Planner(asked, Group(rank, 4, torch.device("cpu")))
     config = planner.first()
@@ -165,7 +165,7 @@ def _with_trials(rank: int, argv: list[str]) -> list[str]:
             sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
             return CostModel(model=Architecture.of_gpt(sizes), cluster=machine().beside(2)), []
 
-        def _tried(self, best: Any) -> int:
+        def _first_tried(self, best: Any) -> int:
             return min(2, len(best))
 
     planner = Planner(asked, Group(rank, 2, torch.device("cpu")))
@@ -180,7 +180,7 @@ def test_trial_steps_choose_between_near_plans(text: Path, tmp_path: Path) -> No
     assert notes == others
     chosen, trials = notes
     tried = trials.removeprefix("plan trials: ").split("; ")
-    assert len(tried) == 2
+    assert 2 <= len(tried) <= MOST_PLANS
     assert chosen.startswith(f"plan for 2 processes: {tried[0].split(':')[0]}: ")  # said first
 
 
@@ -189,7 +189,7 @@ def _tensor_trials(rank: int, argv: list[str]) -> list[list[float]]:
     torch.manual_seed(rank)  # as after trial steps of pipelines, whose ranks draw other numbers
     asked = for_processes(parse(argv), 2)
     group = Group(rank, 2, torch.device("cpu"))
-    return measure_trials([asked, asked], [0.01, 0.01], group, run_tokenizer(asked).vocabulary_size)
+    return measure_trials([asked, asked], [0.01, 0.01], 2, group, run_tokenizer(asked).vocabulary_size)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks")

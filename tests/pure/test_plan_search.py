@@ -364,6 +364,8 @@ def test_embedding_and_head_alone_can_be_fixed():
         search(fixed=fixed, ends_alone=False)
     with pytest.raises(InputError, match="must be an integer of at least 1"):
         parse_fixed("blocks=4,0,4")
+    with pytest.raises(InputError, match="offload=cpu: must be none, or the number of activations"):
+        parse_fixed("offload=cpu")
 
 
 @pytest.mark.parametrize(

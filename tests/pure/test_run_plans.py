@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from pipeloom import schedules
 from pipeloom.cli.train import parse
@@ -16,8 +17,10 @@ from pipeloom.train.auto import run_planner
 from pipeloom.train.auto.best_plans import best_plans
 from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.auto.same_losses import same_losses
-from pipeloom.train.config.automatic import for_processes
+from pipeloom.train.config.automatic import for_processes, without_plan
+from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.process_group import Group
 from tests.pure.test_local_machine import machine, model
 
 
@@ -110,6 +113,18 @@ def test_the_processes_of_an_automatic_plan(monkeypatch):
         (["--parallel", "auto", "--local"], "--parallel auto with local=true: runs all ranks in this process"),
         (["--parallel", "auto", "--processes", "0"], "processes=0: must be at least 1."),
         (["--parallel", "auto", "--memory.offload", "cpu"], "--parallel auto with memory.offload=cpu"),
+        (
+            ["--parallel=auto", "--optimizer.replica_scaling=true"],
+            "--parallel auto with optimizer.replica_scaling=true: is",
+        ),
+        (
+            ["--parallel=auto", "--optimizer.staleness=inverse"],
+            "--parallel auto with optimizer.staleness=inverse: is for",
+        ),
+        (
+            ["--parallel=auto", "--batch.size=6", "--batch.microbatches=4"],
+            "--parallel auto with batch.microbatches=4: ",
+        ),
         (["--parallel", "auto", "--schedule", "pipedream"], "--parallel auto with schedule=pipedream: plans have"),
         (["--parallel", "auto", "--schedule", "search"], "--parallel auto with schedule=search: plans have"),
         (["--parallel", "auto", "--schedule", "orders.csv"], "--parallel auto with schedule=orders.csv: plans have"),
@@ -120,6 +135,15 @@ def test_what_an_automatic_plan_refuses(options, message):
     with pytest.raises(InputError) as refusal:
         for_processes(parse(options), None)
     assert str(refusal.value).startswith(message)
+
+
+def test_an_automatic_plan_may_have_replicas_with_buckets_of_a_given_size():
+    options = "--processes=2", "--parallel.data_bucket_bytes=100000", "--model.layers=4"
+    asked = for_processes(parse(["--parallel=auto", *options]), None)
+    validate_settings(without_plan(asked))
+    costs = CostModel(model=model(), cluster=machine())
+    found = best_plans(asked, costs, 2, run_planner.RunPlanner(asked, Group(0, 2, torch.device("cpu")))._refusal)
+    assert {each.of.data for each in found} == {2}
 
 
 def test_an_automatic_plan_has_the_processes_of_torchrun():

@@ -12,7 +12,8 @@ from pipeloom.plan.local.trials import CLOSE, MOST_PASSES, MOST_PLANS, PASSES, S
         ([0.1, 0.105, 0.111], 2),  # the last one is predicted to be too slow
         ([0.1] * 9, MOST_PLANS),
         ([2.0, 2.1, 2.1], 2),  # three would take too long
-        ([60.0, 61.0], 1),
+        ([60.0, 61.0], 0),
+        ([4.0, 4.1], 1),
     ],
 )
 def test_plans_that_are_nearly_as_fast_are_tried(predicted, expected):
@@ -23,7 +24,7 @@ def turns(predicted: list[float], measured: list[float]) -> list[list[int]]:
     """Who runs in each turn, where every step of a plan takes as long."""
     trials: list[list[float]] = [[] for _ in measured]
     found = []
-    while numbers := turn(predicted, trials):
+    while numbers := turn(predicted, trials, tried(predicted)):
         found.append(numbers)
         for number in numbers:
             trials[number] += [measured[number]] * STEPS
@@ -39,6 +40,22 @@ def test_a_plan_that_is_clearly_the_fastest_ends_them():
     assert turns([0.1, 0.1], [0.1, 0.1 * CLOSE + 0.001]) == [[0, 1]] * PASSES
 
 
+def test_plans_that_are_predicted_faster_than_steps_take_run_some_too():
+    """The first two are predicted three times as fast as they are."""
+    found = turns([0.1, 0.105, 0.15, 0.16, 0.2], [0.3, 0.31, 0.16, 0.18, 0.2])
+    assert found == [[0, 1], [2], *[[0, 1, 2]] * (PASSES - 1)]
+
+
+def test_one_plan_runs_steps_to_see_whether_its_prediction_holds():
+    assert turns([0.1, 0.15], [0.14, 0.15]) == [[0]]
+    assert turns([0.1, 0.15], [0.16, 0.15])[:3] == [[0], [1], [0, 1]]
+
+
+def test_no_more_than_so_many_plans_run_steps():
+    found = turns([0.01 + 0.001 * number for number in range(9)], [0.1] * 9)
+    assert sorted({plan for numbers in found for plan in numbers}) == list(range(MOST_PLANS))
+
+
 @pytest.mark.parametrize(("seconds", "plans", "expected"), [(2.0, 2, 1), (0.4, 5, 2), (0.3, 2, 7)])
 def test_they_take_turns_as_often_as_time_allows(seconds, plans, expected):
     assert len(turns([seconds] * plans, [seconds] * plans)) == expected
@@ -50,4 +67,4 @@ def test_the_fastest_is_the_one_that_is_least_disturbed():
 
 
 def test_a_plan_that_was_left_out_is_not_the_fastest():
-    assert ranking([[0.9] * 5, [1.1] * 10, [1.0] * 10]) == [2, 1, 0]
+    assert ranking([[0.9] * 5, [1.1] * 10, [1.0] * 10, []]) == [2, 1, 0]

@@ -20,8 +20,9 @@ def fastest_plan(
 ) -> Plan:
     """Run steps of the plans that are predicted to be nearly as fast as the fastest, and return the fastest of them.
 
-    Predictions of plans that are nearly as fast differ by less than their errors. Plans take turns of 7 steps, for
-    about half a minute. Every process of a run calls this, and gets the same plan.
+    Predictions of plans that are nearly as fast differ by less than their errors. Where the steps take longer than
+    another plan is predicted to, that one runs some too. Plans take turns of 7 steps, for at most about half a minute.
+    Every process of a run calls this, and gets the same plan.
 
     Args:
         plans: those of process 0 count, such as `pipeloom.plans` finds. At most 6 run steps.
@@ -39,11 +40,10 @@ def fastest_plan(
         if not plans:
             raise InputError("fastest_plan got no plans. Pass those of pipeloom.plans.")
         ordered = sorted(plans, key=_predicted)
-        near = ordered[: tried([_predicted(plan) for plan in ordered])]
-        if len(near) == 1:
-            return near[0]
-        found = measured([*map(_predicted, near)], lambda number: _seconds(members, start(near[number]), step))
-        return near[ranking(found)[0]]
+        predicted = [*map(_predicted, ordered)]
+        first = tried(predicted) if len(ordered) > 1 else 0
+        found = measured(predicted, lambda number: _seconds(members, start(ordered[number]), step), first)
+        return ordered[(ranking(found) or [0])[0]]
     finally:
         if members is not None:
             members.close()

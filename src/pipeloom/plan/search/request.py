@@ -32,7 +32,9 @@ def _whole(word: str) -> int:
 
 
 def _kept(word: str) -> int | None:
-    return None if word == "none" else 0 if word == "0" else _whole(word)
+    if word != "none" and not word.isdecimal():
+        raise ValueError("must be none, or the number of activations that a rank keeps; 0: as few as possible")
+    return None if word == "none" else int(word)
 
 
 def _flag(word: str) -> bool:

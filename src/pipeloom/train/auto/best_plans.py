@@ -1,6 +1,6 @@
 """The best plans that a run can have on its processes, by the search of `pipeloom.plan.search`. No torch here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from pipeloom.errors import PipeloomError
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.references import lower_quartile
-from pipeloom.plan.local.trials import MOST_PLANS, ranking
+from pipeloom.plan.local.trials import MOST_PLANS, ranking, tried
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.answer import plan_of, predicted
 from pipeloom.plan.search.best_first import find_plans
@@ -45,7 +45,8 @@ def best_plans(
     refusal: Callable[[Plan], str | None],
     fixed: dict[str, Any] | None = None,
 ) -> list[Chosen]:
-    """Search for the `MOST_PLANS` best, the one with the least predicted seconds first.
+    """Search for the best plans: those that run trial steps first, the one with the least predicted seconds before all
+    others, then those that may run some too, the best one with each mesh and schedule before others like it.
 
     Schedules of the same orders, such as 1f1b and gpipe with one micro-batch, are one plan.
 
@@ -67,8 +68,19 @@ def best_plans(
             return str(error)
 
     answer = find_plans(costs, _request(asked, costs, processes, fixed or {}), accept=accept)
-    plans = list({_orders_of(found): found for found in reversed(answer.plans)}.values())[::-1][:MOST_PLANS]
-    return [_chosen(costs, found, plans, answer.considered) for found in plans]
+    plans = list({_orders_of(found): found for found in reversed(answer.plans)}.values())[::-1]
+    first = tried([found.step_seconds for found in plans]) or 1
+    kinds, others = {_kind_of(found.of) for found in plans[:first]}, list[Simulated]()
+    for found in plans[first:]:
+        others += [found] if _kind_of(found.of) not in kinds else []
+        kinds.add(_kind_of(found.of))
+    others += [found for found in plans[first:] if found not in others]
+    return [_chosen(costs, found, plans, answer.considered) for found in (*plans[:first], *others)]
+
+
+def _kind_of(of: Configuration) -> Hashable:
+    """Equal for plans whose predictions err alike: with the same mesh and schedule."""
+    return of.pipeline, of.data, of.inside, of.strategy, of.schedule
 
 
 def _orders_of(found: Simulated) -> tuple[Any, ...]:

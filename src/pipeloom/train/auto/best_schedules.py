@@ -87,7 +87,7 @@ def best_schedules(asked: TrainConfig, costs: CostModel, vocabulary_size: int) -
         )
     usual = next((each for each in found.values() if each.schedule.name == usual_schedule(asked)), None)
     ranked = sorted(found.values(), key=lambda each: each.times.step * (1 - _TOLERANCE if each is usual else 1))
-    near = ranked[: tried([each.times.step for each in ranked])]
+    near = ranked[: tried([each.times.step for each in ranked]) or 1]
     if usual is not None and usual not in near:
         room = tried([usual.times.step] * MOST_PLANS)
         near = [*near[: room - 1], usual] if room > 1 else near

@@ -105,19 +105,20 @@ class RunPlanner:
         if self._group.rank == 0:
             try:
                 best = self._best(self._costs)
-                found = {"tried": [each.plan.to_json() for each in best[: self._tried(best)]]}
+                found = {"plans": [each.plan.to_json() for each in best], "first": self._first_tried(best)}
             except PipeloomError as error:  # the others wait for an answer
                 found = {"error": str(error)}
-        plans = [Plan.from_json(each) for each in self._agreed(found)["tried"]]
-        if len(plans) > 1:
-            self._say(f"planning: trial steps of {len(plans)} {'plans' if whole else 'schedules'}")
-        trials = self._trials(plans)
+        answer = self._agreed(found)
+        plans, first = [Plan.from_json(each) for each in answer["plans"]], answer["first"]
+        if first:
+            self._say(f"planning: trial steps of {counted(first, 'plan' if whole else 'schedule')}")
+        trials = self._trials(plans, first)
         if self._group.rank == 0:
-            number = ranking(trials)[0] if trials else 0
-            self._slower = [options_of_plan(plan) for each, plan in enumerate(plans) if trials and each != number]
+            number, *slower = ranking(trials) or [0]
+            self._slower = [options_of_plan(plans[each]) for each in slower]
             begin = f"plan for {_processes(self._group.size)}:" if whole else "schedule"
             said.append(f"{begin} {best[number].words}")
-            if trials:
+            if slower:
                 said.append(
                     f"plan trials: {trials_text(best, trials)}"
                     if whole
@@ -159,19 +160,17 @@ class RunPlanner:
         if self._group.rank == 0:
             print(text, flush=True)
 
-    def _tried(self, best: Sequence[Chosen]) -> int:
-        """How many of the best plans are tried: one where a first step compiles or captures, which takes long."""
-        if self._asked.compile or self._asked.graphs:
-            return 1
+    def _first_tried(self, best: Sequence[Chosen]) -> int:
+        """How many of the best plans run trial steps first: none where a first step compiles or captures for long."""
+        if self._asked.compile or self._asked.graphs or len(best) < 2:
+            return 0
         return tried([each.times.step for each in best]) if self._asked.parallel.auto else len(best)
 
-    def _trials(self, plans: Sequence[Plan]) -> list[list[float]]:
-        """Seconds of trial steps of each plan, if there are several; a collective call."""
-        if len(plans) < 2:
-            return []
-        configs = [planned_config(self._asked, plan) for plan in plans]
-        predicted = [plan.predicted_step_seconds or 0.0 for plan in plans]
-        return measure_trials(configs, predicted, self._group, run_tokenizer(self._asked).vocabulary_size)
+    def _trials(self, plans: Sequence[Plan], first: int) -> list[list[float]]:
+        """Seconds of trial steps of each plan, of which so many run some first; a collective call."""
+        configs = [planned_config(self._asked, plan) for plan in plans] if first else []
+        predicted = [plan.predicted_step_seconds or 0.0 for plan in plans[: len(configs)]]
+        return measure_trials(configs, predicted, first, self._group, run_tokenizer(self._asked).vocabulary_size)
 
     def _answer(self, chosen: Chosen, notes: Sequence[str]) -> dict[str, Any]:
         self._of = chosen.of

@@ -9,6 +9,7 @@ from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import AUTO, TrainConfig
 
 KEPT = ("auto", "transport", "data_bucket_bytes")  # options of `parallel` that a plan does not choose
+_ONLY_STALE = "is for asynchronous schedules, and plans have synchronous ones. Remove it, or give degrees."
 
 
 def for_processes(config: TrainConfig, world_size: int | None) -> TrainConfig:
@@ -36,10 +37,17 @@ def for_processes(config: TrainConfig, world_size: int | None) -> TrainConfig:
             config.memory.offload,
             "is not among the plans of this machine. Remove it, or give degrees.",
         ),
+        ("optimizer.replica_scaling", config.optimizer.replica_scaling, _ONLY_STALE),
+        ("optimizer.staleness", config.optimizer.staleness != "none" and config.optimizer.staleness, _ONLY_STALE),
     ):
         if value:
             shown = "true" if value is True else value
             raise InputError(f"--parallel auto with {name}={shown}: {why}")
+    if config.batch.size % (config.batch.microbatches or 1):
+        raise InputError(
+            f"--parallel auto with batch.microbatches={config.batch.microbatches}: plans have micro-batches of equal "
+            f"sizes, and batch.size={config.batch.size} is not divisible. Change one of them, or give degrees."
+        )
     _check_schedule(config.schedule)
     usual = ParallelConfig()
     for name in ParallelConfig.__dataclass_fields__:

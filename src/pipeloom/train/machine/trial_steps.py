@@ -15,18 +15,19 @@ from pipeloom.training import BarrierStep
 
 
 def measure_trials(
-    configs: Sequence[TrainConfig], predicted: Sequence[float], group: Group, vocabulary_size: int
+    configs: Sequence[TrainConfig], predicted: Sequence[float], first: int, group: Group, vocabulary_size: int
 ) -> list[list[float]]:
     """Seconds of steps of each configuration on random tokens; every process calls it.
 
     Args:
         configs: of a run whose processes are in no mesh yet. One has memory at a time.
         predicted: seconds per step of each.
+        first: configurations that take the first turn.
         group: its processes.
         vocabulary_size: of the model.
 
     Returns:
-        Of each step the seconds of the slowest process, the same on every process.
+        Of each step the seconds of the slowest process, the same on every process; of those that run none, nothing.
     """
 
     def seconds(number: int) -> list[float]:
@@ -41,7 +42,7 @@ def measure_trials(
         gc.collect()
         return list(map(max, zip(*every, strict=True)))
 
-    return measured(predicted, seconds)
+    return measured(predicted, seconds, first)
 
 
 def _seconds(run: RunModel, config: TrainConfig, group: Group) -> list[float]:

@@ -72,7 +72,7 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     if config.model.lora is None:
         for name in ("lora_alpha", "lora_targets"):
             yield f"model.{name}", "without model.lora", "add --model.lora"
-    for name in unused_data_options(config):
+    for name in () if config.parallel.auto else unused_data_options(config):  # plans have replicas
         fix = "raise --parallel.data"
         if DataStrategy(config.parallel.data_strategy).shards_parameters and name != "order":
             fix += ", or add --memory.offload_parameters true"
