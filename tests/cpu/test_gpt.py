@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn, materialize
-from pipeloom.split import split
+from pipeloom.split import Stages, split
 
 SMALL = {"vocabulary_size": 17, "layers": 4, "width": 12, "heads": 3, "sequence_length": 10}
 VARIANTS = [
@@ -220,3 +221,35 @@ def test_bad_sizes_are_refused_in_one_line(changes, said):
     with pytest.raises(InputError, match=said) as error:
         GPTConfig(**{**SMALL, **changes})
     assert "\n" not in str(error.value)
+
+
+def _tied_stages(num_stages: int, *, one_by_one: bool, seeds: tuple[int, int] = (0, 0)) -> Stages:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**SMALL, tie_embeddings=True))
+    if not one_by_one:
+        materialize(model, 0)
+    stages = split(model, num_stages)
+    for stage in range(num_stages) if one_by_one else ():
+        materialize(stages.modules[stage], seeds[stage == num_stages - 1])
+    return stages
+
+
+@pytest.mark.parametrize("name", ["zb-v", "chimera", "dualpipe"])
+def test_a_tied_parameter_of_two_stages_of_a_rank_is_one_although_each_stage_got_its_values_alone(name):
+    schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=4)
+    losses = []
+    for one_by_one in (True, False):
+        stages = _tied_stages(schedule.num_stages, one_by_one=one_by_one)
+        with pl.Pipeline(stages, schedule, loss_fn=loss_fn, transport="loopback") as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+            for _ in range(3):
+                optimizer.zero_grad()
+                losses.append(float(pipe.step(tokens(4), tokens(4).roll(1, 1))))
+                optimizer.step()
+    assert losses[:3] == losses[3:]
+
+
+def test_different_values_of_a_tied_parameter_on_a_rank_are_refused():
+    schedule = pl.schedules.build("zb-v", num_ranks=2, num_microbatches=4)
+    with pytest.raises(InputError, match=r"'embedding\.weight' and 'head\.weight' are one .* different values on rank 0"):
+        pl.Pipeline(_tied_stages(4, one_by_one=True, seeds=(0, 1)), schedule, loss_fn=loss_fn, transport="loopback")

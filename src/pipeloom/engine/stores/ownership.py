@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipeloom.engine.stores.gradient_sum import Shared
@@ -50,7 +51,41 @@ def own_stages(cut_model: Stages, program: Program, ranks: Iterable[int]) -> dic
         for module in result[rank].values():
             taken_parameters.update(map(id, module.parameters()))
     cut_model.around.add_copied(copied.values())
+    for rank, modules in result.items():
+        _tie(modules, cut_model, rank)
     return result
+
+
+def _tie(modules: dict[int, nn.Module], cut_model: Stages, rank: int) -> None:
+    """Make a tied parameter of several stages of a rank one object again.
+
+    Stages that got their values one by one, by `pipeloom.models.materialize` or ``to_empty``, have one each.
+
+    Raises:
+        InputError: they have different values.
+    """
+    found: dict[str, tuple[str, nn.Parameter]] = {}
+    for stage in sorted(modules):
+        for path, part in modules[stage].named_modules():
+            for last, parameter in part._parameters.items():
+                if parameter is None:
+                    continue
+                alias = f"{path}.{last}" if path else last
+                known, first = found.setdefault(cut_model.canonical_names.get(alias, alias), (alias, parameter))
+                if first is parameter:
+                    continue
+                if not first.is_meta and not parameter.is_meta and not _equal(first, parameter):
+                    raise InputError(
+                        f"{known!r} and {alias!r} are one parameter of the model and have different values on rank "
+                        f"{rank}, whose stages have both. Give them the same values, or give values to the model "
+                        "before it is split."
+                    )
+                part._parameters[last] = first
+
+
+def _equal(one: nn.Parameter, other: nn.Parameter) -> bool:
+    same_form = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return same_form and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _copied(parameter: nn.Parameter) -> nn.Parameter:
