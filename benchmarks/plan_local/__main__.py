@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.common.processes import Crew
 from benchmarks.common.report import Parts, environment, markdown, save, table
-from benchmarks.plan_local.cases import CASES, Case, configurations, label
+from benchmarks.plan_local.cases import CASES, SCHEDULES, Case, configurations, label, with_schedules
 from benchmarks.plan_local.subject import Trainer
 
 from pipeloom.parallel import Precision
@@ -299,6 +300,7 @@ def measured_twice(results: dict[str, Any]) -> list[float]:
         if (of_case := results.get(case.name)) is None:
             continue
         references = References.from_mapping(of_case["references"])
+        case = with_schedules(case, of_case["rows"])
         rows = {label(of): row for of, row in zip(configurations(case), of_case["rows"], strict=True)}
         for shape, measured in references.seconds.items():
             for of in shape.steps(references.batch, case.config.layers, Precision("fp32")):
@@ -336,6 +338,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a configuration in a round")
     parser.add_argument("--final-steps", type=int, default=6, help="the same of a finalist")
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="their numbers")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="of pipelines")
     parser.add_argument("--again", action="store_true", help="measure cases that the output has already")
     parser.add_argument("--cluster", default="local", help="local, or a cluster file")
     parser.add_argument("--only", choices=("steps", "bytes", "best"), help="bytes, best: of saved cases")
@@ -349,6 +352,12 @@ def main() -> None:
     for of_case in saved["results"]["cases"].values():
         of_case["summary"] = summary(of_case["rows"])
     known, wanted = saved["results"]["cases"], [CASES[number] for number in arguments.cases]
+    wanted = [
+        with_schedules(case, known[case.name]["rows"])
+        if case.name in known and not arguments.again
+        else replace(case, schedules=tuple(arguments.schedules))
+        for case in wanted
+    ]
     missing = [case for case in wanted if arguments.again or case.name not in known]
     if arguments.only in ("bytes", "best"):
         machine, settings = saved["environment"], saved["settings"]

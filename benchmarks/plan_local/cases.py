@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeloom import schedules
 from pipeloom.common.division import divisors
@@ -14,18 +15,19 @@ from pipeloom.parallel import Precision
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration, even_blocks
 
-_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 _STRATEGIES = ("ddp", "zero1")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch, and processes."""
+    """A model, a batch, processes, and the schedules that pipelines have."""
 
     name: str
     config: GPTConfig
     batch: int
     processes: int
+    schedules: tuple[str, ...] = SCHEDULES
 
 
 def _gpt(layers: int, width: int, length: int, vocabulary: int = 256) -> GPTConfig:
@@ -45,6 +47,12 @@ CASES = [
 ]
 
 
+def with_schedules(case: Case, rows: list[dict[str, Any]]) -> Case:
+    """A case with the schedules of its saved rows."""
+    labels = [row["label"].split() for row in rows]
+    return replace(case, schedules=tuple(dict.fromkeys(words[4] for words in labels if words[0] != "P1")))
+
+
 def configurations(case: Case) -> Iterator[Configuration]:
     """Every configuration of degrees along pp, dp and tp, micro-batches, schedules and strategies that can run."""
     count, batch = case.processes, case.batch
@@ -55,7 +63,7 @@ def configurations(case: Case) -> Iterator[Configuration]:
                 continue
             for size in divisors(batch // data):
                 microbatches = batch // data // size
-                for name in _SCHEDULES if pipeline > 1 else _SCHEDULES[:1]:
+                for name in case.schedules if pipeline > 1 else ("1f1b",):
                     for strategy in _STRATEGIES if data > 1 else _STRATEGIES[:1]:
                         of = _configuration(case, name, pipeline, data, tensor, size, microbatches, strategy)
                         if of is not None:
@@ -65,26 +73,29 @@ def configurations(case: Case) -> Iterator[Configuration]:
 def _configuration(
     case: Case, name: str, pipeline: int, data: int, tensor: int, size: int, microbatches: int, strategy: str
 ) -> Configuration | None:
-    chunks = 2 if name == "interleaved" else 1
-    if pipeline * chunks > case.config.layers or microbatches < pipeline // 2:
-        return None
+    number = schedules.find(name).chunks
     try:
-        schedules.build(
-            name, num_ranks=pipeline, num_microbatches=microbatches, num_chunks=chunks if chunks > 1 else None
+        schedule = schedules.build(
+            name,
+            num_ranks=pipeline,
+            num_microbatches=microbatches,
+            num_chunks=2 if number is None else None,
         )
     except PipeloomError:
+        return None
+    if schedule.num_stages > case.config.layers or microbatches < pipeline // 2:
         return None
     return Configuration(
         schedule=name,
         pipeline=pipeline,
-        chunks=chunks,
+        chunks=schedule.placement.num_chunks,
         microbatches=microbatches,
         microbatch_size=size,
         data=data,
         strategy=DataStrategy(strategy),
         inside=InsideStage(tensor=tensor),
         precision=Precision("fp32"),
-        blocks=tuple(even_blocks(case.config.layers, pipeline * chunks)),
+        blocks=tuple(even_blocks(case.config.layers, schedule.num_stages)),
     )
 
 

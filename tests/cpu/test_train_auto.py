@@ -259,7 +259,7 @@ def _references(rank: int) -> References:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     state = torch.get_rng_state()
-    config = GPTConfig(vocabulary_size=16, layers=2, width=8, heads=2, sequence_length=4, dropout=0.1)
+    config = GPTConfig(vocabulary_size=16, layers=4, width=8, heads=2, sequence_length=4, dropout=0.1)
     found = measure_references(
         config, 4, precision=pl.Precision("fp32"), fits=lambda of: of.pipeline == 1 or of.microbatch_size == 1
     )

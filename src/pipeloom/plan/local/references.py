@@ -3,10 +3,11 @@
 What processes lose to each other is in no table: shared caches and bandwidth, cores that they take turns on,
 threads of collectives, waits for the slower one. So a step of all processes is measured for the shapes of their
 mesh, with the smallest and the largest micro-batches, and compared with its prediction. Pipelines are measured with
-1F1B, whose ranks wait for each other in every micro-batch, with GPipe, whose ranks wait least, and with ZB-H1, which
-splits backwards; with one micro-batch, GPipe is 1F1B. Configurations of the same shape are corrected by this
-ratio, interpolated between the two sizes by powers. With n processes, a shape of degrees d that is not measured is
-corrected by
+1F1B, whose ranks wait for each other in every micro-batch, with GPipe, whose ranks wait least, with ZB-H1, which
+splits backwards, with ZB-V, which does so in twice as many stages, and with Chimera, whose ranks hold stages twice and
+are always busy; with one micro-batch, GPipe is 1F1B. Configurations of the same shape and with a schedule like it are
+corrected by this ratio, interpolated between the two sizes by powers. With n processes, a shape of degrees d that is
+not measured is corrected by
 
     product over axes of (ratio of the shape with degree n along the axis) ^ (log d / log n)
 
@@ -18,7 +19,7 @@ model of DerSimonian and Laird (Controlled Clinical Trials, 1986) for the logari
     ratio = mean + t / (t + v) * (measured ratio - mean)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log, pow
@@ -26,6 +27,7 @@ from statistics import fmean, quantiles, variance
 from typing import Any, NamedTuple, Self
 
 from pipeloom.errors import PipeloomError
+from pipeloom.ir import Op, Schedule
 from pipeloom.ir.data_axis import DataStrategy
 from pipeloom.models.gpt_config import GPTConfig
 from pipeloom.parallel import Precision
@@ -37,7 +39,9 @@ MOST_SAMPLES = 16  # of a measured micro-batch; larger ones take in proportion
 _MOST_MICROBATCHES = 8  # per rank of a pipeline
 _LEAST_VARIANCE = 1e-12  # of logarithms of steps
 USUAL = "1f1b"  # corrects the others where they are not measured
-_FORWARDS_FIRST, _SPLIT = "gpipe", "zb-h1"
+_FORWARDS_FIRST, _SPLIT, _V, _BOTH_WAYS = "gpipe", "zb-h1", "zb-v", "chimera"
+_MEASURED = USUAL, _FORWARDS_FIRST, _SPLIT, _V, _BOTH_WAYS
+_INSTEAD = {_V: _SPLIT}  # where the first is not measured; else the usual one
 
 
 def lower_quartile(times: Sequence[float]) -> float:
@@ -46,18 +50,29 @@ def lower_quartile(times: Sequence[float]) -> float:
 
 
 @lru_cache
+def _built(name: str, ranks: int, microbatches: int) -> Schedule | None:
+    """A schedule that needs no measured times; None where it does not support the sizes."""
+    try:
+        return SYNCHRONOUS[name](num_ranks=ranks, num_microbatches=microbatches)
+    except PipeloomError:
+        return None
+
+
+@lru_cache
 def _like(name: str) -> str:
     """The measured schedule that is most like one."""
-    if name in ("gpipe", "terapipe", "bfs"):
-        return _FORWARDS_FIRST
     family = SYNCHRONOUS.get(name)
-    if family is None or family.to_measure:
-        return USUAL if family is None else _SPLIT
-    try:
-        splits = family(num_ranks=2, num_microbatches=4).split_backwards
-    except PipeloomError:
+    if family is not None and family.to_measure:
+        return _SPLIT
+    schedule = None if family is None else _built(name, 2, 4)
+    if schedule is None:
         return USUAL
-    return _SPLIT if splits else USUAL
+    if any(len(ranks) > 1 for ranks in schedule.placement.replicas):
+        return _BOTH_WAYS
+    if schedule.split_backwards:
+        return _V if schedule.placement.num_chunks > 1 else _SPLIT
+    forwards = [action.op is Op.F for action in schedule.orders[0]]
+    return _FORWARDS_FIRST if forwards == sorted(forwards, reverse=True) else USUAL
 
 
 class Shape(NamedTuple):
@@ -81,7 +96,7 @@ class Shape(NamedTuple):
     @property
     def with_schedules(self) -> "Iterator[Shape]":
         """The shape with each schedule that is measured."""
-        for schedule in (USUAL, _FORWARDS_FIRST, _SPLIT)[: 3 if self.pipeline > 1 else 1]:
+        for schedule in _MEASURED if self.pipeline > 1 else (USUAL,):
             yield self._replace(schedule=schedule)
 
     @property
@@ -91,26 +106,37 @@ class Shape(NamedTuple):
         shapes = Shape(count, 1, 1, False, self.schedule), Shape(1, count, 1, self.sharded), Shape(1, 1, count, False)
         return [(shape, log(degree) / log(count)) for shape, degree in zip(shapes, self[:3], strict=True) if degree > 1]
 
+    @property
+    def num_stages(self) -> int:
+        """Stages of its reference steps."""
+        return 2 * self.pipeline if self.schedule == _V else self.pipeline
+
     def steps(self, batch: int, layers: int, precision: Precision) -> list[Configuration]:
         """Reference steps with the smallest and with the largest micro-batches of a global batch; few of many."""
         own = batch // self.data
-        most = max(1, self.pipeline // 2)  # micro-batches, of the largest
-        sizes = {1: min(own, _MOST_MICROBATCHES * self.pipeline), min(own // most, MOST_SAMPLES): most}
+        most = self._microbatches(range(max(1, self.pipeline // 2), own + 1))  # micro-batches, of the largest
+        least = self._microbatches(range(min(own, _MOST_MICROBATCHES * self.pipeline), 0, -1))
+        if most is None or least is None or self.num_stages > layers:
+            return []
         return [
             Configuration(
                 schedule=self.schedule,
                 pipeline=self.pipeline,
+                chunks=2 if self.schedule in (_V, _BOTH_WAYS) else 1,
                 microbatches=microbatches,
                 microbatch_size=samples,
                 data=self.data,
                 strategy=DataStrategy.ZERO1 if self.sharded else DataStrategy.DDP,
                 inside=InsideStage(tensor=self.tensor),
                 precision=precision,
-                blocks=tuple(even_blocks(layers, self.pipeline)),
+                blocks=tuple(even_blocks(layers, self.num_stages)),
             )
-            for samples, microbatches in sizes.items()
-            if samples and microbatches
+            for samples, microbatches in {1: least, min(own // most, MOST_SAMPLES): most}.items()
         ]
+
+    def _microbatches(self, numbers: Iterable[int]) -> int | None:
+        """The first of some numbers of micro-batches that the schedule supports."""
+        return next((each for each in numbers if _built(self.schedule, self.pipeline, each) is not None), None)
 
 
 def reference_shapes(config: GPTConfig, processes: int) -> list[Shape]:
@@ -122,7 +148,8 @@ def reference_shapes(config: GPTConfig, processes: int) -> list[Shape]:
                 continue
             data = processes // pipeline // tensor
             for sharded in (False, True)[: 2 if data > 1 else 1]:
-                found += Shape(pipeline, data, tensor, sharded).with_schedules
+                shapes = Shape(pipeline, data, tensor, sharded).with_schedules
+                found += [shape for shape in shapes if shape.num_stages <= config.layers]
     return sorted(found, key=lambda shape: (shape.schedule != USUAL, len(shape.along_axes))) if processes > 1 else []
 
 
@@ -219,7 +246,9 @@ class Corrections:
         return product
 
     def _row(self, shape: Shape) -> Mapping[int, float] | None:
-        return self.ratios.get(shape, self.ratios.get(shape._replace(schedule=USUAL)))
+        names = shape.schedule, _INSTEAD.get(shape.schedule, USUAL), USUAL
+        rows = (self.ratios.get(shape._replace(schedule=name)) for name in names)
+        return next((row for row in rows if row is not None), None)
 
     @property
     def least(self) -> float:
