@@ -7,6 +7,9 @@ Streams exchange gradients in the same way (see `pipeloom.training.stream.replic
 
 `GradientSum` does this for the steps of a synchronous schedule. A sum covers one step: gradients that earlier steps
 left in ``.grad`` are set aside before and added back after, so several steps before one optimizer step add up exactly.
+Gradients are exchanged in parts, so that those of others and the sums need little memory:
+
+    send 1   send 2, receive 1, add 1   send 3, receive 2, add 2   ...
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from pipeloom.common.division import consecutive_parts
 from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.shared_buffers import SharedBuffers
 from pipeloom.errors import RunError
+from pipeloom.parallel.options import SUMMED_BYTES
 from pipeloom.transport.interface import Channel, Lane, Transport
 from pipeloom.transport.values import Value, flatten, unflatten
 
@@ -39,11 +44,12 @@ class GradientExchange:
         value: of a parameter by its name, wherever the parameter is.
 
     Attributes:
+        shared: as given.
         peers: the other ranks of the group.
     """
 
     def __init__(self, rank: int, shared: Shared, buffers: SharedBuffers, value: Callable[[str], Tensor]) -> None:
-        self._rank, self._shared, self._buffers, self._value = rank, shared, buffers, value
+        self._rank, self.shared, self._buffers, self._value = rank, shared, buffers, value
         self.peers = sorted(buffers.ranks.union(*(ranks for _, ranks in shared.values())) - {rank})
         # Both sides know the names and list them alike, so names do not travel.
         self._names = {peer: [name for name, (_, ranks) in shared.items() if peer in ranks] for peer in self.peers}
@@ -79,7 +85,7 @@ class GradientExchange:
         gradients, buffer_values, sample = message
         names = self._names[peer]
         if sample is not None:
-            parameters = {name: self._shared[name][0] for name in names}
+            parameters = {name: self.shared[name][0] for name in names}
             _check_alike(parameters, self._sent_samples.pop(peer), sample, peer)
         self._received[peer] = dict(zip(names, gradients, strict=True))
         self._buffer_values.update(buffer_values)
@@ -88,7 +94,7 @@ class GradientExchange:
         """The sum of every parameter's gradients, in new memory; None where no rank has a gradient."""
         received = {self._rank: own, **self._received}
         sums: dict[str, Tensor | None] = {}
-        for name, (_, ranks) in self._shared.items():
+        for name, (_, ranks) in self.shared.items():
             total: Tensor | None = None
             for rank in ranks:
                 part = received[rank][name]
@@ -137,10 +143,23 @@ class GradientSum:
                     parameter.grad = self._set_aside.pop(name)
 
     def bind(self, stage: int) -> list[Step]:
-        """The functions of one REDUCE_GRAD: send to all, receive from each, add."""
+        """The functions of one REDUCE_GRAD: for each part, send to all, receive from each, add."""
         found, buffers = self._groups[stage]
-        shared = dict(sorted(found.items()))
-        exchange = GradientExchange(self._rank, shared, buffers, self._value)
+        exchanges = [
+            GradientExchange(self._rank, part, SharedBuffers(self._rank, {}), self._value) for part in _parts(found)
+        ]
+        if buffers.ranks or not exchanges:
+            exchanges.append(GradientExchange(self._rank, {}, buffers, self._value))
+        sends, others = zip(*map(self._bind_part, exchanges), strict=True)
+        steps: list[Step] = [(sends[0], None)]
+        for number, rest in enumerate(others):
+            steps += [(send, None) for send in sends[number + 1 : number + 2]]
+            steps += rest
+        return steps
+
+    def _bind_part(self, exchange: GradientExchange) -> tuple[Callable[[], None], list[Step]]:
+        """What sends a part, and what receives and adds up the same of others."""
+        shared = exchange.shared
         outgoing = {peer: self._transport.outgoing(Channel(self._rank, peer, Lane.GRADIENT)) for peer in exchange.peers}
 
         def own() -> Gradients:
@@ -165,7 +184,16 @@ class GradientSum:
                 sums = total if before is None else before if total is None else before.add_(total)
                 shared[name][0].grad = sums
 
-        return [(send, None), *map(bind_receive, exchange.peers), (add, None)]
+        return send, [*map(bind_receive, exchange.peers), (add, None)]
+
+
+def _parts(shared: Shared) -> list[Shared]:
+    """The parameters in parts of at most `SUMMED_BYTES`, the same on all ranks that hold them."""
+    found: list[Shared] = []
+    for holders in sorted({ranks for _, ranks in shared.values()}):
+        sizes = {name: each.nbytes for name, (each, ranks) in sorted(shared.items()) if ranks == holders}
+        found += [{name: shared[name] for name in names} for names in consecutive_parts(sizes, SUMMED_BYTES)]
+    return found
 
 
 def _few(parameter: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ there all the time. Activations come with F and go with B or W, or are offloaded
 from its first backward to the reduction that covers it, and gathered parameters from UNSHARD to RESHARD. At granularity
 microbatch, units are gathered one ahead and reduced one by one (`pipeloom.ir.unit_actions`).
 
+At the end of a step, ranks that hold the same parameters exchange gradients, part by part.
+
 Not counted: messages between stages, the workspace of single operations, and torch's own memory.
 """
 
@@ -274,6 +276,8 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
             gathers.begin(stage)
         elif of_data:
             inside = sending = units.sending(stage, gradients.backwards[stage])
+        elif op is REDUCE_GRAD and microbatch is None:
+            inside = sending = units.exchanged.get(stage, 0.0)
         together = activations + of_slices + skipping + gathers.now + before + inside
         held = gradients.now + sending
         yield activations, held, of_slices, skipping, gathers.now, again, temporary, together

@@ -3,7 +3,9 @@
 from functools import cached_property
 from itertools import product
 
+from pipeloom.common.division import consecutive_parts
 from pipeloom.ir import Granularity, Program
+from pipeloom.parallel.options import SUMMED_BYTES
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.stage_moments import StageMoments
 from pipeloom.plan.memory.stage_units import ModelUnits, sends_parts
@@ -96,6 +98,33 @@ class RankUnits:
             if data is not None and data.strategy.shards_optimizer and not self._fine_reductions:
                 freed += unit.full_gradients - unit.reduced
         return most
+
+    @cached_property
+    def exchanged(self) -> dict[int, float]:
+        """By the stage of a REDUCE_GRAD of ranks that hold the same stages or tied parameters, bytes inside of it.
+
+        The gradients of the other ranks and the sums, of one part at a time (`pipeloom.engine.stores.gradient_sum`).
+        """
+        found = {}
+        for group in map(set, self._program.gradient_groups):
+            if not (held := group.intersection(self.stages)):
+                continue
+            by_holders: dict[tuple[int, ...], dict[str, float]] = {}
+            for stage in held:
+                for name, size in self._units.gradient_bytes(stage).items():
+                    homes = self._units.homes[name]
+                    if group.issuperset(homes):
+                        by_holders.setdefault(self._program.ranks_of_group(homes), {})[name] = size
+            found[min(held)] = max(
+                (
+                    len(holders) * sum(map(sizes.__getitem__, part))
+                    for holders, sizes in by_holders.items()
+                    for part in consecutive_parts(dict(sorted(sizes.items())), SUMMED_BYTES)
+                    if len(holders) > 1
+                ),
+                default=0.0,
+            )
+        return found
 
     def skip_bytes(self, stage: int) -> float:
         """Bytes of the values that one F of a stage hands to stages behind the next ones, live until its backward.

@@ -82,6 +82,9 @@ class ModelUnits:
         model: the layers, and how they are trained.
         replica: number of the replica.
         known: what earlier models have, which is used again for stages of the same form.
+
+    Attributes:
+        homes: by the name of a parameter, all stages that have it.
     """
 
     def __init__(
@@ -91,15 +94,22 @@ class ModelUnits:
         self._data, self._formats = program.data, NumberBytes.of(model.precision)
         self._known: dict[Hashable, StageUnits] = {} if known is None else known
         self._moments: dict[Hashable, tuple[StageMoments, StageGradients]] = {}  # keys have their identity
-        self._homes: dict[str, tuple[int, ...]] = {}
+        self.homes: dict[str, tuple[int, ...]] = {}
         for stage, layers in enumerate(model.stages):
             for name in dict.fromkeys(chain.from_iterable(layer.parameters for layer in layers)):
-                self._homes[name] = (*self._homes[name], stage) if name in self._homes else (stage,)
+                self.homes[name] = (*self.homes[name], stage) if name in self.homes else (stage,)
         granularity = program.data.granularity if program.data else Granularity.STEP
         self._rule = BucketRule.of(granularity, model.bucket_bytes, whole_parameters=model.whole_parameters)
         self._fine = program.data is not None and program.data.degree > 1 and granularity is Granularity.MICROBATCH
         trained = model.precision, model.optimizer, model.whole_parameters, model.elsewhere, model.bucket_bytes
         self._settings = self._data, trained, model.expert, replica
+
+    def gradient_bytes(self, stage: int) -> dict[str, float]:
+        """By the name of a parameter of a stage, bytes of its gradient behind reductions over replicas."""
+        shards = self._data.degree if self._data is not None and self._data.strategy.shards_optimizer else 1
+        layers = self._model.stages[stage]
+        sizes = {name: size for layer in layers for name, size in layer.parameter_sizes.items()}
+        return {name: self._formats.gradient * size / shards for name, size in sizes.items()}
 
     def parts_of_rank(self, rank: int) -> Iterator[tuple[int, Units]]:
         """For each stage of a rank its units, as a run forms them.
@@ -138,7 +148,7 @@ class ModelUnits:
         """All that the units of a stage depend on, where earlier stages of its rank have the parameters in `seen`."""
         layers = self._model.stages[stage]
         names = list(chain.from_iterable(layer.parameters for layer in layers))
-        homes = map(self._homes.__getitem__, names)
+        homes = map(self.homes.__getitem__, names)
         shared = [(at, names[at], of, names[at] in seen) for at, of in enumerate(homes) if len(of) > 1]
         several = tuple(names) if len(set(names)) < len(names) else ()  # layers of the stage share some
         return self._settings, tuple(layer.form for layer in layers), tuple(shared), several
@@ -155,7 +165,7 @@ class ModelUnits:
                 name,
                 self._formats.compute * layers[at[0]].parameter_sizes[name],
                 tuple(at),
-                self._homes[name],
+                self.homes[name],
                 kind=_EXPERTS if self._model.expert > 1 and name in layers[at[0]].expert_parameters else None,
             )
             for name, at in readers.items()
