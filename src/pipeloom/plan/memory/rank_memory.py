@@ -161,19 +161,28 @@ class _Gradients:
     """
 
     def __init__(self, units: RankUnits) -> None:
-        self._units = units
+        self._units, self._tied = units, units.tied_gradients
         self._of_stage = {stage: units.full_gradients(stage) for stage in units.stages}
+        for first, (size, _) in self._tied.items():
+            self._of_stage[first] -= size
         self._full: dict[int, float] = {}
+        self._of_tied: dict[int, float] = {}
         self._reduced: dict[int, float] = {}
         self.backwards = dict.fromkeys(units.stages, 0)
         self.now = 0.0
 
     def add(self, stage: int) -> tuple[bool, float]:
-        """A backward adds to those of a stage; whether there were none, and bytes of the others."""
+        """A backward adds to those of a stage; whether there were none, and bytes of the others.
+
+        Moments of a stage have the gradients of parameters that later stages of the rank share. Where a later stage
+        has made them, the first backward of the stage makes them beside.
+        """
         self.backwards[stage] += 1
-        first, before = stage not in self._full, self.now - self._full.get(stage, 0.0)
+        first = stage not in self._full
+        before = self.now - (0.0 if first else self._full[stage] + self._of_tied.get(stage, 0.0))
         if first:
             self._full[stage] = self._of_stage[stage]
+            self._of_tied |= {owner: size for owner, (size, users) in self._tied.items() if stage in users}
             self._sum()
         return first, before
 
@@ -181,11 +190,12 @@ class _Gradients:
         """They have been summed over replicas."""
         self.backwards[stage] = 0
         self._full.pop(stage, None)
+        self._of_tied.pop(stage, None)
         self._reduced[stage] = self._units.reduced(stage)
         self._sum()
 
     def _sum(self) -> None:
-        self.now = sum(self._full.values()) + sum(self._reduced.values())
+        self.now = sum(self._full.values()) + sum(self._of_tied.values()) + sum(self._reduced.values())
 
 
 class _Gathers:

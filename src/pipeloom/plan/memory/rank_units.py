@@ -83,6 +83,25 @@ class RankUnits:
         """Bytes of full gradients in a backward, see `StageUnits`."""
         return self._of[stage].full_gradients(fine=self._fine_reductions)
 
+    @cached_property
+    def tied_gradients(self) -> dict[int, tuple[float, set[int]]]:
+        """By stage, bytes of full gradients of its parameters that later stages of the rank share, and all of these.
+
+        Empty where gradients are reduced in backwards.
+        """
+        found: dict[int, tuple[float, set[int]]] = {}
+        owners: dict[str, int] = {}
+        shared: set[str] = set()
+        for stage in () if self._fine_reductions else self.stages:
+            elements = {n: size for layer in self._model.stages[stage] for n, size in layer.parameter_sizes.items()}
+            for name, count in elements.items():
+                if (owner := owners.setdefault(name, stage)) != stage:
+                    size, users = found.get(owner, (0.0, {owner}))
+                    size += 0.0 if name in shared else self._formats.gradient * count
+                    found[owner] = size, users | {stage}
+                    shared.add(name)
+        return found
+
     def sending(self, stage: int, backwards: int) -> float:
         """Bytes of flat gradients while a stage is reduced, beside its full ones. Messages are counted elsewhere.
 
