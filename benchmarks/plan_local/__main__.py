@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.common.processes import Crew
 from benchmarks.common.report import Parts, environment, markdown, save, table
-from benchmarks.plan_local.cases import CASES, SCHEDULES, Case, configurations, label, with_schedules
+from benchmarks.plan_local.cases import CASES, SCHEDULES, Case, configurations, label, paired
 from benchmarks.plan_local.subject import Trainer
 
 from pipeloom.parallel import Precision
@@ -68,7 +68,7 @@ def predict(
         "layers": plain,
         "tables": CostModel(model=model, cluster=cluster),
     }
-    for of, row in zip(configurations(case), rows, strict=True):
+    for of, row in paired(case, rows):
         predictions = {kind: costs.predict(of) for kind, costs in models.items()}
         row["predicted"] = {kind: each.step_seconds for kind, each in predictions.items()}
         row["update"] = predictions["profile"].update_seconds
@@ -89,7 +89,7 @@ def take_turns(
     references = list[References]()
     cores, layers, crowded = cluster.measured.cores if cluster.measured else 1, list[LayerTimes](), list[LayerTimes]()
     of_degrees: dict[tuple[int, ...], list[tuple[Configuration, dict[str, Any]]]] = {}
-    for of, row in zip(configurations(case), rows, strict=True):
+    for of, row in paired(case, rows):
         of_degrees.setdefault((of.pipeline, of.inside.tensor, of.data), []).append((of, row))
     for number in range(_MOST_TRIES * arguments.rounds):
         if number < arguments.rounds:
@@ -125,7 +125,7 @@ def seconds_of(row: dict[str, Any]) -> float:
 
 def measure_bytes(case: Case, crew: Crew, rows: list[dict[str, Any]]) -> None:
     """Measure the bytes of all configurations."""
-    for of, row in zip(configurations(case), rows, strict=True):
+    for of, row in paired(case, rows):
         crew.call("build", row["label"], case.config, of)
         row["bytes"] = max(crew.call("memory", row["label"]))
         crew.call("close_all")
@@ -167,7 +167,7 @@ def measure_best(
 
 def measure_trials(case: Case, crew: Crew, rows: list[dict[str, Any]]) -> None:
     """Trial steps of the configurations that are predicted to be the fastest, as `pipeloom train --parallel auto`."""
-    of_label = {label(of): of for of in configurations(case)}
+    of_label = {label(of): of for of, _ in paired(case, rows)}
     for row in rows:
         row.pop("trial", None)
     best = sorted(distinct(rows), key=lambda row: float(row["predicted"][KINDS[0]]))
@@ -204,7 +204,7 @@ def measure_finalists(
 
     The fastest of many that were measured a few times each is often one that was lucky.
     """
-    of_label = {label(of): of for of in configurations(case)}
+    of_label = {label(of): of for of, _ in paired(case, rows)}
     chosen = {chosen_row(rows, kind)["label"] for kind in CHOICES}
     least = {row["label"] for row in sorted(distinct(rows), key=seconds_of)[:_FINALISTS]}
     for row in rows:
@@ -300,8 +300,7 @@ def measured_twice(results: dict[str, Any]) -> list[float]:
         if (of_case := results.get(case.name)) is None:
             continue
         references = References.from_mapping(of_case["references"])
-        case = with_schedules(case, of_case["rows"])
-        rows = {label(of): row for of, row in zip(configurations(case), of_case["rows"], strict=True)}
+        rows = {label(of): row for of, row in paired(case, of_case["rows"])}
         for shape, measured in references.seconds.items():
             for of in shape.steps(references.batch, case.config.layers, Precision("fp32")):
                 if label(of) in rows and of.microbatch_size in measured:
@@ -352,12 +351,7 @@ def main() -> None:
     for of_case in saved["results"]["cases"].values():
         of_case["summary"] = summary(of_case["rows"])
     known, wanted = saved["results"]["cases"], [CASES[number] for number in arguments.cases]
-    wanted = [
-        with_schedules(case, known[case.name]["rows"])
-        if case.name in known and not arguments.again
-        else replace(case, schedules=tuple(arguments.schedules))
-        for case in wanted
-    ]
+    wanted = [replace(case, schedules=tuple(arguments.schedules)) for case in wanted]
     missing = [case for case in wanted if arguments.again or case.name not in known]
     if arguments.only in ("bytes", "best"):
         machine, settings = saved["environment"], saved["settings"]

@@ -47,10 +47,11 @@ CASES = [
 ]
 
 
-def with_schedules(case: Case, rows: list[dict[str, Any]]) -> Case:
-    """A case with the schedules of its saved rows."""
-    labels = [row["label"].split() for row in rows]
-    return replace(case, schedules=tuple(dict.fromkeys(words[4] for words in labels if words[0] != "P1")))
+def paired(case: Case, rows: list[dict[str, Any]]) -> list[tuple[Configuration, dict[str, Any]]]:
+    """The rows of a case, each with the configuration of its label."""
+    names = [row["label"].split()[4] for row in rows]
+    known = {label(of): of for of in configurations(replace(case, schedules=tuple(dict.fromkeys(names))))}
+    return [(known[row["label"]], row) for row in rows]
 
 
 def configurations(case: Case) -> Iterator[Configuration]:
