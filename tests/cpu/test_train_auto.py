@@ -72,6 +72,11 @@ def test_a_run_plans_itself(text: Path, tmp_path: Path) -> None:
     assert times["predicted"]["step"] == plan.predicted_step_seconds
     assert all(times["measured"][name] >= 0 for name in ("step", "forward", "backward", "waits"))
 
+    resumed = run(text, out, *TINY, *auto, "--resume_from_checkpoint=latest")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "planning:" not in resumed.stdout
+    assert re.search("^plan as in .*checkpoint-11: no step is left$", resumed.stdout, re.MULTILINE)
+
     again = tmp_path / "again"
     options = ("--steps=11", f"--plan={out / 'plan.json'}")
     repeated = run(text, again, *TINY, *options)

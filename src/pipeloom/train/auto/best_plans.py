@@ -1,7 +1,7 @@
 """The best plans that a run can have on its processes, by the search of `pipeloom.plan.search`. No torch here."""
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.common.quantities import percent_text, seconds_text
@@ -16,6 +16,8 @@ from pipeloom.plan.search.best_first import find_plans
 from pipeloom.plan.search.request import TRAIN, Request
 from pipeloom.plan.search.simulated import Simulated
 from pipeloom.train.auto.plan_times import PlanTimes
+from pipeloom.train.config.automatic import KEPT
+from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
 
 _UNMEASURED = frozenset({"slices", "context", "offload"})  # whose times on a machine are not measured
@@ -151,3 +153,24 @@ def words_of(of: Configuration) -> str:
     schedule = f", {of.schedule}{f' with {of.chunks} chunks' if of.chunks > 1 else ''}" if of.pipeline > 1 else ""
     plural = "es" if of.microbatches > 1 else ""
     return f"{words}{schedule}, {of.microbatches} micro-batch{plural} of {of.microbatch_size}"
+
+
+def plan_of_checkpoint(asked: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig | None:
+    """`asked` with the plan of a checkpoint; None where it does not run on these processes, or with these options.
+
+    Args:
+        asked: the configuration, with ``parallel.auto``.
+        saved: the configuration of the run that wrote the checkpoint, as a mapping.
+    """
+    mapping = asked.to_mapping()
+    kept = {name: mapping["parallel"][name] for name in KEPT}
+    try:
+        mapping["parallel"] = {**saved["parallel"], **kept, "auto": False}
+        mapping["schedule"] = saved["schedule"]
+        mapping["batch"]["microbatches"] = saved["batch"]["microbatches"]
+        mapping["memory"]["recompute"] = saved["memory"]["recompute"]
+        config = replace(TrainConfig.from_mapping(mapping), processes=None, replan=False)
+        validate_settings(config)
+    except (PipeloomError, KeyError):
+        return None
+    return config if config.num_processes == asked.num_processes else None

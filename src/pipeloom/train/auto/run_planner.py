@@ -24,7 +24,7 @@ from pipeloom.plan.local.saved import local_path, notices
 from pipeloom.plan.local.trials import ranking, tried
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
-from pipeloom.train.auto.best_plans import Chosen, best_plans, predicted_times, trials_text
+from pipeloom.train.auto.best_plans import Chosen, best_plans, plan_of_checkpoint, predicted_times, trials_text
 from pipeloom.train.auto.best_schedules import (
     best_schedules,
     only_schedule,
@@ -93,7 +93,7 @@ class RunPlanner:
             self._times = None if seconds is None else PlanTimes(step=seconds)
             return self._asked
         whole = self._asked.parallel.auto
-        if not whole and (known := self._known_schedule(checkpoint)) is not None:
+        if (known := self._known(checkpoint)) is not None:
             return known
         if self._group.device.type != "cpu":
             asked = "--parallel auto" if whole else "schedule=auto"
@@ -127,27 +127,36 @@ class RunPlanner:
             found = self._answer(best[number], said)
         return self._taken(found)
 
-    def _known_schedule(self, checkpoint: Path | None) -> TrainConfig | None:
-        """The configuration with a schedule that needs no measuring; None: measure. A collective call."""
-        asked, group = self._asked, self._group
-        answer: dict[str, Any] = {"name": None}
-        if group.rank == 0:
+    def _known(self, checkpoint: Path | None) -> TrainConfig | None:
+        """The configuration with a plan or schedule that needs no measuring; None: measure. A collective call."""
+        answer: dict[str, Any] = {}
+        if self._group.rank == 0:
             try:
-                known, why = only_schedule(asked), "no other one runs with these options"
-                if known is None and checkpoint is not None:
-                    saved = load(checkpoint, key=CheckpointKey.read(asked.checkpoint_key_file)).state
-                    known, why = schedule_of_checkpoint(asked, saved.get("config", {})), f"as in {checkpoint}"
+                known, note = self._without_measuring(checkpoint)
             except PipeloomError as error:  # the others wait for an answer
-                answer, known = {"error": str(error)}, None
-            if known is not None:
-                name, chunks = schedule_name(known), known.parallel.chunks
-                answer = {"name": name, "chunks": chunks, "notes": [f"schedule {schedule_words(name, chunks)}: {why}"]}
+                answer = {"error": str(error)}
+            else:
+                answer = {} if known is None else {"config": known.to_json(), "notes": [note]}
         answer = self._agreed(answer)
-        if answer["name"] is not None:
-            self.notes = answer["notes"]
-            self._config = self._with_schedule(answer["name"], answer["chunks"])
-            return self._config
-        return None
+        if not answer:
+            return None
+        self.notes, self._config = answer["notes"], TrainConfig.from_json(answer["config"])
+        return self._config
+
+    def _without_measuring(self, checkpoint: Path | None) -> tuple[TrainConfig | None, str]:
+        """On process 0, the configuration that needs no measuring, if there is one, and what to say."""
+        asked, whole = self._asked, self._asked.parallel.auto
+        known, why = (None, "") if whole else (only_schedule(asked), "no other one runs with these options")
+        if known is None and checkpoint is not None:
+            saved = load(checkpoint, key=CheckpointKey.read(asked.checkpoint_key_file))
+            of_checkpoint, why = saved.state.get("config", {}), f"as in {checkpoint}"
+            if not whole:
+                known = schedule_of_checkpoint(asked, of_checkpoint)
+            elif saved.step >= asked.steps:
+                known = plan_of_checkpoint(asked, of_checkpoint)
+        if known is None or whole:
+            return known, f"plan {why}: no step is left"
+        return known, f"schedule {schedule_words(schedule_name(known), known.parallel.chunks)}: {why}"
 
     def _best(self, costs: CostModel) -> list[Chosen]:
         """The plans that may run trial steps, the predicted best one first."""
