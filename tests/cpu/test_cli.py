@@ -119,6 +119,7 @@ def refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
             "--schedule interleaved --parallel.cut 4,0,0,0",
             "Give it one, or lower parallel.pipeline or parallel.chunks.$",
         ),
+        ("--schedule hanayo --parallel.pipeline 4", "Use --model.layers 8 or more, or lower parallel.pipeline.$"),
         ("--schedule zb-v --parallel.cut 4,0,0,0", "Give it one, or lower parallel.pipeline.$"),
         ("--local --parallel.transport torch", "parallel.transport=torch: has no effect with --local"),
         ("--optimizer.learning_rate nan", "optimizer.learning_rate=nan: must be a finite number"),

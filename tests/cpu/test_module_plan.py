@@ -151,6 +151,7 @@ def test_less_memory_recomputes_or_shards_more():
         ({"objective": "speed"}, "objective='speed': must be one of time, memory, cost"),
         ({"fix": "data=1", "forbid": "data"}, "forbid=data: data is in fix too"),
         ({"fix": "offload=0", "cluster": NO_HOST}, "offload: cluster dgx-a100-80 has no known bandwidth"),
+        ({"loss_fn": nn.functional.mse_loss}, "example: with loss_fn, it must be the pair (inputs, targets)"),
         ({"cluster": 5}, "cluster=5: must be a name such as 'dgx-h100', or a cluster file."),
         ({"fix": ["data=1"]}, "fix=['data=1']: must be a dict, or text such as 'pipeline=4,schedule=1f1b'."),
         ({"forbid": 5}, "forbid=5: must be a list of keys, or text such as 'offload,recompute'."),

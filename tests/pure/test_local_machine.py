@@ -23,6 +23,8 @@ from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layer
 from pipeloom.plan.local.measured import CURVES, Measured, Rates, interpolated
 from pipeloom.plan.local.saved import local_path, notices
 from pipeloom.plan.profiled_costs import ProfiledCosts, Unit, UnitRow
+from pipeloom.plan.search.answer import row_of
+from pipeloom.plan.search.best_first import find_plans
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import Shape, Shapes
 from pipeloom.plan.stage_times import StageTimes
@@ -329,3 +331,17 @@ def test_replicas_of_one_machine_exchange_through_shared_memory(dtype):
     if dtype == "fp32":
         assert gathers.pop(DataStrategy.ZERO3) == pytest.approx(1e-7)  # in place
     assert all(gathers[strategy] > 0.04 for strategy in with_zero if strategy in gathers)
+
+
+def test_half_precision_without_times_is_no_plan_and_the_peak_is_that_of_the_format():
+    costs = CostModel(model=model(), cluster=machine())
+    request = Request(devices=2, batch_size=8, memory_bytes=1e12, fixed={"precision": "fp16"}, optimizer="adamw")
+    with pytest.raises(InputError, match="precision=fp16: cluster local has no times of it"):
+        find_plans(costs, request)
+    of = find_plans(costs, replace(request, fixed={"precision": "bf16"}, top=1)).plans[0]
+    row = row_of(costs, of)
+    products = costs.cluster.beside(of.of.devices).rates.products
+    peak = max(2 * a * b * c / seconds for a, b, c, seconds in products.get("bf16", products["fp32"]))
+    rate = costs.operations(of.of) / of.step_seconds / of.of.devices
+    assert row["model_flops_utilization"] == pytest.approx(rate / peak)
+    assert row["model_flops_utilization"] < 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -144,11 +145,14 @@ def plans(
     whole = {"global_batch_size": (global_batch_size, MOST_SAMPLES), "devices": (count, MOST_DEVICES)}
     whole |= {"num_rounds": (num_rounds, MOST_SAMPLES), "top": (top, MOST_SAMPLES)}
     _check_arguments(whole, memory_bytes, optimizer, objective)
+    from pipeloom.split.profile import threads_of_a_rank
     from pipeloom.split.stages import knows_layers
 
     traced = layers is None and not knows_layers(model)
     fixed, forbidden = _constraints(fix, forbid, type(model).__name__ if traced else None)
-    units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds, count if traced else None)
+    _check_example(example, loss_fn)
+    with threads_of_a_rank(count) if where.measured is not None else nullcontext():  # processes share its cores
+        units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds, count if traced else None)
     costs = ProfiledCosts(units=units, cluster=where)
     check_offload(fixed, where, f"fix={fix}", can_offload=costs.can_offload)
     request = Request(
@@ -223,6 +227,13 @@ def _check_arguments(
     for name, word, known in (("optimizer", optimizer, OPTIMIZERS), ("objective", objective, get_args(Objective))):
         if word not in known:
             raise InputError(f"{name}={folded(word)}: must be one of {', '.join(known)}.")
+
+
+def _check_example(example: Any, loss_fn: LossFn | None) -> None:
+    """Raises InputError for an example with a loss that is no pair, or one that is a pair without a loss."""
+    pair = isinstance(example, tuple) and len(example) == 2
+    if loss_fn is not None and not pair:
+        raise InputError("example: with loss_fn, it must be the pair (inputs, targets) of one micro-batch.")
 
 
 def _word(value: Any) -> str:

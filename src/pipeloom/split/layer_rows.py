@@ -5,7 +5,6 @@ The layers of a model that is traced are the calls of its modules.
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +97,7 @@ def measure_layers(
     rows: list[dict[int, LayerRow]] = [{} for _ in found]
     for samples in dict.fromkeys((max(1, whole // 2), whole)):
         part = tree_map(lambda leaf, n=samples: _first(leaf, whole, n), example)
-        times = profile_layers(modules, part, loss_fn=loss_fn, num_rounds=num_rounds)
+        times = profile_layers(modules, part, loss_fn=loss_fn, num_rounds=num_rounds, timer=None)
         every: Sequence[tuple[float, float] | None] = [None] * len(times)
         if split is not None:
             every = profile_halves(modules, part, split, loss_fn=loss_fn, num_rounds=num_rounds)
@@ -131,7 +130,8 @@ def measure_layers(
 def _extra_seconds(split: InputBackward, num_rounds: int) -> float:
     """Seconds that I and W of a small layer take more than its whole backward: once per stage, not once per layer."""
     layer, sample = [("", nn.Linear(1, 1))], torch.ones(1, 1)
-    (halves,), (whole,) = profile_halves(layer, sample, split, num_rounds=num_rounds), profile_layers(layer, sample)
+    (halves,) = profile_halves(layer, sample, split, num_rounds=num_rounds)
+    (whole,) = profile_layers(layer, sample, num_rounds=num_rounds, timer=None)
     return max(0.0, sum(halves or ()) - whole.backward_seconds)
 
 
@@ -240,7 +240,7 @@ def _measure_loss(output: Any, targets: Any, loss_fn: LossFn, num_rounds: int) -
     kept = KeptStorages(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     with torch.enable_grad(), kept:
         loss(tree_map(lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf, output))
-    clock = Clock([same], output, perf_counter)
+    clock = Clock([same], output, None)
     rounds = [time_once(same, output, clock, loss=loss) for _ in range(1 + num_rounds)][1:]
     return median(each[0] for each in rounds), median(each[1] for each in rounds), kept.nbytes
 

@@ -47,7 +47,7 @@ def profile_layers(
     loss_fn: LossFn | None = None,
     num_warmups: int = 2,
     num_rounds: int = 5,
-    timer: Callable[[], float] = perf_counter,
+    timer: Callable[[], float] | None = perf_counter,
 ) -> list[LayerTime]:
     """Run every layer forward and backward and return the median times.
 
@@ -60,7 +60,7 @@ def profile_layers(
         loss_fn: its time is added to the last layer's.
         num_warmups: rounds that are discarded.
         num_rounds: rounds whose median is reported.
-        timer: returns seconds; called after the devices are synchronized.
+        timer: returns seconds; called after the devices are synchronized. None: see `Clock`.
 
     Raises:
         SplitError: a layer is on the meta device.
@@ -100,7 +100,7 @@ def profile_halves(
     """
     value, targets = sample if loss_fn is not None else (sample, None)
     modules = [module for _, module in layers]
-    clock, found = Clock(modules, value, perf_counter), list[tuple[float, float] | None]()
+    clock, found = Clock(modules, value, None), list[tuple[float, float] | None]()
     with untouched(modules, clock.cuda):
         for module in modules:
             tail = loss_alone(loss_fn, targets) if loss_fn is not None and len(found) == len(modules) - 1 else None
@@ -138,7 +138,7 @@ class Clock:
     Args:
         modules: the modules to measure.
         value: their input.
-        timer: returns seconds.
+        timer: returns seconds; None: `steady_timer` on the CPU, else elapsed time.
 
     Attributes:
         cuda: indices of the CUDA devices.
@@ -147,14 +147,14 @@ class Clock:
         SplitError: a tensor is on the meta device.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], value: Any, timer: Callable[[], float]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], value: Any, timer: Callable[[], float] | None) -> None:
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())] + tree_leaves(value)
         devices = {t.device for t in tensors if isinstance(t, Tensor)}
         if any(device.type == "meta" for device in devices):
             fix = "Materialize the model, or use cut='layers'."
             raise SplitError(f"a layer on the meta device cannot be measured. {fix}")
         self.cuda = sorted(device.index or 0 for device in devices if device.type == "cuda")
-        self._timer = timer
+        self._timer = timer or (perf_counter if self.cuda else steady_timer())
 
     def __call__(self) -> float:
         for index in self.cuda:

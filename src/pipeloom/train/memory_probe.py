@@ -35,8 +35,9 @@ class MemoryProbe:
         with kept.counting():
             yield
         self._pipe.memory.record_peaks(False)
-        moves = self._parts.config.memory.offload_activations is not None  # which uses its own hooks
-        self._measured["activations"] = None if moves else kept.peak
+        # Offload has hooks of its own, and what waits from I to W is kept by no hook.
+        elsewhere = self._parts.config.memory.offload_activations is not None or self._parts.schedule.split_backwards
+        self._measured["activations"] = None if elsewhere else kept.peak
 
     def look(self, number: int) -> None:
         """Between the backwards of the `number`-th step and its update."""

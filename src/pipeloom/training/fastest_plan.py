@@ -32,6 +32,8 @@ def fastest_plan(
     Raises:
         InputError: process 0 has no plans.
     """
+    if isinstance(plans, Plan):
+        raise InputError("fastest_plan got one plan. Pass a list, such as that of pipeloom.plans.")
     members = current_members()
     try:
         if members is not None:

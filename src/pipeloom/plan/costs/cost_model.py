@@ -108,6 +108,11 @@ class CostModel(StepCosts):
         """Expert-parallel degrees that divide the experts."""
         return divisors(self.model.experts.experts if self.model.experts else 1)
 
+    def unknown(self, of: Configuration) -> str | None:
+        if self.cluster.measured is not None and self.measured is None and of.precision.dtype == "fp16":
+            return f"precision=fp16: cluster {self.cluster.name} has no times of it; processors are slow in fp16"
+        return None
+
     def operations(self, of: Configuration) -> float:
         """Operations of the model per step, of all devices; nothing that is repeated counts."""
         return self.times(of, Recompute.NONE).operations() / of.microbatch_size * of.batch_size

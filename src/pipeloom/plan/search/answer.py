@@ -7,6 +7,7 @@ from typing import Any
 from pipeloom import schedules
 from pipeloom.errors import PipeloomError
 from pipeloom.ir.recompute import Recompute
+from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.links import ORDER
@@ -23,7 +24,7 @@ def row_of(costs: StepCosts, found: Simulated) -> dict[str, Any]:
     """A plan of ``--json``. What only the sizes of a transformer tell is None for a profile."""
     of, step = found.of, found.step_seconds
     inside, operations = of.inside, costs.operations(of)
-    peak = costs.cluster.device.peak(of.element)
+    peak = _peak(costs.cluster, of)
     return {
         "pipeline": of.pipeline,
         "data": of.data,
@@ -55,6 +56,15 @@ def row_of(costs: StepCosts, found: Simulated) -> dict[str, Any]:
         "peak_bytes": list(found.peak_bytes),
         "seconds": seconds_of(costs, found),
     }
+
+
+def _peak(cluster: Cluster, of: Configuration) -> float:
+    """Operations per second of a device; of a measured machine the fastest product, by as many processes."""
+    rates = cluster.beside(of.devices).rates
+    if rates is None:
+        return cluster.device.peak(of.element)
+    products = rates.products.get("fp32" if of.element > 2 else "bf16") or rates.products["fp32"]
+    return max(2 * rows * inner * columns / seconds for rows, inner, columns, seconds in products)
 
 
 def _one_or_all(words: list[str]) -> Any:

@@ -159,16 +159,17 @@ def parse_precisions(text: str) -> tuple[str, ...]:
 
 
 class Names(NamedTuple):
-    """What messages call the number of devices, the batch size, and what is fixed."""
+    """What messages call the number of devices, the batch size, what is fixed, and a cap of memory."""
 
     devices: str
     batch: str
     fix: str
+    cap: str
 
 
-COMMAND = Names("--devices", "--batch.size", "--fix")  # of `pipeloom plan`
-PYTHON = Names("devices", "global_batch_size", "fix")  # of `pipeloom.plan`
-TRAIN = Names("--processes", "--batch.size", "other options")  # of `pipeloom train --parallel auto`
+COMMAND = Names("--devices", "--batch.size", "--fix", "--memory.cap")  # of `pipeloom plan`
+PYTHON = Names("devices", "global_batch_size", "fix", "memory_bytes")  # of `pipeloom.plan`
+TRAIN = Names("--processes", "--batch.size", "other options", "--memory.cap")  # of `pipeloom train --parallel auto`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ def measure(
         example: inputs of one micro-batch.
         num_rounds: rounds whose median is taken, after one that is discarded.
     """
-    tensors, clock = tensors_of(model, trace.constants), Clock([model], example, perf_counter)
+    tensors, clock = tensors_of(model, trace.constants), Clock([model], example, None)
     training = model.training
 
     def run(node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeloom.common.quantities import percent_text, seconds_text
 from pipeloom.errors import PipeloomError
+from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.references import lower_quartile
@@ -145,14 +146,16 @@ def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[s
 
 
 def words_of(of: Configuration) -> str:
-    """``pipeline 2 x data 2 (zero1) x tensor 2 with sequence, 1f1b, 4 micro-batches of 2``."""
+    """``pipeline 2 x data 2 (zero1) x tensor 2 with sequence, 1f1b, 4 micro-batches of 2, recompute full``."""
     degrees = {"pipeline": of.pipeline, "data": of.data, "tensor": of.inside.tensor, "expert": of.inside.expert}
     behind = {"data": f" ({of.strategy})", "tensor": " with sequence" if of.inside.sequence else ""}
     parts = [f"{name} {degree}{behind.get(name, '')}" for name, degree in degrees.items() if degree > 1]
     words = " x ".join(parts) or "one process"
     schedule = f", {of.schedule}{f' with {of.chunks} chunks' if of.chunks > 1 else ''}" if of.pipeline > 1 else ""
     plural = "es" if of.microbatches > 1 else ""
-    return f"{words}{schedule}, {of.microbatches} micro-batch{plural} of {of.microbatch_size}"
+    kinds = sorted({str(of.recompute_of(stage)) for stage in range(of.stages)} - {str(Recompute.NONE)})
+    again = f", recompute {' and '.join(kinds)}" if kinds else ""
+    return f"{words}{schedule}, {of.microbatches} micro-batch{plural} of {of.microbatch_size}{again}"
 
 
 def plan_of_checkpoint(asked: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig | None:

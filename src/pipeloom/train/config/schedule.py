@@ -6,10 +6,10 @@ from functools import partial
 from pipeloom import schedules
 from pipeloom.common.division import even_parts
 from pipeloom.common.quantities import counted
-from pipeloom.errors import InputError, ScheduleError
+from pipeloom.errors import InputError, PipeloomError, ScheduleError
 from pipeloom.ir import DataStrategy, Schedule, check
 from pipeloom.passes import check_has_backwards
-from pipeloom.schedules import FAMILIES, steady_length
+from pipeloom.schedules import FAMILIES, Family, steady_length
 from pipeloom.train.config.sections import ParallelConfig
 from pipeloom.train.config.train_config import AUTO, TrainConfig, whole_numbers
 
@@ -85,8 +85,17 @@ def _fewer_stages(config: TrainConfig, num_stages: int) -> str:
     family = FAMILIES.get(schedule_name(config))
     if family is None:
         return ""
-    chunks = family.chunks is None and num_stages > config.parallel.pipeline
+    fewer = range(1, num_stages // config.parallel.pipeline) if family.chunks is None else ()
+    chunks = any(_supports(family, config, number) for number in fewer)
     return f", or lower parallel.pipeline{' or parallel.chunks' if chunks else ''}"
+
+
+def _supports(family: Family, config: TrainConfig, chunks: int) -> bool:
+    try:
+        family(num_ranks=config.parallel.pipeline, num_microbatches=config.num_microbatches, num_chunks=chunks)
+    except PipeloomError:
+        return False
+    return True
 
 
 def parse_cut(config: TrainConfig, num_stages: int) -> str | list[int]:

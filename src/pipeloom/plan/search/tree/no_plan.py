@@ -25,7 +25,8 @@ def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: 
         more = bytes_text(least_peak - request.memory_bytes)
         return (
             f"{request.asked}: no plan fits into {bytes_text(request.memory_bytes)} per device; the smallest one found "
-            f"needs {bytes_text(least_peak)}, {more} more. Use more devices, or devices with more memory."
+            f"needs {bytes_text(least_peak)}, {more} more. Use more devices, devices with more memory, or a "
+            f"larger {request.names.cap}."
         )
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
     names = request.names
