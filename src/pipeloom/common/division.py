@@ -1,6 +1,5 @@
 """Division of integers: degrees that divide a size, and parts of a size."""
 
-from collections.abc import Mapping
 from math import isqrt
 
 
@@ -14,16 +13,3 @@ def even_parts(total: int, num_parts: int) -> list[int]:
     """Divide `total` into `num_parts` integers that differ by at most one, larger ones first."""
     each, remainder = divmod(total, num_parts)
     return [each + 1] * remainder + [each] * (num_parts - remainder)
-
-
-def consecutive_parts(sizes: Mapping[str, float], most: float) -> list[list[str]]:
-    """Divide names into parts of at most `most` together, in their order; a larger one is a part by itself."""
-    parts: list[list[str]] = []
-    left = 0.0
-    for name, size in sizes.items():
-        if not parts or size > left:
-            parts.append([])
-            left = most
-        parts[-1].append(name)
-        left -= size
-    return parts

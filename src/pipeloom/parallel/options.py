@@ -19,7 +19,6 @@ GradientDType = Literal["float32", "same"]
 # Default of `DataParallel.bucket_bytes`, as in torch's DDP: few messages for a large model. Smaller buckets were no
 # faster in measurements (see docs/how-to/data-parallel.md).
 BUCKET_BYTES = 25 << 20
-SUMMED_BYTES = 1 << 20  # of gradients that ranks of a pipeline with the same stage exchange at once
 
 CPU, DISK = "cpu", "disk"  # offload targets
 

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from pipeloom.common.division import consecutive_parts
+from pipeloom.common.gradient_parts import gradient_parts
 from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.shared_buffers import SharedBuffers
 from pipeloom.errors import RunError
-from pipeloom.parallel.options import SUMMED_BYTES
 from pipeloom.transport.interface import Channel, Lane, Transport
 from pipeloom.transport.values import Value, flatten, unflatten
 
@@ -188,11 +187,11 @@ class GradientSum:
 
 
 def _parts(shared: Shared) -> list[Shared]:
-    """The parameters in parts of at most `SUMMED_BYTES`, the same on all ranks that hold them."""
+    """The parameters in parts, the same on all ranks that hold them."""
     found: list[Shared] = []
     for holders in sorted({ranks for _, ranks in shared.values()}):
-        sizes = {name: each.nbytes for name, (each, ranks) in sorted(shared.items()) if ranks == holders}
-        found += [{name: shared[name] for name in names} for names in consecutive_parts(sizes, SUMMED_BYTES)]
+        sizes = {name: each.nbytes for name, (each, ranks) in shared.items() if ranks == holders}
+        found += [{name: shared[name] for name in names} for names in gradient_parts(sizes)]
     return found
 
 

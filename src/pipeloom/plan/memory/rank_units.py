@@ -3,9 +3,8 @@
 from functools import cached_property
 from itertools import product
 
-from pipeloom.common.division import consecutive_parts
+from pipeloom.common.gradient_parts import gradient_parts
 from pipeloom.ir import Granularity, Program
-from pipeloom.parallel.options import SUMMED_BYTES
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.stage_moments import StageMoments
 from pipeloom.plan.memory.stage_units import ModelUnits, sends_parts
@@ -138,7 +137,7 @@ class RankUnits:
                 (
                     len(holders) * sum(map(sizes.__getitem__, part))
                     for holders, sizes in by_holders.items()
-                    for part in consecutive_parts(dict(sorted(sizes.items())), SUMMED_BYTES)
+                    for part in gradient_parts(sizes)
                     if len(holders) > 1
                 ),
                 default=0.0,
