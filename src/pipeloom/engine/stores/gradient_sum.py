@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from pipeloom.common.gradient_parts import gradient_parts
+from pipeloom.common.division import gradient_parts
 from pipeloom.engine.rank_state import Step
 from pipeloom.engine.stores.shared_buffers import SharedBuffers
 from pipeloom.errors import RunError

@@ -3,7 +3,7 @@
 from functools import cached_property
 from itertools import product
 
-from pipeloom.common.gradient_parts import gradient_parts
+from pipeloom.common.division import gradient_parts
 from pipeloom.ir import Granularity, Program
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.stage_moments import StageMoments
