@@ -277,6 +277,16 @@ def test_tied_parameters_count_once_where_both_stages_are_on_a_rank():
     assert [rank.kinds["parameters"] for rank in two] == [4 * 160] * 2
 
 
+def test_messages_between_replicas_are_those_of_stages_that_a_rank_runs():
+    """With one micro-batch, each of two ranks of chimera runs one of the two stages that it holds."""
+    data, messages = DataAxis(degree=2, strategy=DataStrategy.ZERO1), {}
+    for microbatches in (1, 2):
+        program = lower(families.build("chimera", num_ranks=2, num_microbatches=microbatches), data=data)
+        ranks = memory_of_ranks(program, model(stages=2, device="cpu"))
+        messages[microbatches] = [rank.kinds["messages"] for rank in ranks if rank.replica == 0]
+    assert messages == {1: [320, 320], 2: [640, 640]}  # half of 160 gradients of 4 bytes, of each stage
+
+
 def test_streams_hold_older_versions_and_slices_their_part():
     stream = families.build("pipedream", num_ranks=3, num_microbatches=6)
     held = memory_of_ranks(lower(stream), model(3))

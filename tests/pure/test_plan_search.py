@@ -336,8 +336,12 @@ def test_lines_have_the_plans():
 
     answer = search(fixed="context=1,slices=1,schedule=1f1b", top=2)
     costs = cost_model(MODELS[0], "dgx-a100-80", "pipeloom")
-    lines = lines_of([row_of(costs, found) for found in answer.plans], 80 * GIB)
+    rows = [row_of(costs, found) for found in answer.plans]
+    lines = lines_of(rows, 80 * GIB, rows[0]["devices"])
     assert lines[1].split()[0] == "1"
+    assert not [line for line in lines if "are used" in line]
+    twice = 2 * rows[0]["devices"]
+    assert f"devices: {rows[0]['devices']} of {twice} are used" in lines_of(rows, 80 * GIB, twice)
 
 
 def test_more_ranks_than_blocks_are_named_as_given():

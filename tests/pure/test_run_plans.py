@@ -125,6 +125,7 @@ def test_the_processes_of_an_automatic_plan(monkeypatch):
             ["--parallel=auto", "--batch.size=6", "--batch.microbatches=4"],
             "--parallel auto with batch.microbatches=4: ",
         ),
+        (["--parallel", "auto", "--batch.microbatches", "-4"], "batch.microbatches=-4: must be at least 1."),
         (["--parallel", "auto", "--schedule", "pipedream"], "--parallel auto with schedule=pipedream: plans have"),
         (["--parallel", "auto", "--schedule", "search"], "--parallel auto with schedule=search: plans have"),
         (["--parallel", "auto", "--schedule", "orders.csv"], "--parallel auto with schedule=orders.csv: plans have"),

@@ -167,7 +167,7 @@ def _print_prediction(
             "largest_rank": largest.rank,
         }
         if cluster is not None:
-            answer |= {"step_seconds": step, "device_bytes": _device_bytes(cluster, config.num_processes)}
+            answer |= {"step_seconds": step, "device_bytes": cluster.device_bytes(config.num_processes)}
         if choice is not None:
             answer["chosen"] = {
                 "data_granularity": config.parallel.data_granularity,
@@ -184,16 +184,10 @@ def _print_prediction(
     print(f"all ranks{of}: {bytes_text(total)}; {most}")
     if cluster is not None and step is not None:
         print("".join(f"{line}\n" for line in notices(cluster)), end="")
-        room = _room(_device_bytes(cluster, config.num_processes), largest.peak)
+        room = _room(cluster.device_bytes(config.num_processes), largest.peak)
         print(f"{cluster.name}: {seconds_text(step)} per step{room}")
     if choice is not None:
         print(f"under the cap with {chosen_words(config)}")
-
-
-def _device_bytes(cluster: Cluster, processes: int) -> float | None:
-    """The memory of a device; of a measured machine, each process has its part."""
-    memory = cluster.device.memory_bytes
-    return memory if memory is None or cluster.measured is None else memory / processes
 
 
 def _room(memory: float | None, peak: float) -> str:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any, get_args
 
 from pipeloom.cli.common.parser import Parser
@@ -38,7 +37,6 @@ from pipeloom.plan.search.request import (
 )
 from pipeloom.plan.search.simulated import Steps
 
-_USABLE = 0.92  # of a device's memory: the rest is for messages, workspaces and fragments
 _SHOWN = 3  # plans that are compared in words
 _DESCRIPTION = """\
 Choose everything for training a model on a cluster: pipeline-, data-, tensor-, sequence-, context- and
@@ -81,10 +79,11 @@ def main(argv: Sequence[str]) -> int:
         planned = _planned(options, cluster, fixed)
     costs = planned.costs
     check_offload(fixed, cluster, f"--fix={options.fix}", can_offload=costs.can_offload)
+    cap = options.memory.cap
     request = Request(
         devices=options.devices,
         batch_size=options.batch.size,
-        memory_bytes=_memory(options, cluster),
+        memory_bytes=cluster.usable_bytes(options.devices) if cap is None else float(cap),
         fixed=planned.fixed,
         forbidden=forbidden | planned.forbidden,
         optimizer=options.optimizer,
@@ -110,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(json_of(answer, rows), allow_nan=False))
         return 0
-    for line in [*notices(cluster), *words.lines_of(rows, request.memory_bytes), *lines, *words.counts_of(answer)]:
+    shown = words.lines_of(rows, request.memory_bytes, options.devices)
+    for line in [*notices(cluster), *shown, *lines, *words.counts_of(answer)]:
         print(line)
     if options.html is not None:
         print(f"wrote {options.html}")
@@ -151,17 +151,6 @@ def _why(
         return lines, None
     row = row_of(costs, usual)
     return [*lines, words.usual_text(best, row, USUAL_NAME)], row
-
-
-def _memory(options: Any, cluster: Cluster) -> float:
-    """Bytes of a device that a plan may use."""
-    if options.memory.cap is not None:
-        return float(options.memory.cap)
-    memory = cluster.device.memory_bytes
-    if memory is None:
-        return inf
-    share = options.devices if cluster.measured is not None else 1  # processes of one machine share its memory
-    return _USABLE * memory / share
 
 
 def _parser() -> Parser:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.engine.stores.ownership import Ownership, own_stages
+from pipeloom.engine.stores.ownership import Ownership, own_stages, same_values
 from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.engine.stores.sharing import RankModules, Sharing
 from pipeloom.errors import InputError
@@ -140,7 +140,7 @@ class ModelState:
                         f"parameter {name!r} is {kinds[0]} on rank {lowest[name]}, {kinds[1]} on rank {rank}: a model "
                         "must keep its types and shapes. Change it before the Pipeline is made, and make another one."
                     )
-                if not (torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)):
+                if not same_values(one, other):
                     raise InputError(
                         f"parameter {name!r} differs on ranks {lowest[name]} and {rank}: all ranks that hold a "
                         "parameter must update their copies alike. Make the optimizer from the Pipeline's "

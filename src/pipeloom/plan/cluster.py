@@ -27,6 +27,7 @@ from pipeloom.common.json_reader import Entry, read_json
 from pipeloom.plan.local.measured import Measured, Rates
 
 _LEAST, _MOST = 1e-30, 1e30  # of rates, bytes and seconds: what is computed of them stays finite
+_DEVICE_PART = 0.92  # of a device's memory: the rest is for messages, workspaces and fragments
 _HOST_PART = 0.8  # of host memory: the rest is for processes, data and files
 
 
@@ -139,6 +140,16 @@ class Cluster:
         return (
             math.inf if self.host_memory_bytes is None else _HOST_PART * self.host_memory_bytes / self.devices_per_node
         )
+
+    def device_bytes(self, processes: int) -> float | None:
+        """Memory of a device; of a measured machine, of each of so many processes. None if unknown."""
+        memory = self.device.memory_bytes
+        return memory if memory is None or self.measured is None else memory / processes
+
+    def usable_bytes(self, processes: int) -> float:
+        """The part of `device_bytes` that a plan may use; infinite if unknown."""
+        memory = self.device_bytes(processes)
+        return math.inf if memory is None else _DEVICE_PART * memory
 
     def beside(self, processes: int) -> Self:
         """The cluster while so many processes compute; one without tables is the same for any number."""

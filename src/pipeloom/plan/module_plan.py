@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
-from math import inf
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
     from pipeloom.split.profile import LossFn
 
-_USABLE = 0.92  # of a device's memory, as for `pipeloom plan`
 _FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
@@ -158,7 +156,7 @@ def plans(
     request = Request(
         devices=count,
         batch_size=global_batch_size,
-        memory_bytes=_memory(where, count) if memory_bytes is None else memory_bytes,
+        memory_bytes=where.usable_bytes(count) if memory_bytes is None else memory_bytes,
         fixed={"precision": precision, **fixed},
         forbidden=forbidden,
         optimizer=optimizer,
@@ -247,13 +245,6 @@ def _modules_begun(units: Sequence[Unit], of: Configuration) -> tuple[str, ...] 
     """The modules at which the stages after the first begin; None: there is one stage."""
     starts = list(accumulate(of.blocks_of(len(units))))[:-1]
     return tuple(units[start].name for start in starts) or None
-
-
-def _memory(cluster: Cluster, devices: int) -> float:
-    memory = cluster.device.memory_bytes
-    if memory is None:
-        return inf
-    return _USABLE * memory / (devices if cluster.measured is not None else 1)
 
 
 def _measured(

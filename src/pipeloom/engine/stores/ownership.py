@@ -85,7 +85,12 @@ def _tie(modules: dict[int, nn.Module], cut_model: Stages, rank: int) -> None:
 
 def _equal(one: nn.Parameter, other: nn.Parameter) -> bool:
     same_form = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-    return same_form and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    return same_form and same_values(one, other)
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and type have the same values; NaN is the same as NaN."""
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _copied(parameter: nn.Parameter) -> nn.Parameter:

@@ -169,7 +169,7 @@ class _Gradients:
         self._of_tied: dict[int, float] = {}
         self._reduced: dict[int, float] = {}
         self.backwards = dict.fromkeys(units.stages, 0)
-        self.now = 0.0
+        self._received = self.now = 0.0
 
     def add(self, stage: int) -> tuple[bool, float]:
         """A backward adds to those of a stage; whether there were none, and bytes of the others.
@@ -194,8 +194,14 @@ class _Gradients:
         self._reduced[stage] = self._units.reduced(stage)
         self._sum()
 
+    def receive(self, size: float) -> None:
+        """Other ranks have sent gradients of stages that the rank has not run."""
+        self._received += size
+        self._sum()
+
     def _sum(self) -> None:
-        self.now = sum(self._full.values()) + sum(self._of_tied.values()) + sum(self._reduced.values())
+        parts = (self._full, self._of_tied, self._reduced)
+        self.now = self._received + sum(sum(part.values()) for part in parts)
 
 
 class _Gathers:
@@ -252,6 +258,7 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
     schedule = program.schedule
     slices, split, of_stages = schedule.num_slices, schedule.split_backwards, units.moments
     shared, skip_bytes = units.slice_bytes, {stage: units.skip_bytes(stage) for stage in units.stages}
+    exchanged = units.exchanged
     reduces = units.reduces and schedule.microbatches_per_update is None
     gradients, gathers = _Gradients(units), _Gathers(units)
     activations = skipping = of_slices = 0.0
@@ -287,7 +294,7 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
         elif of_data:
             inside = sending = units.sending(stage, gradients.backwards[stage])
         elif op is REDUCE_GRAD and microbatch is None:
-            inside = sending = units.exchanged.get(stage, 0.0)
+            inside = sending = exchanged[stage][0]
         together = activations + of_slices + skipping + gathers.now + before + inside
         held = gradients.now + sending
         yield activations, held, of_slices, skipping, gathers.now, again, temporary, together
@@ -311,3 +318,5 @@ def _moments(program: Program, units: RankUnits, rank: int) -> Iterator[_Moment]
             gathers.end(stage)
         elif of_data:
             gradients.reduce(stage)
+        elif op is REDUCE_GRAD and microbatch is None:
+            gradients.receive(exchanged[stage][1])

@@ -4,7 +4,7 @@ from functools import cached_property
 from itertools import product
 
 from pipeloom.common.division import gradient_parts
-from pipeloom.ir import Granularity, Program
+from pipeloom.ir import Granularity, Op, Program
 from pipeloom.plan.memory.memory_model import MemoryModel, num_parameters
 from pipeloom.plan.memory.stage_moments import StageMoments
 from pipeloom.plan.memory.stage_units import ModelUnits, sends_parts
@@ -22,12 +22,14 @@ class RankUnits:
 
     Attributes:
         stages: of the rank.
+        ran: those that it computes. With few micro-batches, ranks of bidirectional schedules do not run all.
         reduces: whether gradients are summed over replicas.
     """
 
     def __init__(self, program: Program, model: MemoryModel, rank: int, units: ModelUnits) -> None:
         self._program, self._model, self._units = program, model, units
         self.stages = program.placement.stages_of[rank]
+        self.ran = {action.stage for action in program.orders[rank] if action.op is Op.F}
         self._formats = NumberBytes.of(model.precision)
         self._of = units.of_rank(rank)  # by stage; units that several stages share, on the first of them
         data = program.data
@@ -51,7 +53,8 @@ class RankUnits:
         """
         if not sends_parts(self._program.data, self._model):
             return 0.0
-        pairs = (pair for of in self._of.values() for pair in zip(of.units, of.replicas, strict=True))
+        ran = (of for stage, of in self._of.items() if stage in self.ran)
+        pairs = (pair for of in ran for pair in zip(of.units, of.replicas, strict=True))
         return sum(sorted(unit.sending * (degree - 1) / degree for unit, degree in pairs)[-2:])
 
     @property
@@ -118,30 +121,33 @@ class RankUnits:
         return most
 
     @cached_property
-    def exchanged(self) -> dict[int, float]:
-        """By the stage of a REDUCE_GRAD of ranks that hold the same stages or tied parameters, bytes inside of it.
+    def exchanged(self) -> dict[int, tuple[float, float]]:
+        """By the stage of a REDUCE_GRAD of ranks that hold the same stages or tied parameters, bytes in and behind it.
 
-        The gradients of the other ranks and the sums, of one part at a time (`pipeloom.engine.stores.gradient_sum`).
+        Inside are the gradients of the other ranks and the sums, of one part at a time
+        (`pipeloom.engine.stores.gradient_sum`). Sums take the place of the rank's own gradients, but for stages that it
+        has not run.
         """
         found = {}
         for group in map(set, self._program.gradient_groups):
             if not (held := group.intersection(self.stages)):
                 continue
             by_holders: dict[tuple[int, ...], dict[str, float]] = {}
+            own = set[str]()
             for stage in held:
                 for name, size in self._units.gradient_bytes(stage).items():
                     homes = self._units.homes[name]
                     if group.issuperset(homes):
                         by_holders.setdefault(self._program.ranks_of_group(homes), {})[name] = size
-            found[min(held)] = max(
-                (
-                    len(holders) * sum(map(sizes.__getitem__, part))
-                    for holders, sizes in by_holders.items()
-                    for part in gradient_parts(sizes)
-                    if len(holders) > 1
-                ),
-                default=0.0,
+                        own |= {name} if stage in self.ran else set()
+            shared = {holders: sizes for holders, sizes in by_holders.items() if len(holders) > 1}
+            new = sum(size for sizes in shared.values() for name, size in sizes.items() if name not in own)
+            parts = (
+                sum((len(holders) - (name not in own)) * sizes[name] for name in part)
+                for holders, sizes in shared.items()
+                for part in gradient_parts(sizes)
             )
+            found[min(held)] = new + max(parts, default=0.0), new
         return found
 
     def skip_bytes(self, stage: int) -> float:

@@ -122,8 +122,8 @@ def summary(row: Row) -> list[str]:
     return [f"{degrees_text(row)}: {seconds_text(row['step_seconds'])} per step: {', '.join(parts_of(row))}."]
 
 
-def lines_of(rows: Sequence[Row], memory_bytes: float) -> list[str]:
-    """The table, and the time and the memory of the best plan."""
+def lines_of(rows: Sequence[Row], memory_bytes: float, devices: int) -> list[str]:
+    """The table, and the time and the memory of the best plan, of which a device has `memory_bytes`."""
     best = rows[0]
     of = "" if memory_bytes == inf else f" of {bytes_text(memory_bytes)}"
     unit = "samples" if best["tokens_per_second"] is None else "tokens"
@@ -134,6 +134,8 @@ def lines_of(rows: Sequence[Row], memory_bytes: float) -> list[str]:
         f"{bytes_text(max(best['peak_bytes']))}{of} per device",
         f"time: {', '.join(parts_of(best))}",
     ]
+    if best["devices"] < devices:
+        lines.append(f"devices: {best['devices']:,} of {devices:,} are used")
     axes = [axis for axis in best["order"].split(",") if best[_DEGREES[axis]] > 1]
     if len(axes) > 1:
         lines.append(f"mesh axes on devices, outermost first: {','.join(axes)}")

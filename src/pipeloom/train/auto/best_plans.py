@@ -130,12 +130,11 @@ def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[s
         fixed["schedule"] = asked.schedule
     if asked.memory.recompute != "none":
         fixed["recompute"] = tuple(asked.memory.recompute.split(","))
-    memory = float("inf") if asked.memory.cap is None else float(asked.memory.cap)
-    machine = costs.cluster.device.memory_bytes
+    usable = costs.cluster.usable_bytes(processes)
     return Request(
         devices=processes,
         batch_size=asked.batch.size,
-        memory_bytes=memory if machine is None else min(memory, machine / processes),
+        memory_bytes=usable if asked.memory.cap is None else min(float(asked.memory.cap), usable),
         fixed=fixed,
         forbidden=_UNMEASURED,
         optimizer=asked.optimizer.name,

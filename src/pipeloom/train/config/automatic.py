@@ -43,9 +43,12 @@ def for_processes(config: TrainConfig, world_size: int | None) -> TrainConfig:
         if value:
             shown = "true" if value is True else value
             raise InputError(f"--parallel auto with {name}={shown}: {why}")
-    if config.batch.size % (config.batch.microbatches or 1):
+    microbatches = config.batch.microbatches
+    if microbatches is not None and microbatches < 1:
+        raise InputError(f"batch.microbatches={microbatches}: must be at least 1.")
+    if config.batch.size % (microbatches or 1):
         raise InputError(
-            f"--parallel auto with batch.microbatches={config.batch.microbatches}: plans have micro-batches of equal "
+            f"--parallel auto with batch.microbatches={microbatches}: plans have micro-batches of equal "
             f"sizes, and batch.size={config.batch.size} is not divisible. Change one of them, or give degrees."
         )
     _check_schedule(config.schedule)
