@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from pipeloom.common.cores import usable_cores
 from pipeloom.errors import InputError
 from pipeloom.processes import launcher
 from pipeloom.processes.black_box import BlackBox
@@ -92,6 +93,22 @@ def test_ranks_get_their_place_and_share_the_cores(start: Start) -> None:
     code, out, err = finish(start(body, 3))
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"{r} {r} 3 lo file:///proc/self/fd/" for r in range(3)]
+
+
+@pytest.mark.skipif(usable_cores() == 1, reason="one core")
+def test_threads_of_a_rank_sleep_soon_unless_the_user_says_how_they_wait(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    body = "os.write(1, os.environ.get('GOMP_SPINCOUNT', 'unset').encode() + b'\\n')"
+    assert finish(start(body, 1))[:2] == (0, "1000\n")
+    assert finish(start(body, usable_cores()))[1].split() == ["unset"] * usable_cores()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert finish(start(body, 1))[1] == "unset\n"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "20")
+    assert finish(start(body, 1))[1] == "20\n"
 
 
 def test_the_meeting_place_is_one_file_for_all_ranks(start: Start) -> None:

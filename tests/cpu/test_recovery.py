@@ -25,6 +25,7 @@ from pipeloom.cli import main
 from pipeloom.common.process_place import stat_fields
 from pipeloom.errors import PeerLost, RunError
 from pipeloom.processes import launcher, rendezvous
+from pipeloom.processes.elastic.generation import Generation
 from pipeloom.processes.launching.fork_server import FORKED_BY
 from pipeloom.processes.recovery.keeper import Keeper
 from pipeloom.processes.recovery.lifeline import Loss, Memories
@@ -32,6 +33,7 @@ from pipeloom.processes.recovery.notes import Notes
 from pipeloom.train import checkpoint
 from pipeloom.train.config import validate
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.elastic.source import Source, newest
 from pipeloom.train.machine.compile_cache import without_empty_cache
 from pipeloom.train.recovery.partner_copies import PartnerCopies, receivers_of
 from pipeloom.train.recovery.run_recovery import RunRecovery
@@ -109,7 +111,74 @@ def test_where_a_run_goes_on(
     assert (found.step, found.again, found.unsaved) == (step, begun - step, unsaved)
     assert found.words == words.format(out=tmp_path)
     assert isinstance(found.source, Path) == bool(on_disk and step in on_disk and step not in copied)
-    assert f"step {step}  recovered: rank 2 was killed; all ranks went back to {found.words}; " in own.line(found)
+    (line,) = own.lines(found)
+    assert f"step {step}  recovered: rank 2 was killed; all ranks went back to {found.words}; " in line
+
+
+@pytest.mark.parametrize(
+    ("copied", "step", "words"),
+    [
+        ((3, 4), 5, "{out}/checkpoint-5"),  # an older checkpoint, newer than the copies
+        ((3, 6), 6, "the copies in memory of step 6"),
+        ((12,), 12, "the copies in memory of step 12"),  # nobody reads the checkpoints
+    ],
+)
+def test_a_recovery_passes_over_damaged_checkpoints(
+    copied: tuple[int, ...], step: int, words: str, tmp_path: Path, memories: list[Memories]
+) -> None:
+    state, own = Run(), recovery(tmp_path, memories)
+    saved(tmp_path, 5, 10)
+    damaged = next((tmp_path / "checkpoint-10").glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    for each in copied:
+        own.copies.write(each, state.contents())
+    own.copies.begin(0)
+    own.begun, own.loss = 13, Loss("rank 2 was killed", 0.0)
+    found = own.restart(Alone())  # type: ignore[arg-type]
+    assert found is not None
+    assert (found.step, found.words) == (step, words.format(out=tmp_path))
+    *notices, _ = own.lines(found)
+    if step == 12:
+        assert notices == []
+    else:
+        (notice,) = notices
+        assert damaged.name in notice
+        assert notice.endswith("It is passed over for checkpoint-5, and kept as checkpoint-10.damaged.")
+    assert own.lines(found)[:-1] == []  # said once
+
+
+def test_copies_remain_where_no_checkpoint_is_whole(tmp_path: Path, memories: list[Memories]) -> None:
+    own = recovery(tmp_path, memories)
+    saved(tmp_path, 10)
+    damaged = next((tmp_path / "checkpoint-10").glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    own.copies.write(4, Run().contents())
+    own.copies.begin(0)
+    own.begun, own.loss = 11, Loss("rank 2 was killed", 0.0)
+    found = own.restart(Alone())  # type: ignore[arg-type]
+    assert found is not None
+    assert found.words == "the copies in memory of step 4"
+    notice, _ = own.lines(found)
+    assert damaged.name in notice
+    assert notice.endswith("It is passed over.")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_other_ranks_pass_over_damaged_checkpoints(whole: bool, tmp_path: Path) -> None:
+    config = TrainConfig.from_mapping({"output_dir": str(tmp_path), "elastic": True, "parallel": {"pipeline": 2}})
+    saved(tmp_path, *([5] if whole else []), 10)
+    damaged = next((tmp_path / "checkpoint-10").glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    ranks = Generation(
+        range(2), num_more=0, grow_seconds=None, grown=False, before=(), variables={}, first=1, lends=False,
+        survives=bool, copied=lambda: None, reroute=lambda _: None,
+    )  # fmt: skip
+    before = Source(3, (), tmp_path / "checkpoint-3")
+    found, (notice,) = newest(before, ranks, config, None)
+    ranks.tethers.close()
+    assert (found.step, found.checkpoint) == ((5, tmp_path / "checkpoint-5") if whole else (3, before.checkpoint))
+    assert damaged.name in notice
+    assert "It is passed over" in notice
 
 
 def test_an_evaluation_that_was_lost_is_made_again(tmp_path: Path, memories: list[Memories]) -> None:

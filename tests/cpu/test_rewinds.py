@@ -18,7 +18,9 @@ from pipeloom.cli import main
 from pipeloom.data.sampler import Sampler
 from pipeloom.errors import CheckpointError
 from pipeloom.train import run_parts
+from pipeloom.train.checkpoint.resume import Resumed
 from pipeloom.train.data.samples import Samples
+from pipeloom.train.output import rewinds
 from pipeloom.train.output.directory import Journal
 from pipeloom.train.output.recent_band import RecentBand
 from pipeloom.train.output.rewinds import Rewind, read_rewinds
@@ -140,6 +142,31 @@ def test_rewinds_end_where_every_step_has_a_spike(
     assert [(each.step, each.start, each.stop) for each in read_rewinds(tmp_path)] == [(24, 132, 144), (23, 144, 150)]
     assert [row["step"] for row in metrics(tmp_path)][-2:] == [22, 23]
     assert made == [(True, 0), (False, 0), (False, 0)]  # data is opened once, and first steps are patient
+
+
+def test_a_rewind_passes_over_a_damaged_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(optimizer_step, "gradient_norms", optimizer_step.gradient_norms)  # restored afterwards
+    spiking(24)
+    find = rewinds.find_good
+
+    def after_damage(*given: Any, **options: Any) -> Resumed | None:
+        damaged = next((tmp_path / "checkpoint-22").glob("*.safetensors"))
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        return find(*given, **options)
+
+    monkeypatch.setattr(rewinds, "find_good", after_damage)
+    assert main(words(text, tmp_path, *REWIND, "--local", "--save_steps=11", "--steps=25", "--spike_rewinds=2")) == 0
+    shown = capsys.readouterr()
+    assert "It is passed over for checkpoint-11, and kept as checkpoint-22.damaged." in shown.out
+    assert (
+        f"; back to {tmp_path / 'checkpoint-11'}, passing over samples 67 to 144 (rewind 1 of at most 2)" in shown.out
+    )
+    assert shown.err == ""
 
 
 def lost_twice(directory: Path) -> None:

@@ -205,7 +205,8 @@ def _train_on(
             with display(shown=group.rank == 0, num_steps=config.steps, done=done, log_steps=config.log_steps) as shown:
                 trainer.open_output(shown, {} if restart is None else restart.row)
                 if recovery is not None and restart is not None:
-                    shown.say(recovery.line(restart))
+                    for line in recovery.lines(restart):
+                        shown.say(line)
                     if restart.unevaluated:
                         shown.say(f"step {done}  validation loss {trainer.evaluate(done):.4f}")
                     for line in trainer.saves.save(done) if restart.unsaved else ():

@@ -117,7 +117,7 @@ class _ElasticRun:
     def _next(self, ranks: Generation, end: End) -> None:
         """Choose the slots and the state of the next generation, and tell of them."""
         before, self._first, slots = self._source, ranks.first, ranks.slots
-        self._source = newest(before, ranks, self._source.configured(self._layout.config), self._key)
+        self._source, notices = newest(before, ranks, self._source.configured(self._layout.config), self._key)
         _close({*before.tethers, *ranks.tethers.by_rank} - {*self._source.tethers})
         if end.grows:
             self._usable = list(self._slots)
@@ -132,7 +132,8 @@ class _ElasticRun:
         if end.lost and self._layout.config.num_processes < self._most:
             self._layout = rerouted(before_layout.config, end.lost) or self._layout
         words = self._layout.words
-        sys.stderr.write(f"pipeloom: warning: {why}; the run goes on from {self._source.words} with {words}\n")
+        for line in [*notices, f"{why}; the run goes on from {self._source.words} with {words}"]:
+            sys.stderr.write(f"pipeloom: warning: {line}\n")
         sys.stderr.flush()
 
 

@@ -60,8 +60,10 @@ def lends(config: TrainConfig) -> bool:
     return config.has_peers and config.parallel.data_strategy == "ddp" and not config.model.experts
 
 
-def newest(before: Source, generation: Generation, config: TrainConfig, key: CheckpointKey | None) -> Source:
-    """The newest complete state after a generation has ended.
+def newest(
+    before: Source, generation: Generation, config: TrainConfig, key: CheckpointKey | None
+) -> tuple[Source, list[str]]:
+    """The newest complete state after a generation has ended, and lines about damaged checkpoints.
 
     Args:
         before: from which it began.
@@ -70,7 +72,7 @@ def newest(before: Source, generation: Generation, config: TrainConfig, key: Che
         key: with which checkpoints are signed.
     """
     if not generation.first:  # its output directory was not ready: checkpoints may be of another run
-        return before
+        return before, []
     groups: dict[tuple[int, ...], list[int]] = {}  # what each stage of one replica needs: one of several memories
     shape, stages = config.mesh_shape(), stages_of_ranks(config)
     for rank, tether in enumerate(generation.tethers.by_rank):
@@ -83,8 +85,9 @@ def newest(before: Source, generation: Generation, config: TrainConfig, key: Che
         found = before
     try:
         good = find_good("auto", Path(config.output_dir), leads=True, key=key)
-    except CheckpointError:  # none is whole
-        good = None
+    except CheckpointError as error:  # none is whole
+        return found, [f"{error.__cause__ or error} It is passed over."]
+    notices = [] if good is None else good.notices
     if good is not None and good.manifest.step > found.step:
-        return Source(good.manifest.step, (), good.path)
-    return found
+        found = Source(good.manifest.step, (), good.path)
+    return found, notices

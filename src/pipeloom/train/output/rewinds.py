@@ -16,8 +16,7 @@ from pipeloom.common.json_reader import parse_json
 from pipeloom.data.sampler import Sampler
 from pipeloom.errors import CheckpointError, RunError
 from pipeloom.processes.agreement import together
-from pipeloom.train.checkpoint.directory import checkpoints
-from pipeloom.train.checkpoint.manifest import read_manifest
+from pipeloom.train.checkpoint.resume import find_good
 from pipeloom.train.data.written import REWINDS_NAME
 from pipeloom.train.run_parts import RunParts
 
@@ -103,11 +102,12 @@ def rewind(run: RunParts, step: int, spike: str) -> tuple[Path | None, str]:
         spike: the values above their limits.
 
     Returns:
-        The checkpoint to go on from, and a line to show. Without a checkpoint in the output directory yet: None.
+        The newest good checkpoint, from which the run goes on, and lines to show. Without a checkpoint in the output
+        directory yet: None.
 
     Raises:
         RunError: the run went back to this checkpoint ``spike_rewinds`` times before.
-        CheckpointError: the checkpoint is damaged, or ``rewinds.json`` cannot be read or written.
+        CheckpointError: all checkpoints are damaged, or ``rewinds.json`` cannot be read or written.
     """
     run.journal.enter(f"rewind after step {step}")
     failed = f"step {step}  {spike}; the run cannot go back to its last checkpoint"
@@ -122,10 +122,10 @@ def _record(run: RunParts, step: int, spike: str) -> tuple[str | None, str, bool
     if run.group.rank:
         return None, "", False
     directory, sampler, most = run.output_dir, run.sampler, run.config.spike_rewinds
-    path = next(checkpoints(directory), None)
-    if path is None:
+    found = find_good("auto", directory, leads=True, key=run.checkpoint_key)
+    if found is None:
         return None, f"step {step}  {spike}; update left out, because this run has no checkpoint yet", False
-    manifest = read_manifest(path, run.checkpoint_key)
+    path, manifest = found.path, found.manifest
     saved = manifest.state["sampler"]
     same_order = (saved["num_windows"], saved["seed"]) == sampler.order
     first = saved["samples_seen"] if same_order else 0
@@ -146,4 +146,4 @@ def _record(run: RunParts, step: int, spike: str) -> tuple[str | None, str, bool
         f"step {step}  {spike}; back to {path}, passing over samples {span[0] + 1} to {span[1]} "
         f"(rewind {number} of at most {most})"
     )
-    return os.fsencode(path).hex(), text, False
+    return os.fsencode(path).hex(), "\n".join([*found.notices, text]), False

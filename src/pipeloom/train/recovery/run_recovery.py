@@ -6,8 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import counted
-from pipeloom.errors import RunError
+from pipeloom.errors import CheckpointError, RunError
 from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.processes.rendezvous import cut_connections
@@ -15,6 +16,7 @@ from pipeloom.train import run_checkpoints
 from pipeloom.train.checkpoint.directory import checkpoint_path, latest
 from pipeloom.train.checkpoint.manifest import read_manifest
 from pipeloom.train.checkpoint.reader import Checkpoint
+from pipeloom.train.checkpoint.resume import find_good
 from pipeloom.train.config.schedule import is_stream, process_names, schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.samples import Samples
@@ -90,6 +92,7 @@ class RunRecovery:
         entered: whether it did.
         begun: the last step that this process has begun.
         samples: the data of the run, once it is open.
+        notices: lines to show about damaged checkpoints.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class RunRecovery:
         self.entered = False
         self.begun = self.copies.begun
         self.samples: Samples | None = None
+        self.notices: list[str] = []
 
     def is_due(self, step: int) -> bool:
         """Whether the steps are interrupted after `step` for a copy; a stream, which would drain, is not."""
@@ -201,9 +205,7 @@ class RunRecovery:
             self._give_back(self.partners, rows)
         sources = [_sources(rank, rows, group) for rank in range(group.size)]
         common = max(set.intersection(*(set(found) for found in sources)), default=-1)
-        found = latest(self._output_dir) if group.rank == 0 else None
-        saved = group.gather_json(found.name if found else "")[0]
-        saved_step = int(saved.rpartition("-")[2]) if saved else -1
+        saved_step = group.gather_json(self._saved_step(common) if group.rank == 0 else None)[0]
         step = max(common, saved_step)
         source: Path | StateCopy | Checkpoint | None
         if self.entry is not None and step < self.entry.step:
@@ -231,6 +233,26 @@ class RunRecovery:
             row=next((row.row for row in rows if row.row.get("step") == step), row_of_copy),
             words=words,
         )
+
+    def _saved_step(self, common: int) -> int:
+        """The step of the newest checkpoint, of which every byte is compared if it is behind the copies; -1: none.
+
+        Damaged ones are passed over, with a line each, and kept under other names.
+        """
+        found = latest(self._output_dir)
+        if found is None:
+            return -1
+        newest = int(found.name.rpartition("-")[2])
+        if newest <= common:
+            return newest
+        try:
+            key = CheckpointKey.read(self._config.checkpoint_key_file)
+            good = find_good("auto", self._output_dir, leads=True, key=key)
+        except CheckpointError as error:  # none is whole: the copies remain
+            self.notices.append(f"{error.__cause__ or error} It is passed over.")
+            return -1
+        self.notices += good.notices if good is not None else []
+        return -1 if good is None else good.manifest.step
 
     def _give_back(self, holders: PartnerCopies, rows: Sequence[_Row]) -> None:
         """Give ranks without it their copy of the newest step of which every rank has one, or another rank for it."""
@@ -281,15 +303,17 @@ class RunRecovery:
         wrote = group.rank == 0 and due and (step, True) in read_entries(self._output_dir)
         return due and not group.gather_json(wrote)[0]
 
-    def line(self, restart: Restart) -> str:
-        """The line about a recovery, or about the first step with another layout."""
-        again = counted(restart.again, "step")
+    def lines(self, restart: Restart) -> list[str]:
+        """What to show of a recovery, or of the first step with another layout."""
+        again, notices = counted(restart.again, "step"), self.notices
+        self.notices = []
         if self.loss is None:
-            return f"step {restart.step}  goes on from {restart.words} with this layout; {again} again"
-        return (
+            return [*notices, f"step {restart.step}  goes on from {restart.words} with this layout; {again} again"]
+        return [
+            *notices,
             f"step {restart.step}  recovered: {self.loss.text}; all ranks went back to {restart.words}; "
-            f"{again} again, {time.monotonic() - self.loss.at:.1f} s"
-        )
+            f"{again} again, {time.monotonic() - self.loss.at:.1f} s",
+        ]
 
 
 def _is_whole(run: RunParts) -> bool:
