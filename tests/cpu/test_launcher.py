@@ -301,6 +301,27 @@ def test_a_rank_ends_with_the_agent_of_torchrun(tmp_path: Path) -> None:
     agent.communicate(timeout=30)  # the pipe is closed when the rank has ended
 
 
+@pytest.mark.parametrize(("program", "local_rank", "starts"), [("torchrun", 0, 1), ("torchrun", 1, 2), ("mine", 0, 2)])
+def test_no_restart_of_torchrun_is_spent_on_the_same_refusal(
+    program: str, local_rank: int, starts: int, tmp_path: Path
+) -> None:
+    """The first rank of an agent ends it; a program that is no agent is left alone."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": local_rank, "TORCHELASTIC_MAX_RESTARTS": 1}
+    words = (
+        "import os, subprocess, sys\n"
+        "for count in range(2):\n"
+        f"    place = {{**{variables!r}, 'TORCHELASTIC_RESTART_COUNT': count}}\n"
+        "    place = {name: str(value) for name, value in place.items()}\n"
+        "    words = [sys.executable, '-m', 'pipeloom', 'train', '--schedule=2f1b']\n"
+        "    assert subprocess.run(words, env={**os.environ, **place}).returncode == 2\n"
+    )
+    command = [sys.executable, "-c", words, program]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == (0 if starts == 2 else -signal.SIGTERM)
+    assert done.stderr.count("schedule '2f1b' is unknown") == starts
+    assert done.stderr.count("torchrun is ended: its restarts would meet the same error") == (starts == 1)
+
+
 def test_the_cause_is_named_and_not_who_lost_its_peer(start: Start) -> None:
     body = """
 box.phase = "step 3"

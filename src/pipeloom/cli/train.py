@@ -1,5 +1,6 @@
 """``pipeloom train``: read and validate a configuration, then train as one rank or launch the ranks."""
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.chaos.fault import VARIABLE
+from pipeloom.errors import InputError
 from pipeloom.processes import launcher
+from pipeloom.processes.launching.torchrun import end_agent
 from pipeloom.processes.preemption import PREEMPTED
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.options import CONFIGURED
@@ -76,7 +79,11 @@ def main(argv: Sequence[str]) -> int:
         inject(member, os.environ[VARIABLE])
     with launcher.last_words(member), without_empty_cache():  # validation may import torch
         with launcher.told_start(member):
-            config, member = _configured(argv, member)
+            try:
+                config, member = _configured(argv, member)
+            except InputError:
+                atexit.register(end_agent, dict(os.environ))  # behind the message
+                raise
             launches = member is None and not config.local
             if not launches:
                 from pipeloom.train.loop import train
