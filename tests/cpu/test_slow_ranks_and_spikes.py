@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from pipeloom.cli import main
 from pipeloom.ir import Action, Op
 from pipeloom.models.gpt import Block
+from pipeloom.train.data.samples import Windows
 from pipeloom.train.output.step_metrics import computing_seconds
 from pipeloom.train.output.stragglers import StragglerWatch
 from pipeloom.training import optimizer_step
@@ -56,6 +57,19 @@ def delayed(rank: int, microbatches: int) -> None:
     SharedIncoming.receive = late  # type: ignore[method-assign]
 
 
+def hindered(waiting: int, late: int, microbatches: int) -> None:
+    """Process `waiting` gets its samples 60 ms later in every step, and messages to process `late` are `delayed`."""
+    batch = Windows.batch
+
+    def slow(self: Windows, *given: Any) -> Any:
+        if os.environ.get("RANK") == str(waiting):
+            time.sleep(0.06)
+        return batch(self, *given)
+
+    Windows.batch = slow  # type: ignore[method-assign]
+    delayed(late, microbatches)
+
+
 def test_a_slow_rank_is_named_on_a_loaded_machine() -> None:
     """Other processes take the core from 2 of 3 computations, for up to five times as long as these take."""
     draw, watch, named = random.Random(1), StragglerWatch(2), []
@@ -73,15 +87,15 @@ def test_a_slow_rank_is_named_on_a_loaded_machine() -> None:
         named += [(step, *key) for key in lines]
     assert {(place, kind) for _, place, kind in named} == {(1, "forwards"), (1, "backwards")}
     assert all(50 < step < 70 for step, *_ in named)
-    assert all(abs(float(found["factor"]) / 1.5 - 1) < 0.2 for found in watch.factors())
+    assert all(abs(float(found["factor"]) / 1.5 - 1) < 0.2 for found in watch.slow())
 
 
-def test_a_slow_link_is_named_with_its_direction(text: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_slow_link_and_a_wait_for_samples_are_named(text: Path, tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "out"
     command = words(
         text, out, *SHORT, "--steps=23", "--save_steps=0", "--parallel.pipeline=2", "--batch.microbatches=2"
     )
-    with started(command, first=partial(delayed, 1, 2)) as process:
+    with started(command, first=partial(hindered, 0, 1, 2)) as process:
         assert process.wait() == 0, printed(process.stderr)
         shown = printed(process.stdout)
     told = [row["slow_links"] for row in metrics(out) if "slow_links" in row]
@@ -90,6 +104,14 @@ def test_a_slow_link_is_named_with_its_direction(text: Path, tmp_path: Path) -> 
     assert slow["factor"] > 2
     assert slow["share"] > 0.1
     assert "  messages from rank " in shown
+    waits = [row["sample_waits"] for row in metrics(out) if "sample_waits" in row]
+    assert waits, shown
+    assert all((each["replica"], each["rank"]) == (0, 0) for found in waits for each in found)
+    assert all(0.07 < found[0]["share"] < 1 < found[0]["factor"] for found in waits)
+    assert "  rank 0 waits for its samples during " in shown
+    report = (out / "report.html").read_text()
+    assert "<td>samples</td><td>rank 0</td>" in report
+    assert "<td>link</td><td>rank 0 to rank 1</td>" in report
     assert not any(each["factor"] > 4 for row in metrics(out) for each in row.get("stragglers", ()))
 
 
@@ -111,6 +133,11 @@ def test_a_slow_rank_is_named_in_the_terminal_and_in_the_metrics(
     told = [row["stragglers"] for row in metrics(out) if "stragglers" in row]
     (slow,) = (each for each in told[-1] if each["factor"] > 4)  # others may share the cores of this machine
     assert (slow["replica"], slow["rank"], slow["kind"]) == (0, 1, "forwards")
+    assert 0.3 < slow["share"] <= 1  # of a step, which has little else
+    assert (
+        f"<td>computing: forwards</td><td>{_name(slow, of_replica=bool(more))}</td>"
+        in (out / "report.html").read_text()
+    )
     # The terminal gets one line a minute, so it names those that were found first.
     names = [_name(each, of_replica=bool(more)) for each in told[0]]
     assert any(re.search(rf"step \d+  .*{name}.* \d+\.\d times slower than", shown) for name in names), shown

@@ -28,7 +28,13 @@ from pipeloom.plan.partition.graph_text import parse_graph
 from pipeloom.plan.partition.profile import Profile, parse_profile
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.slicing.slice_costs import parse_slice_costs
-from pipeloom.report.run_files import read_configuration, read_environment, read_metrics, read_timelines
+from pipeloom.report.run_files import (
+    read_configuration,
+    read_environment,
+    read_metrics,
+    read_rewinds,
+    read_timelines,
+)
 from pipeloom.sim import parse_costs
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, SEAL_NAME, Manifest, Part, read_manifest, seal
 
@@ -126,6 +132,10 @@ READERS: dict[str, tuple[str, Callable[[bytes], object]]] = {
         in_file("metrics.jsonl", read_metrics),
     ),
     "timelines.json": (f'{{"measured": {TIMELINE}}}', in_file("timelines.json", read_timelines)),
+    "rewinds.json": (
+        '[{"checkpoint": 2, "step": 3, "spike": "loss 9, limit 5"}]',
+        in_file("rewinds.json", read_rewinds),
+    ),
     "environment.json": ('{"torch": "2"}', in_file("environment.json", read_environment)),
     "config.yaml": ("steps: 3\n", in_file("config.yaml", read_configuration)),
     "memory.json": (json.dumps({"kinds": [], "processes": [MEMORY]}), in_file(FILE, read_memory, directory=True)),

@@ -33,11 +33,11 @@ def test_a_rank_slower_than_its_history_is_named_within_20_steps(slow: int, fact
     forwards[slow] *= factor
     lines = steps(watch, 20, forwards, seed=2)
     assert {line.split(" computes")[0] for line in lines} == {f"rank {slow}"}
-    assert {(found["rank"], found["kind"]) for found in watch.factors()} == {(slow, "forwards"), (slow, "backwards")}
-    assert all(abs(float(found["factor"]) / factor - 1) < 0.2 for found in watch.factors())
+    assert {(found["rank"], found["kind"]) for found in watch.slow()} == {(slow, "forwards"), (slow, "backwards")}
+    assert all(abs(float(found["factor"]) / factor - 1) < 0.2 for found in watch.slow())
     ended = steps(watch, 20, [1.0, 1.2, 1.0, 0.8], seed=3)
     assert any("as fast as before" in line for line in ended)
-    assert not watch.factors()
+    assert not watch.slow()
 
 
 def test_the_factor_follows_between_two_lines() -> None:
@@ -45,7 +45,17 @@ def test_the_factor_follows_between_two_lines() -> None:
     assert not steps(watch, 40, [1.0, 1.0])
     assert steps(watch, 12, [3.0, 1.0])
     assert not steps(watch, 20, [3.6, 1.0])  # too small a change for a line
-    assert all(abs(float(found["factor"]) / 3.6 - 1) < 0.05 for found in watch.factors())
+    assert all(abs(float(found["factor"]) / 3.6 - 1) < 0.05 for found in watch.slow())
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0])
+def test_the_share_is_what_a_straggler_computes_longer_in_a_step(factor: float) -> None:
+    watch = StragglerWatch(2)
+    for step in range(60):
+        now = factor if step >= 40 else 1.0
+        watch.observe(([1.0, now], [2.0, 2.0]), [0.0, 0.0], 9.0 + now)
+    share = pytest.approx((factor - 1.0) / (9.0 + factor))
+    assert watch.slow() == [{"replica": 0, "rank": 1, "kind": "forwards", "factor": factor, "share": share}]
 
 
 def test_a_rank_slow_from_the_start_is_named_beside_its_equal_in_another_replica() -> None:
@@ -65,7 +75,21 @@ def test_a_machine_that_is_loaded_as_a_whole_has_no_straggler() -> None:
 def test_waiting_for_samples_is_told_apart_from_computing() -> None:
     watch = StragglerWatch(2)
     lines = [line for _ in range(20) for line in watch.observe(([1.0, 1.0], [2.0, 2.0]), [0.0, 3.0], 10.0).values()]
-    assert lines == ["rank 1 waits for its samples during 30% of the step"]
+    text = (
+        "rank 1 waits for its samples during 30% of the step; computing and waiting take 2.0 times as long as computing"
+    )
+    assert lines == [text]
+    assert not watch.slow()
+    assert watch.waiting() == [{"replica": 0, "rank": 1, "factor": 2.0, "share": 0.3}]
+    for _ in range(5):
+        watch.observe(([1.0, 1.0], [2.0, 2.0]), [0.0, 12.0], 20.0)
+    assert watch.waiting() == [{"replica": 0, "rank": 1, "factor": 2.0, "share": 0.3}]  # the median of 12 steps
+    for _ in range(5):
+        watch.observe(([1.0, 1.0], [2.0, 2.0]), [0.0, 12.0], 20.0)
+    assert watch.waiting() == [{"replica": 0, "rank": 1, "factor": 5.0, "share": 0.6}]
+    lines = [line for _ in range(20) for line in watch.observe(([1.0, 1.0], [2.0, 2.0]), [0.0, 0.1], 7.0).values()]
+    assert lines == ["rank 1 no longer waits for its samples"]
+    assert not watch.waiting()
 
 
 def test_lines_come_at_most_once_a_minute_with_the_last_text_of_each_key() -> None:

@@ -168,10 +168,14 @@ def test_a_browser_shows_it_and_follows_the_run(run: Path, address: str) -> None
         page.until("document.getElementById('live').textContent.startsWith('live, seen at')")
         page.press("Tab", 9)
         assert page.value("document.activeElement.className").startswith("scroll")
+        heading = "document.activeElement.closest('section').querySelector('h2').textContent"
+        focused = page.value(heading)
+        slow = {"replica": 0, "rank": 1, "kind": "forwards", "factor": 2.1, "share": 0.17}
         with (run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(METRICS[5]) + "\n")
+            file.write(json.dumps({**METRICS[5], "stragglers": [slow]}) + "\n")
         page.until("document.querySelector('.lead').textContent.includes('steps 1 to 6')")
-        assert page.value("document.activeElement.className").startswith("scroll")  # where it was before the change
+        assert page.value(heading) == focused  # where it was before the change, which added a table
+        assert "computing: forwards" in page.value("document.querySelector('main').innerText")
         page.call("Emulation.setDeviceMetricsOverride", width=360, height=700, deviceScaleFactor=1, mobile=False)
         assert page.value("document.documentElement.scrollWidth <= innerWidth")
         assert page.complaints == []

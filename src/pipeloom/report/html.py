@@ -12,9 +12,17 @@ from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.quantities import bytes_text, counted, number_text, percent_text, plural, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.report.experts import expert_curves, expert_layers, expert_maps
+from pipeloom.report.findings import events, slow_findings
 from pipeloom.report.line_chart import Series, line_chart
 from pipeloom.report.perfetto import write_trace
-from pipeloom.report.run_files import Metrics, read_configuration, read_environment, read_metrics, read_timelines
+from pipeloom.report.run_files import (
+    Metrics,
+    read_configuration,
+    read_environment,
+    read_metrics,
+    read_rewinds,
+    read_timelines,
+)
 from pipeloom.report.svg import timeline_svg
 from pipeloom.sim.spans import Collective
 from pipeloom.sim.timeline import Timeline
@@ -93,7 +101,13 @@ def _environment() -> "jinja2.Environment":
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
     )
-    texts = {"seconds": seconds_text, "number": number_text, "bytes": bytes_text, "percent": percent_text}
+    texts = {
+        "seconds": seconds_text,
+        "number": number_text,
+        "bytes": bytes_text,
+        "percent": percent_text,
+        "counted": counted,
+    }
     environment.globals.update(texts, version=__version__)
     return environment
 
@@ -125,6 +139,7 @@ def run_page(
         lead += f"{counted(shown[0].num_microbatches, 'micro-batch')} per step"
     environment, environment_note = read_environment(output_dir / "environment.json")
     layers = expert_layers(metrics.steps)
+    memory, live = metrics.per_rank("peak_memory_bytes"), metrics.per_rank("live_activations")
     loss = [Series(label="training loss", points=metrics.series("loss"))]
     if metrics.evaluations:
         loss.append(Series(label="validation loss", points=metrics.series("eval_loss"), style="b", marks=True))
@@ -136,9 +151,11 @@ def run_page(
         tiles=_tiles(metrics),
         evaluated=bool(metrics.evaluations),
         loss_chart=Markup(line_chart(loss, width=1040, height=300)),
+        slow=slow_findings(metrics.steps, replicas=len(memory) > len(live) > 0),
+        events=events(metrics.steps, read_rewinds(output_dir / "rewinds.json")),
         picture=Markup(timeline_svg(shown, titles=titles)) if shown else "",
         no_picture="This run recorded no timeline: timelines.json is not in its directory.",
-        ranks=_ranks(metrics),
+        ranks=_ranks(memory, live),
         collectives=_collectives(timelines.get("measured")),
         expert_maps=expert_maps(layers),
         expert_curves=expert_curves(layers),
@@ -190,12 +207,12 @@ def _tiles(metrics: Metrics) -> list[dict[str, str]]:
     return tiles
 
 
-def _ranks(metrics: Metrics) -> list[dict[str, str]]:
-    memory, live = metrics.per_rank("peak_memory_bytes"), metrics.per_rank("live_activations")
+def _ranks(memory: list[float], live: list[float]) -> list[dict[str, str]]:
+    """Rows of text per process, from the peak memory of each and the peak live activations of each rank."""
     most = max((value for value in memory if math.isfinite(value)), default=0.0)
     count = max(len(memory), len(live))
     ranks = len(live) or count  # ranks per data-parallel replica; memory is listed replica by replica
-    memory += [math.nan] * (count - len(memory))
+    memory = [*memory, *[math.nan] * (count - len(memory))]
     live = (live or [math.nan]) * -(-count // max(1, len(live)))
     return [
         {

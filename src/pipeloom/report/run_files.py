@@ -1,4 +1,4 @@
-"""Reads the files of a run: metrics, timelines, configuration and environment."""
+"""Reads the files of a run: metrics, timelines, rewinds, configuration and environment."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -114,6 +114,25 @@ def read_timelines(path: Path) -> dict[str, Timeline]:
         }
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"{path} has no valid timelines ({error}). Remove it for a report without them.") from error
+
+
+class Rewind(NamedTuple):
+    """A rewind of a run: `step` had a spike, and the run went back to the checkpoint of step `checkpoint`."""
+
+    step: int
+    checkpoint: int
+    spike: str
+
+
+def read_rewinds(path: Path) -> list[Rewind]:
+    """The rewinds of ``rewinds.json``; none if it does not exist. Raises InputError."""
+    if not path.exists():
+        return []
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+        return [Rewind(int(each["step"]), int(each["checkpoint"]), str(each["spike"])) for each in found]
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise InputError(f"{path} is not a list of rewinds. Restore or remove it.") from error
 
 
 def read_configuration(path: Path) -> str:

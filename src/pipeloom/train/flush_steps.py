@@ -200,10 +200,12 @@ class FlushSteps:
         forwards, backwards, data = seconds.view(3, self._slots).tolist()
         for key, text in self._stragglers.observe((forwards, backwards), data, step_seconds).items():
             self._straggler_lines.add(key, f"step {step}  {text}")
-        if stragglers := self._stragglers.factors():
-            found["stragglers"] = stragglers
-        if slow_links := self._links.slow():
-            found["slow_links"] = slow_links
+        slow = {
+            "stragglers": self._stragglers.slow(),
+            "sample_waits": self._stragglers.waiting(),
+            "slow_links": self._links.slow(),
+        }
+        found |= {key: each for key, each in slow.items() if each}
         due = (each.line(time.monotonic()) for each in (self._spike_lines, self._straggler_lines, self._link_lines))
         lines = [line for line in due if line is not None]
         return found | ({"warnings": lines} if lines else {})

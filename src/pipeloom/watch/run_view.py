@@ -16,7 +16,7 @@ from pipeloom.sim.timeline import Timeline
 from pipeloom.watch.rank_states import RankState, read_states
 
 _TIMELINES = "timelines.json"
-_FILES = ("metrics.jsonl", _TIMELINES, "config.yaml", "environment.json")
+_FILES = ("metrics.jsonl", _TIMELINES, "rewinds.json", "config.yaml", "environment.json")
 _TEMPLATE = "watch.html.j2"
 
 
