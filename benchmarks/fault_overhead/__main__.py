@@ -15,7 +15,7 @@ from benchmarks.common.statistics import ratio, spread
 CASES = {
     "nothing": ("without the watchdog", ("--watchdog=off",)),
     "watchdog": ("watchdog, the default", ()),
-    "copies": ("watchdog, and copies of states in another rank's memory", ("--recover=true",)),
+    "copies": ("watchdog, and copies of states in memory of the launcher", ("--recover=true",)),
 }
 SIZES = {"4 x 256 tokens": (32, 256), "1 x 64 tokens": (8, 64)}  # samples per step and tokens of each, 8 micro-batches
 
