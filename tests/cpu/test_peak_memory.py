@@ -143,13 +143,15 @@ def test_reductions_inside_the_last_backward_count() -> None:
     assert 0.5 * always["messages"] < messages < always["messages"] + 8 * mmap.PAGESIZE
 
 
-def _step_of_two(rank: int, name: str, microbatches: int, config: GPTConfig) -> int:
+def _step_of_two(rank: int, name: str, microbatches: int, replicas: int, config: GPTConfig) -> tuple[int, int]:
+    """The rank of the pipeline, and its peak."""
     model = GPT(config)
     init_parameters(model, seed=0)
     schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=microbatches)
     inputs, targets = torch.randint(0, config.vocabulary_size, (2, microbatches, config.sequence_length))
+    mesh = pl.Mesh(pp=2, dp=replicas)
     with (
-        pl.Pipeline(model, schedule, loss_fn=loss_fn, mesh=pl.Mesh(pp=2)) as pipe,
+        pl.Pipeline(model, schedule, loss_fn=loss_fn, mesh=mesh, data="ddp") as pipe,
         patch.object(shared_block, "_COPIED_BYTES", sys.maxsize),  # messages in memory of torch
     ):
         for _ in range(3):
@@ -157,28 +159,30 @@ def _step_of_two(rank: int, name: str, microbatches: int, config: GPTConfig) -> 
             for parameter in pipe.parameters():
                 parameter.grad = None
         gc.collect()
-        return peak_of(lambda: pipe.step(inputs, targets))
+        return mesh.coordinate("pp"), peak_of(lambda: pipe.step(inputs, targets))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks")
 @pytest.mark.parametrize(
-    ("name", "microbatches", "sizes"),
+    ("name", "microbatches", "replicas", "sizes"),
     [
-        ("chimera", 2, {"width": 256, "sequence_length": 8}),  # a part of the other rank's gradients, and of sums
-        ("chimera", 1, {"width": 256, "sequence_length": 8}),  # gradients of the stage that the rank does not run
-        ("zb-v", 2, {"vocabulary_size": 2048, "width": 64}),  # the table's, from the last stage's first backward on
+        ("chimera", 2, 1, {"width": 256, "sequence_length": 8}),  # a part of the other rank's gradients, and of sums
+        ("chimera", 1, 1, {"width": 256, "sequence_length": 8}),  # gradients of the stage that the rank does not run
+        ("chimera", 1, 2, {"width": 256, "sequence_length": 8}),  # the gradients of a unit in one piece until the last
+        ("zb-v", 2, 1, {"vocabulary_size": 2048, "width": 64}),  # the table's, from the last stage's first backward on
     ],
 )
 def test_ranks_with_the_same_stages_or_both_ends_peak_where_the_forecast_says(
-    name: str, microbatches: int, sizes: dict[str, Any]
+    name: str, microbatches: int, replicas: int, sizes: dict[str, Any]
 ) -> None:
     config = GPTConfig(**{"vocabulary_size": 64, "layers": 4, "heads": 4, "sequence_length": 128, **sizes})
-    measured = run_ranks(_step_of_two, 2, name, microbatches, config)
+    measured = dict(run_ranks(_step_of_two, 2 * replicas, name, microbatches, replicas, config))
     schedule = pl.schedules.build(name, num_ranks=2, num_microbatches=microbatches)
     stages = in_stages(gpt_layers(config, 1, 4), [4 // schedule.num_stages] * schedule.num_stages)
     known = MemoryModel(stages=stages, device="cpu")
-    program = lower(merge_backwards(schedule), tied_stages=((0, schedule.num_stages - 1),))
-    for rank, held in enumerate(memory_of_ranks(program, known)):
+    data = DataAxis(degree=2, strategy=DataStrategy.DDP) if replicas > 1 else None
+    program = lower(merge_backwards(schedule), data=data, tied_stages=((0, schedule.num_stages - 1),))
+    for rank, held in enumerate(memory_of_ranks(program, known)[:2]):
         always, _ = update_memory(program, known, rank)
         states = sum(always.values()) - always["gradients"]
         print(f"{held.peak:.0f} bytes predicted, {measured[rank] + states:.0f} measured")

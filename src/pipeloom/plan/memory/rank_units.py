@@ -27,7 +27,8 @@ class RankUnits:
     """
 
     def __init__(self, program: Program, model: MemoryModel, rank: int, units: ModelUnits) -> None:
-        self._program, self._model, self._units = program, model, units
+        self._program, self._model, self._units, self._rank = program, model, units, rank
+        self._made: dict[int, frozenset[str]] = {}
         self.stages = program.placement.stages_of[rank]
         self.ran = {action.stage for action in program.orders[rank] if action.op is Op.F}
         self._formats = NumberBytes.of(model.precision)
@@ -124,31 +125,54 @@ class RankUnits:
     def exchanged(self) -> dict[int, tuple[float, float]]:
         """By the stage of a REDUCE_GRAD of ranks that hold the same stages or tied parameters, bytes in and behind it.
 
-        Inside are the gradients of the other ranks and the sums, of one part at a time
-        (`pipeloom.engine.stores.gradient_sum`). Sums take the place of the rank's own gradients, but for stages that it
-        has not run.
+        Inside are the gradients of other ranks and the sums, of one part at a time
+        (`pipeloom.engine.stores.gradient_sum`). A sum takes the place of the rank's own gradient, if it has run the
+        stage. Behind a reduction over replicas, the gradients of a unit are one piece of memory, which stays until all
+        of them have sums.
         """
         found = {}
         for group in map(set, self._program.gradient_groups):
             if not (held := group.intersection(self.stages)):
                 continue
+            sizes: dict[str, float] = {}
             by_holders: dict[tuple[int, ...], dict[str, float]] = {}
-            own = set[str]()
             for stage in held:
                 for name, size in self._units.gradient_bytes(stage).items():
                     homes = self._units.homes[name]
-                    if group.issuperset(homes):
-                        by_holders.setdefault(self._program.ranks_of_group(homes), {})[name] = size
-                        own |= {name} if stage in self.ran else set()
-            shared = {holders: sizes for holders, sizes in by_holders.items() if len(holders) > 1}
-            new = sum(size for sizes in shared.values() for name, size in sizes.items() if name not in own)
-            parts = (
-                sum((len(holders) - (name not in own)) * sizes[name] for name in part)
-                for holders, sizes in shared.items()
-                for part in gradient_parts(sizes)
-            )
-            found[min(held)] = new + max(parts, default=0.0), new
+                    if group.issuperset(homes) and len(holders := self._program.ranks_of_group(homes)) > 1:
+                        by_holders.setdefault(holders, {})[name] = sizes[name] = size
+            pieces = self._pieces() if self.reduces else []
+            now = most = 0.0
+            summed: set[str] = set()
+            for holders, of_holders in sorted(by_holders.items()):
+                for part in gradient_parts(of_holders):
+                    made_by = {name: [rank for rank in holders if name in self._made_by(rank)] for name in part}
+                    received = sum(len({*made_by[name]} - {self._rank}) * sizes[name] for name in part)
+                    most = max(most, now + received + sum(sizes[name] for name in part))
+                    now += sum(sizes[name] for name in part if self.reduces or self._rank not in made_by[name])
+                    summed.update(part)
+                    now -= sum(sum(map(sizes.__getitem__, piece)) for piece in pieces if piece <= summed)
+                    pieces = [piece for piece in pieces if not piece <= summed]
+            found[min(held)] = most, now
         return found
+
+    def _made_by(self, rank: int) -> frozenset[str]:
+        """The parameters of which a rank of the pipeline makes gradients."""
+        if rank not in self._made:
+            stages = {action.stage for action in self._program.orders[rank] if action.op is Op.F}
+            layers = (layer for stage in stages for layer in self._model.stages[stage])
+            self._made[rank] = frozenset(name for layer in layers for name in layer.parameters)
+        return self._made[rank]
+
+    def _pieces(self) -> list[frozenset[str]]:
+        """The parameters of each unit of the stages that the rank runs: their gradients are one piece of memory."""
+        parts = self._units.parts_of_rank(self._rank)
+        return [
+            frozenset(use.name for use in uses)
+            for stage, units in parts
+            if stage in self.ran
+            for uses in units.values()
+        ]
 
     def skip_bytes(self, stage: int) -> float:
         """Bytes of the values that one F of a stage hands to stages behind the next ones, live until its backward.
