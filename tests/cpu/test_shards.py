@@ -118,6 +118,29 @@ def test_objects_of_datasets(tmp_path: Path) -> None:
     assert texts_of(prepare_corpus(streamed, None, tmp_path / "cache", 0.3, version="1")) == texts_of(found)
 
 
+@pytest.mark.parametrize("selected", [False, True])
+def test_rows_of_datasets_are_tokenized_by_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selected: bool
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    long = "a line of some words\n" * 60_000  # tokenized in pieces
+    rows = datasets.Dataset.from_dict({"text": [*documents(0, 40), long, "", "ä\u2028"], "other": list(range(43))})
+    if selected:
+        rows = rows.select(range(42, 1, -1))
+    monkeypatch.setattr("pipeloom.data.datasets._SHARD_BYTES", 3 * rows.data.nbytes // rows.data.num_rows)
+    started, start = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **more: started.append(words) or start(*words, **more))
+    one = prepare_corpus(rows, None, tmp_path / "one", 0.3, part_bytes=1, workers=1)
+    assert not started
+    two = prepare_corpus(rows, None, tmp_path / "two", 0.3, part_bytes=1, workers=2)
+    assert len(started) == 2
+    assert in_cache(tmp_path / "one") == in_cache(tmp_path / "two")
+    assert (bytes(one.train[:]), bytes(one.validation[:])) == (bytes(two.train[:]), bytes(two.validation[:]))
+    bad = datasets.Dataset.from_dict({"text": ["a", "b", None, "c"]})
+    with pytest.raises(DataError, match="Dataset row 2: text is null, and must be a string"):
+        prepare_corpus(bad, None, tmp_path / "bad", part_bytes=1, workers=2)
+
+
 @pytest.mark.parametrize(
     ("library", "source"), [("pyarrow", "a.parquet"), ("zstandard", "a.jsonl.zst"), ("fsspec", "memory://a")]
 )

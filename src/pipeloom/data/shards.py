@@ -160,10 +160,12 @@ def read_texts(shard: Shard, field: str) -> Iterator[Text | None]:
     Raises:
         DataError: the file cannot be read, or a line or row has no text.
     """
-    if not shard.kind:
-        yield from _whole_text(shard)
-        return
-    for line, num_read in _counted_lines(shard.path, [field]):
+    return read_rows(shard.path, field) if shard.kind else _whole_text(shard)
+
+
+def read_rows(path: str, field: str) -> Iterator[Text]:
+    """The documents of a Parquet file, or of JSON lines in a file of any other name; see `read_texts`."""
+    for line, num_read in _counted_lines(path, [field]):
         yield from texts_of(line, field, num_read)
 
 
