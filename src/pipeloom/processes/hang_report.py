@@ -11,6 +11,8 @@ from pipeloom.ir import Op
 from pipeloom.ir.text import parse_action
 
 _MOST_NOTICED = 4  # ranks in one line
+# How much longer phases that are no steps may take, and at least: with a given limit, and without.
+_PATIENCE, _PATIENT_SECONDS, _PATIENT_DEFAULT_SECONDS = 10.0, 300.0, 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,17 @@ class NoticeTimes:
     def is_stuck(self, stuck_seconds: float) -> bool:
         """Whether a rank without progress for so long counts as stuck, where another one asks."""
         return stuck_seconds >= self.first_seconds / 2
+
+
+def patient_seconds(seconds: float | None, limit_seconds: float = 0.0) -> float:
+    """How long a phase that is no step may make no progress, where a step may for `limit_seconds`.
+
+    Args:
+        seconds: the limit that was given; None: none was.
+        limit_seconds: at least the given one.
+    """
+    least = _PATIENT_DEFAULT_SECONDS if seconds is None else _PATIENT_SECONDS
+    return max(least, _PATIENCE * max(limit_seconds, seconds or 0.0))
 
 
 class Verdict(NamedTuple):

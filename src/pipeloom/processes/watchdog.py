@@ -32,7 +32,7 @@ import torch.distributed as dist
 from pipeloom.common.process_place import children, stat_fields
 from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.hang_board import HangBoard
-from pipeloom.processes.hang_report import NoticeTimes, RankReport, Verdict, judge, notice
+from pipeloom.processes.hang_report import NoticeTimes, RankReport, Verdict, judge, notice, patient_seconds
 from pipeloom.processes.launcher import HUNG, Membership
 from pipeloom.processes.network.sockets import ConnectionLimits
 from pipeloom.processes.waits import waited_for
@@ -41,8 +41,6 @@ _LEAST_SECONDS, _STEPS = 30.0, 5.0  # the limit where none is given: so many sec
 BACKGROUND_THREAD = "pipeloom-save"  # name of threads that wait for other ranks, but not for the steps
 _RECENT_STEPS = 20
 _FIRST_STEPS = 2  # of a process, which compile and allocate
-# How much longer phases that are no steps may take, and at least: with a given limit, and without.
-_PATIENCE, _PATIENT_SECONDS, _PATIENT_DEFAULT_SECONDS = 10.0, 300.0, 1800.0
 # The limit of an evaluation once one was seen: so many times the slowest of the last ones, and at least so long.
 _TIMES_EVALUATION, _EVALUATION_SECONDS, _EVALUATION = 20.0, 60.0, "evaluation"
 _WITHOUT_ACTIONS = ("checkpoint", "copy", "loading", "model", "report", "rewind")  # beginnings of phases
@@ -336,17 +334,6 @@ class Watchdog:
     def _say(self, text: str) -> None:
         with suppress(OSError):  # whoever read it has ended
             os.write(2, f"pipeloom: {text}\n".encode())  # the stuck thread may hold the lock of sys.stderr
-
-
-def patient_seconds(seconds: float | None, limit_seconds: float = 0.0) -> float:
-    """How long a phase that is no step may make no progress, where a step may for `limit_seconds`.
-
-    Args:
-        seconds: the limit that was given; None: none was.
-        limit_seconds: at least the given one.
-    """
-    least = _PATIENT_DEFAULT_SECONDS if seconds is None else _PATIENT_SECONDS
-    return max(least, _PATIENCE * max(limit_seconds, seconds or 0.0))
 
 
 def _backends() -> str:

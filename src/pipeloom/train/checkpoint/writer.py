@@ -98,8 +98,10 @@ def save(
 
         held = _agree(group, begin)
         partial, all_ties = output_dir / held[0]["partial"], merged_ties(held)
-        mine = [written[group.rank] for written in to_write(held, all_ties)]
-        written = _agree(group, lambda: files.write(partial, (group.rank, group.size), random, *mine, on_tensor))
+        weights, states = (each[group.rank] for each in to_write(held, all_ties))
+        written = _agree(
+            group, lambda: files.write(partial, (group.rank, group.size), random, weights, states, on_tensor)
+        )
 
         def finish() -> None:
             if leads:
