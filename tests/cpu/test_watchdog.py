@@ -21,11 +21,13 @@ from torch import nn
 
 import pipeloom as pl
 from pipeloom.cli import main
+from pipeloom.processes import watchdog as watchdog_module
+from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.watchdog import Watchdog
 from pipeloom.train.output.directory import Journal
 from pipeloom.train.trainer import Trainer
 
-from .train_runs import Fork, printed, text, words
+from .train_runs import Fork, local, printed, text, words
 
 __all__ = ["text"]  # a fixture
 
@@ -291,3 +293,119 @@ def test_a_process_forked_after_a_run_watches_its_own_run(tmp_path: Path) -> Non
     run()
     codes, lines = _forks(run, tmp_path, 1)
     assert (codes, lines) == ([0], "")
+
+
+def test_an_evaluation_without_progress_is_told_of(text: Path, tmp_path: Path) -> None:
+    """The limit is 300 s: before, nobody said a word until then."""
+    slept = False
+
+    def before(module: nn.Module, arguments: Any) -> None:
+        nonlocal slept
+        if os.environ.get("RANK") == "1" and type(module).__name__ == "StageModule" and not module.training:
+            time.sleep(0.0 if slept else 1.2)
+            slept = True
+
+    def first() -> None:
+        watchdog_module._NOTICE_SECONDS, watchdog_module._NOTICE_GAP_SECONDS = 0.4, 0.1
+        nn.modules.module.register_module_forward_pre_hook(before)
+
+    options = ("--watchdog_seconds=1", "--steps=3", "--save_steps=0", "--sample_tokens=0")
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        command = [sys.executable, "-m", "pipeloom", *words(text, tmp_path / "out", *options)]
+        code = Fork(command, stdout=out, stderr=errors, first=first).wait()
+        lines = [line for line in printed(errors).splitlines() if "in evaluation" in line]
+    assert code == 0, lines
+    last = lines[-1]  # the first may come before the second rank stands still for long enough
+    assert last.startswith("pipeloom: no progress: rank 1 in evaluation after step 3, action 1F0 (stage 1, "), lines
+    assert "test_watchdog.py" in last
+    assert "; rank 0 in evaluation after step 3, action 0" in last
+    assert ", waits for rank 1. The watchdog ends the run after " in last
+
+
+def _save(rank: int, directory: Path, work: Callable[[BlackBox], None]) -> None:
+    """A phase that may take long: rank 0 waits for rank 1, which is at `work`."""
+    watchdog_module._NOTICE_SECONDS = 0.8
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
+    with Watchdog(0.5, always=True) as watchdog:
+        dist.barrier()
+        watchdog.black_box.enter("checkpoint after step 2", patient=True)
+        if rank == 1:
+            work(watchdog.black_box)
+        dist.barrier()
+
+
+def test_one_rank_says_where_ranks_without_progress_are(tmp_path: Path) -> None:
+    codes, lines = _forks(lambda rank: _save(rank, tmp_path, lambda box: time.sleep(1.8)), tmp_path)
+    assert codes == [0, 0], lines
+    assert lines.count("\n") == 1, lines
+    assert lines.startswith("pipeloom: no progress: rank 1 in checkpoint after step 2 for "), lines
+    assert "; rank 0 in checkpoint after step 2 for " in lines
+
+
+def test_progress_inside_a_phase_keeps_it_silent(tmp_path: Path) -> None:
+    def work(box: BlackBox) -> None:
+        for _ in range(18):
+            time.sleep(0.1)
+            box.progressed("checkpoint")
+
+    codes, lines = _forks(lambda rank: _save(rank, tmp_path, work), tmp_path)
+    assert (codes, lines) == ([0, 0], "")
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_each_tensor_of_a_save_and_of_a_load_is_progress(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: str
+) -> None:
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(BlackBox, "progressed", lambda box, phase: seen.append((box.phase, phase)))
+    options = ("--save_steps=1", "--eval_steps=0", "--sample_tokens=0", f"--background_saves={background}")
+    local(text, tmp_path / "out", "--steps=1", *options)
+    saved = len(seen)
+    assert saved > 50  # of a model of 4 layers, with two states per parameter
+    assert {phase for _, phase in seen} == {"checkpoint"}
+    local(text, tmp_path / "out", "--steps=1", *options, "--resume_from_checkpoint=latest")
+    assert len(seen) > saved + 50 // 2
+    assert all(entered.startswith("loading ") and phase == "loading" for entered, phase in seen[saved:])
+
+
+def test_a_save_in_the_background_is_no_progress_of_a_step() -> None:
+    box = BlackBox()
+    box.enter("step 3", patient=False)
+    before = box.clock
+    box.progressed("checkpoint")
+    assert box.clock == before
+    box.enter("checkpoint after step 3", patient=True)
+    before = box.clock
+    box.progressed("checkpoint")
+    assert box.clock > before
+
+
+def test_the_limit_of_an_evaluation_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Watchdog(None, always=True) as watchdog:
+        box = watchdog.black_box
+
+        def evaluated(seconds: float) -> float:
+            """The limit of an evaluation that takes so long."""
+            box.enter("evaluation after step 3", patient=True)
+            limit = box.limit_seconds
+            time.sleep(seconds)
+            box.enter("step 4", patient=False)
+            return limit
+
+        assert evaluated(0.0) == 1800.0
+        for _ in range(2):
+            box.count_step()
+        assert evaluated(0.01) == 1800.0  # none was seen after the steps that compile
+        assert evaluated(0.2) == 60.0
+        monkeypatch.setattr(watchdog_module, "_TIMES_EVALUATION", 1000.0)
+        assert 200.0 <= evaluated(0.0) <= 1800.0
+        monkeypatch.setattr(watchdog_module, "_TIMES_EVALUATION", 1e6)
+        assert evaluated(0.0) == 1800.0  # never longer than the first
+        box.enter("checkpoint after step 4", patient=True)
+        assert box.limit_seconds == 1800.0
+        box.steps = 0.0  # another layout
+        box.enter("step 5", patient=False)
+        for _ in range(2):
+            box.count_step()
+        assert evaluated(0.0) == 1800.0

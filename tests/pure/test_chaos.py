@@ -77,6 +77,32 @@ def test_faults_are_drawn_where_they_have_a_place(record: Record) -> None:
     assert {fault.signal for fault in torchrun if fault.parent} == {15}  # its agent ends at SIGUSR1
 
 
+def test_hangs_strike_in_first_steps_and_evaluations_if_they_may_last_long(tmp_path: Path) -> None:
+    rows = [
+        ("setup", 0, 0),
+        ("step 1", 10, 0),
+        ("step 2", 20, 1),
+        ("step 3", 30, 2),
+        ("evaluation after step 3", 40, 3),
+    ]
+    rows += [("checkpoint after step 3", 50, 3), ("sample", 50, 3), ("report", 60, 3)]
+    path = tmp_path / "record"
+    path.write_text(
+        "".join(
+            json.dumps({"rank": 0, "at": 1.0, "phase": phase, "actions": actions, "files": 0, "steps": steps}) + "\n"
+            for phase, actions, steps in rows
+        )
+    )
+
+    def places(*, long_hangs: bool) -> set[int]:
+        kinds = ["stop", "loop", "lock"]
+        faults = draw_faults(600, 1, kinds, Record(path), SIZES, torchrun=False, long_hangs=long_hangs)
+        return {fault.at for fault in faults}
+
+    assert places(long_hangs=False) == {*range(31, 41)}
+    assert places(long_hangs=True) == {*range(11, 51)}
+
+
 def test_a_kind_without_a_place_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "short"
     path.write_text('{"rank": 0, "at": 1.0, "phase": "step 1", "actions": 0, "files": 0, "steps": 0}\n')
@@ -190,6 +216,7 @@ def test_what_differs_from_the_reference_run_is_told(tmp_path: Path) -> None:
         ("pipeloom: rank 1 in step 6, action 1RECV_F2: no progress for 5.0 s", "rank 1"),
         ("pipeloom: error: rank 0: rank 1 ended", "rank 0"),
         ("step 5  saved runs/checkpoint-5; pre-empted.", "rank 0"),
+        ("pipeloom: no progress: rank 1 in step 1 for 30 s", "watchdog"),
         ("E1127 Signal 9 (SIGKILL) received by PID 7", "torchrun"),
     ],
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from pipeloom.processes.hang_report import RankReport, Verdict, judge
+from pipeloom.processes.hang_report import NoticeTimes, RankReport, Verdict, judge, notice
 
 SILENT = {2: "rank 2, process 7, is stopped"}
+TIMES = NoticeTimes(30.0, 60.0)
 
 
 def report(rank: int, waits: tuple[int, ...] | None, *, hung: bool = True, seconds: float = 6.0) -> RankReport:
@@ -63,3 +66,59 @@ def test_the_line_has_stage_action_and_micro_batch() -> None:
     )
     again = report(1, (0,))
     assert RankReport.from_json(again.to_json()) == again
+
+
+def patient(rank: int, waits: tuple[int, ...] | None, seconds: float = 33.0) -> RankReport:
+    return replace(report(rank, waits, hung=False, seconds=seconds), phase="evaluation after step 3", limit_seconds=60)
+
+
+def test_a_notice_says_where_ranks_are_and_when_the_run_ends() -> None:
+    assert notice([patient(0, (1,)), patient(1, None, 31.4)], {}, TIMES) == (
+        "no progress: rank 1 in evaluation after step 3, action 1F1 (stage 1, micro-batch 1) for 31 s, at "
+        "model.py:3 in forward; rank 0 in evaluation after step 3, action 0F1 (stage 0, micro-batch 1) for 33 s, "
+        "waits for rank 1. The watchdog ends the run after 27 s more without progress."
+    )
+
+
+def test_a_notice_names_a_rank_that_does_not_answer() -> None:
+    found = notice([patient(0, (1,)), patient(1, (2,), 2.0)], SILENT, TIMES)
+    assert found.startswith("no progress: rank 2, process 7, is stopped; rank 0 in evaluation")
+    assert "rank 1 in" not in found  # it waits since 2 s
+
+
+def test_a_notice_of_many_ranks_is_one_short_line() -> None:
+    found = notice([*(patient(rank, (9,)) for rank in range(9)), patient(9, None)], {}, TIMES)
+    assert found.startswith("no progress: rank 9 in ")
+    assert "; 6 more ranks. The watchdog" in found
+
+
+@pytest.mark.parametrize(
+    ("reports", "silent"),
+    [
+        ([patient(0, (1,)), patient(1, (2,)), patient(2, None, 2.0)], True),
+        ([patient(0, (1, 2)), patient(1, None), patient(2, None, 2.0)], False),
+        ([patient(0, (1,)), patient(1, (0,))], False),
+        ([patient(0, None, 2.0)], True),
+    ],
+)
+def test_ranks_that_wait_for_one_with_progress_are_no_news(reports: list[RankReport], silent: bool) -> None:
+    assert (notice(reports, {}, TIMES) == "") is silent
+
+
+def test_notices_come_ever_more_rarely() -> None:
+    times, told = NoticeTimes(30.0, 60.0), []
+    for now in range(1000):
+        if times.is_due("evaluation after step 3", float(now), 5000.0 + now):
+            times.take_part(float(now), 5000.0 + now)
+            told.append(now)
+    assert told == [30, 90, 210, 450, 930]
+
+
+def test_notices_come_at_most_once_a_minute_whoever_asks() -> None:
+    times = NoticeTimes(30.0, 60.0)
+    times.take_part(2.0, 5000.0)  # asked by another rank, while this one makes progress
+    assert not times.is_due("step 1", 59.0, 5059.0)
+    assert times.is_due("step 1", 60.0, 5060.0)
+    times.take_part(60.0, 5060.0)
+    assert not times.is_due("step 2", 30.0, 5119.0)
+    assert times.is_due("step 2", 31.0, 5120.0)

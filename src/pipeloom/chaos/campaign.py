@@ -43,11 +43,13 @@ class Job:
         options: of `pipeloom train`.
         num_processes: of the run.
         launcher: what starts its ranks.
+        patient_seconds: how long a hang may last in the first steps and in evaluations; 0: none strikes there.
     """
 
     options: tuple[str, ...]
     num_processes: int
     launcher: Literal["own", "torchrun"] = "own"
+    patient_seconds: float = 0.0
 
     def command(self, output_dir: Path, more: Sequence[str] = (), restarts: int = _RESTARTS) -> list[str]:
         """The command that starts the job, and that goes on with it after a fault.
@@ -135,7 +137,8 @@ class Campaign:
             sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
             verify(checkpoint)
             torchrun = self._job.launcher == "torchrun"
-            faults = draw_faults(count, seed, kinds, first.record, sizes, torchrun=torchrun)
+            long_hangs = self._job.patient_seconds > 0
+            faults = draw_faults(count, seed, kinds, first.record, sizes, torchrun=torchrun, long_hangs=long_hangs)
             for number, fault in enumerate(faults, 1):
                 yield self._hurt(number, fault)
 
@@ -150,6 +153,7 @@ class Campaign:
     def _hurt(self, number: int, fault: Fault) -> Result:
         name = f"fault-{number}"
         output_dir, limit = self._out / name, _LEAST_SECONDS + _TIMES_LONGER * self.reference_seconds
+        limit += self._job.patient_seconds
         planned = [replace(fault, kind="flip"), replace(fault, at=0)] if fault.kind == "late-flip" else [fault]
         attempts: list[Attempt] = []
         complete = 0  # checkpoints: a flip leaves one of them good
@@ -238,6 +242,8 @@ def _speaker(line: str) -> str:
     """Who printed a line."""
     if (found := _SPOKEN_BY.search(line)) is not None:
         return f"rank {found[1]}"
+    if line.startswith("pipeloom: no progress: "):
+        return "watchdog"
     if line.startswith("pipeloom: "):
         return "launcher"
     return "rank 0" if line.startswith("step ") or "passed over" in line else "torchrun"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeloom.chaos.fault import KINDS, Fault
-from pipeloom.chaos.record import Record
+from pipeloom.chaos.record import STEPS, Record
 from pipeloom.errors import InputError
 
-_HANG_STEPS = 2  # completed before a hang: the watchdog is patient in a process's first steps
+_HANG_STEPS = 2  # completed before a hang, unless it may last long: the watchdog is patient in a process's first steps
 _SLOW_STEPS = 12  # completed before a rank becomes slow, so that it has a history
 _SLOWER_STEPS = 12  # then still to come, so that it can be noticed
 _FLIP_SAVES = 2  # begun before a flip, so that an earlier checkpoint is good
@@ -19,7 +19,14 @@ _MOST_COPY_STEPS = 4
 
 
 def draw_faults(
-    count: int, seed: int, kinds: Sequence[str], record: Record, sizes: Mapping[str, int], *, torchrun: bool
+    count: int,
+    seed: int,
+    kinds: Sequence[str],
+    record: Record,
+    sizes: Mapping[str, int],
+    *,
+    torchrun: bool,
+    long_hangs: bool = False,
 ) -> list[Fault]:
     """`count` faults, the same for the same seed and run; all kinds equally often.
 
@@ -28,6 +35,7 @@ def draw_faults(
         record: of the reference run.
         sizes: bytes of each file of a checkpoint of this run.
         torchrun: whether torchrun starts the ranks.
+        long_hangs: whether hangs strike in the first steps and in evaluations too, where the watchdog is patient.
 
     Raises:
         InputError: the run has no place for a kind, such as too few steps.
@@ -36,11 +44,13 @@ def draw_faults(
     order: list[str] = []
     while len(order) < count:
         order += draw.sample(list(kinds), len(kinds))
-    return [_fault(draw, kind, record, sizes, torchrun=torchrun) for kind in order[:count]]
+    return [_fault(draw, kind, record, sizes, torchrun=torchrun, long_hangs=long_hangs) for kind in order[:count]]
 
 
-def _fault(draw: random.Random, kind: str, record: Record, sizes: Mapping[str, int], *, torchrun: bool) -> Fault:
-    places = {rank: _places(kind, record, rank, sizes) for rank in record.ranks}
+def _fault(
+    draw: random.Random, kind: str, record: Record, sizes: Mapping[str, int], *, torchrun: bool, long_hangs: bool
+) -> Fault:
+    places = {rank: _places(kind, record, rank, sizes, long_hangs=long_hangs) for rank in record.ranks}
     ranks = [rank for rank, found in places.items() if found]
     if not ranks:
         raise InputError(
@@ -71,18 +81,20 @@ def _fault(draw: random.Random, kind: str, record: Record, sizes: Mapping[str, i
     return Fault(kind=kind, rank=rank, at=at, **more)
 
 
-def _places(kind: str, record: Record, rank: int, sizes: Mapping[str, int]) -> list[int]:
+def _places(kind: str, record: Record, rank: int, sizes: Mapping[str, int], *, long_hangs: bool) -> list[int]:
     """The numbers of the actions or file operations of a rank where a kind of fault may strike."""
     if KINDS[kind].trigger == "file":
         files = record.files(rank)
         return [at for at, text in files.items() if kind == "save-kill" or sizes.get(_written(text), 0) > 1]
     match kind:
+        case "stop" | "loop" | "lock" if long_hangs:
+            found = record.actions(rank, phases=(STEPS, "evaluation"))
         case "stop" | "loop" | "lock":
-            found = record.actions(rank, in_steps=True, least_steps=_HANG_STEPS)
+            found = record.actions(rank, phases=(STEPS,), least_steps=_HANG_STEPS)
         case "slow":
             latest = record.num_steps - _SLOWER_STEPS
-            found = record.actions(rank, in_steps=True, least_steps=_SLOW_STEPS, most_steps=latest)
-            found = found or record.actions(rank, in_steps=True)
+            found = record.actions(rank, phases=(STEPS,), least_steps=_SLOW_STEPS, most_steps=latest)
+            found = found or record.actions(rank, phases=(STEPS,))
         case "flip" | "late-flip":
             found = record.actions(rank, after_saves=_FLIP_SAVES)
         case _:

@@ -26,7 +26,7 @@ class Kind(NamedTuple):
 
 
 _ENDED = r"^pipeloom: |Signal \d+ \(SIG|failed \(exitcode"
-_HANGS = r"^pipeloom: (warning|error|rank)"
+_HANGS = r"^pipeloom: (warning|error|rank|no progress)"
 RECOVERS = ("recover-kill", "recover-all-kill")
 ELASTIC = "elastic-kill"
 BY_ITSELF = (*RECOVERS, ELASTIC)  # the kinds after which the run goes on without being started again

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from pipeloom.common.json_reader import parse_json
 
+STEPS = "step"  # how the phases of steps begin
+
 
 class Strike(NamedTuple):
     """When (time.monotonic, seconds) and where a fault struck."""
@@ -61,12 +63,18 @@ class Record:
         return max((row.get("steps", 0) for row in self._rows), default=0)
 
     def actions(
-        self, rank: int, *, in_steps: bool = False, least_steps: int = 0, most_steps: float = inf, after_saves: int = 0
+        self,
+        rank: int,
+        *,
+        phases: tuple[str, ...] = ("",),
+        least_steps: int = 0,
+        most_steps: float = inf,
+        after_saves: int = 0,
     ) -> list[range]:
         """The numbers of a rank's actions, from 1.
 
         Args:
-            in_steps: leave out evaluations and other phases.
+            phases: how the names of their phases begin.
             least_steps, most_steps: that the rank has completed before.
             after_saves: that it has begun before.
         """
@@ -74,7 +82,7 @@ class Record:
         for row, after in self._phases(rank):
             saves += row["phase"].startswith("checkpoint")
             wanted = least_steps <= row["steps"] <= most_steps and saves >= after_saves
-            if wanted and (not in_steps or row["phase"].startswith("step")):
+            if wanted and row["phase"].startswith(phases):
                 found.append(range(row["actions"] + 1, after["actions"] + 1))
         return [each for each in found if each]
 

@@ -16,6 +16,7 @@ from pipeloom.cli.common.parser import Parser, did_you_mean
 from pipeloom.common.atomic_file import write_named
 from pipeloom.common.quantities import table_lines
 from pipeloom.errors import InputError
+from pipeloom.processes.hang_report import patient_seconds
 from pipeloom.train.config.train_config import AUTO, TrainConfig
 from pipeloom.version import __version__
 
@@ -42,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
             out = Path(given["out"]).absolute()
             if out.exists() and (not out.is_dir() or any(out.iterdir())):
                 raise InputError(f"--out={given['out']}: is not an empty directory. Name another one.")
-        campaign = Campaign(Job(options, config.num_processes, given["launcher"]), out)
+        own = config.watchdog_seconds  # else hangs that last for minutes would be a surprise
+        longest = 0.0 if own is None else patient_seconds(given["watchdog_seconds"] or own)
+        campaign = Campaign(Job(options, config.num_processes, given["launcher"], longest), out)
         results: list[Result] = []
         try:
             for result in campaign.run(given["kills"], given["seed"], kinds):

@@ -96,12 +96,15 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
     return file.record
 
 
-def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> FileRecord:
-    """Write a new safetensors file, in the order of `file_layout`."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, TensorSource], on_tensor: Callable[[], object] = lambda: None
+) -> FileRecord:
+    """Write a new safetensors file, in the order of `file_layout`; `on_tensor` is called before each tensor."""
     header, order = file_layout({name: (source.dtype, source.shape) for name, source in tensors.items()})
     with HashingFile(path) as file:
         file.write(header)
         for name in order:
+            on_tensor()
             file.write(tensors[name].read())
     return file.record
 

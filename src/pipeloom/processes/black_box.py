@@ -77,7 +77,8 @@ class BlackBox:
         action: the last action, such as ``1B3``; empty before the first.
         phase: the rank's current phase, such as ``step 12``.
         last_words: the error that ended the rank.
-        clock: when the last action or phase began (time.perf_counter, seconds): it changes with all progress.
+        clock: when the last action, phase or part of a phase began (time.perf_counter, seconds): it changes with all
+            progress.
         steps: number of steps that this process has completed.
         patient: 1 in a phase that may make no progress for long, such as a save, else 0.
         limit_seconds: without progress, after which the rank counts as hung; 0: it is not watched.
@@ -116,6 +117,11 @@ class BlackBox:
         if self.observer is not None:
             self.observer.enters(phase)
         self._progress()
+
+    def progressed(self, phase: str = "") -> None:
+        """A part of the phase is done, such as a tensor of a checkpoint; counts if the phase begins with `phase`."""
+        if self.phase.startswith(phase):
+            self.clock = time.perf_counter()
 
     def count_step(self) -> None:
         """A step is complete."""

@@ -83,11 +83,11 @@ class HangBoard:
         """End the thread."""
         self._calls.put(None)
 
-    def is_alarmed(self, number: int) -> bool:
+    def is_alarmed(self, number: int | str) -> bool:
         """Whether a rank has begun round `number`."""
         return self._ask(lambda store: store.check([f"alarm/{number}"]), False)
 
-    def report(self, number: int, text: str) -> None:
+    def report(self, number: int | str, text: str) -> None:
         """Begin round `number`, with this rank's report."""
 
         def write(store: Store) -> None:
@@ -100,7 +100,7 @@ class HangBoard:
         """Whether this rank is the first to claim the verdict of a round, or to tell of something else."""
         return self._ask(lambda store: store.add(f"claim/{name}", 1), 1) == 1
 
-    def reports(self, number: int, seconds: float) -> list[bytes]:
+    def reports(self, number: int | str, seconds: float) -> list[bytes]:
         """The reports of the other ranks, those that come within `seconds`."""
         open_ranks, found = {*range(self.size)} - {self.rank}, []
         deadline = time.monotonic() + seconds

@@ -1,13 +1,18 @@
 """`RankReport`: what a rank does that makes no progress, and which of several ranks holds up the others."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from pipeloom.errors import listed
 from pipeloom.ir import Op
 from pipeloom.ir.text import parse_action
+
+_MOST_NOTICED = 4  # ranks in one line
+# How much longer phases that are no steps may take, and at least: with a given limit, and without.
+_PATIENCE, _PATIENT_SECONDS, _PATIENT_DEFAULT_SECONDS = 10.0, 300.0, 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,7 @@ class RankReport:
         waits: the ranks that it waits for; None: it waits for none.
         line: the innermost line of Python that it runs, outside torch and the standard library.
         hung: whether it makes no progress; else it is busy, or in a phase that may take long.
+        limit_seconds: without progress, after which its watchdog asks all ranks and may end the run.
     """
 
     rank: int
@@ -32,6 +38,7 @@ class RankReport:
     waits: tuple[int, ...] | None
     line: str
     hung: bool
+    limit_seconds: float = math.inf
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -55,6 +62,46 @@ class RankReport:
     def __str__(self) -> str:
         waits = f"waits for {ranks_text(self.waits)}" if self.waits else "waits for no rank"
         return f"{self.name} {self.place}: no progress for {self.seconds:.1f} s, {waits}, at {self.line}"
+
+
+class NoticeTimes:
+    """When a rank says that it makes no progress in a phase that may take long: ever more rarely.
+
+    Args:
+        first_seconds: without progress, until the first time.
+        least_seconds: between two times, over all ranks; doubled with each time in the same phase.
+    """
+
+    def __init__(self, first_seconds: float, least_seconds: float) -> None:
+        self.first_seconds, self._least = first_seconds, least_seconds
+        self._phase, self._gap, self._last = "", least_seconds / 2, -math.inf
+
+    def is_due(self, phase: str, stuck_seconds: float, now: float) -> bool:
+        """Whether to ask all ranks `now`, after so long without progress in `phase`."""
+        if phase != self._phase:
+            self._phase, self._gap = phase, self._least / 2
+        return stuck_seconds >= self.first_seconds and now - self._last >= max(self._least, self._gap)
+
+    def take_part(self, stuck_seconds: float, now: float) -> None:
+        """The ranks were asked `now`, by this one or another."""
+        if self.is_stuck(stuck_seconds):
+            self._gap *= 2
+        self._last = now
+
+    def is_stuck(self, stuck_seconds: float) -> bool:
+        """Whether a rank without progress for so long counts as stuck, where another one asks."""
+        return stuck_seconds >= self.first_seconds / 2
+
+
+def patient_seconds(seconds: float | None, limit_seconds: float = 0.0) -> float:
+    """How long a phase that is no step may make no progress, where a step may for `limit_seconds`.
+
+    Args:
+        seconds: the limit that was given; None: none was.
+        limit_seconds: at least the given one.
+    """
+    least = _PATIENT_DEFAULT_SECONDS if seconds is None else _PATIENT_SECONDS
+    return max(least, _PATIENCE * max(limit_seconds, seconds or 0.0))
 
 
 class Verdict(NamedTuple):
@@ -82,7 +129,7 @@ def judge(
     """
     by_rank = {report.rank: report for report in reports}
     fix = f"If it only needs longer, raise the watchdog's limit of {limit_seconds:g} s (--watchdog_seconds)."
-    reached = _reached(by_rank, silent)
+    reached = _reached(by_rank, [report.rank for report in reports if report.hung])
     free = [report for report in reports if report.waits is None and report.rank in reached]
     waiting = _waiting([report.rank for report in reports if report.waits])
     if lost := [rank for rank in silent if rank in reached or not free]:
@@ -109,10 +156,38 @@ def judge(
     )
 
 
-def _reached(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> set[int]:
-    """The ranks in which the waits of hung ranks end, and these ranks themselves."""
+def notice(reports: Sequence[RankReport], silent: Mapping[int, str], times: NoticeTimes) -> str:
+    """Where the ranks are that make no progress, and when the watchdog ends the run; those that wait for none first.
+
+    Empty where all others wait for a rank that makes progress.
+
+    Args:
+        reports: of the ranks that answered; at least one.
+        silent: a sentence about each rank that did not.
+        times: after how long without progress a rank counts as stuck.
+    """
+    stuck = [report for report in reports if times.is_stuck(report.seconds)]
+    reached = _reached({report.rank: report for report in reports}, [report.rank for report in stuck])
+    free = [report for report in reports if report.waits is None and report.rank in reached]
+    lost = [silent[rank] for rank in silent if rank in reached or not free]
+    if not stuck or (free and not lost and not any(report in stuck for report in free)):
+        return ""
+    stuck.sort(key=lambda report: (report.waits is not None, -report.seconds))
+    words = [
+        f"{report.name} {report.place} for {report.seconds:.0f} s, "
+        + (f"waits for {ranks_text(report.waits)}" if report.waits else f"at {report.line}")
+        for report in stuck[:_MOST_NOTICED]
+    ]
+    more = [f"{len(stuck) - len(words)} more ranks"] if len(stuck) > len(words) else []
+    left = min(report.limit_seconds - report.seconds for report in stuck)
+    ends = f". The watchdog ends the run after {left:.0f} s more without progress" if 0 < left < math.inf else ""
+    return f"no progress: {'; '.join([*lost[:_MOST_NOTICED], *words, *more])}{ends}."
+
+
+def _reached(reports: Mapping[int, RankReport], ranks: Iterable[int]) -> set[int]:
+    """The ranks in which the waits of `ranks` end, and these ranks themselves."""
     found: set[int] = set()
-    open_ranks = [rank for rank, report in reports.items() if report.hung]
+    open_ranks = [*ranks]
     while open_ranks:
         rank = open_ranks.pop()
         if rank not in found:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from pipeloom.common.process_place import children, stat_fields
 from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.hang_board import HangBoard
-from pipeloom.processes.hang_report import RankReport, Verdict, judge
+from pipeloom.processes.hang_report import NoticeTimes, RankReport, Verdict, judge, notice, patient_seconds
 from pipeloom.processes.launcher import HUNG, Membership
 from pipeloom.processes.network.sockets import ConnectionLimits
 from pipeloom.processes.waits import waited_for
@@ -41,8 +41,11 @@ _LEAST_SECONDS, _STEPS = 30.0, 5.0  # the limit where none is given: so many sec
 BACKGROUND_THREAD = "pipeloom-save"  # name of threads that wait for other ranks, but not for the steps
 _RECENT_STEPS = 20
 _FIRST_STEPS = 2  # of a process, which compile and allocate
-# How much longer phases that are no steps may take, and at least: with a given limit, and without.
-_PATIENCE, _PATIENT_SECONDS, _PATIENT_DEFAULT_SECONDS = 10.0, 300.0, 1800.0
+# The limit of an evaluation once one was seen: so many times the slowest of the last ones, and at least so long.
+_TIMES_EVALUATION, _EVALUATION_SECONDS, _EVALUATION = 20.0, 60.0, "evaluation"
+_WITHOUT_ACTIONS = ("checkpoint", "copy", "loading", "model", "report", "rewind")  # beginnings of phases
+_NOTICE_SECONDS = 30.0  # without progress in a phase that may take long, until a line says where ranks are
+_NOTICE_GAP_SECONDS = 60.0  # at least between two such lines
 _LONGEST_LOOK, _SHORTEST_LOOK = 3.0, 0.1  # seconds between two looks
 _ANSWER_SECONDS = 3.0  # how long other ranks may take to answer, beside one look
 _LINK_SECONDS = 10.0  # beyond a step's limit, until connections over which nothing comes back end in any phase
@@ -94,6 +97,9 @@ class Watchdog:
         self._dump_limit = math.inf  # after which all stacks are dumped
         self._dump_lock = threading.RLock()
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._evaluation_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._evaluates_since: float | None = None
+        self._notices, self._num_notices = NoticeTimes(_NOTICE_SECONDS, _NOTICE_GAP_SECONDS), 0
         self._thread = threading.Thread(target=self._watch, name="pipeloom-watchdog", daemon=True)
 
     @property
@@ -144,7 +150,11 @@ class Watchdog:
         first = self._always and self.black_box.steps < _FIRST_STEPS
         if not (self.black_box.patient or first):
             return limit
-        return patient_seconds(self._seconds, limit)
+        patient = patient_seconds(self._seconds, limit)
+        slowest = max(self._evaluation_seconds, default=0.0)
+        if first or not slowest or not self.black_box.phase.startswith(_EVALUATION):
+            return patient
+        return min(patient, max(_EVALUATION_SECONDS, limit, _TIMES_EVALUATION * slowest))
 
     @property
     def _look_seconds(self) -> float:
@@ -173,8 +183,27 @@ class Watchdog:
             alarmed = self._board.is_alarmed(self._round)
             if alarmed or (self._stuck >= limit and (self._always or self._in_call())):
                 self._confer()
-            elif self._always and self._step_limit < limit < math.inf and self._stuck > self._look_seconds:
-                self._tell_of_stopped(limit)
+            elif self._always:
+                patient = self._step_limit < limit < math.inf
+                if patient and self._stuck > self._look_seconds:
+                    self._tell_of_stopped(limit)
+                self._tell_of_ranks(patient=patient)
+
+    def _tell_of_ranks(self, *, patient: bool) -> None:
+        """Say where all ranks are that make no progress, if it is time and no other rank does; answer one that does."""
+        now, number = time.monotonic(), f"notice-{self._num_notices}"
+        due = patient and self._notices.is_due(self.black_box.phase, self._stuck, now)
+        if not due and not self._board.is_alarmed(number):
+            return
+        self._num_notices += 1
+        self._notices.take_part(self._stuck, now)
+        report, board = self._report(), self._board
+        board.report(number, report.to_json())
+        if not board.claim(number):
+            return
+        answers, silent = self._answers(number, report, _ANSWER_SECONDS + self._look_seconds)
+        if board.answers and (line := notice(answers, silent, self._notices)) and not self._closed.is_set():
+            self._say(line)
 
     def _tell_of_stopped(self, limit: float) -> None:
         """Warn of ranks on this host that are stopped in a phase which may take long; the launcher does so itself."""
@@ -207,9 +236,19 @@ class Watchdog:
 
     def _renew_limit(self) -> None:
         """As a phase begins: its limit holds at once, also if its first call stops this thread too."""
+        self._time_evaluation()
         limit = self.black_box.limit_seconds = self._limit
         if limit < self._dump_limit:
             self._dump_later(limit)
+
+    def _time_evaluation(self) -> None:
+        """Note how long the evaluation took that ends as another phase begins; those of another layout do not count."""
+        now, box = time.perf_counter(), self.black_box
+        if self._evaluates_since is not None:
+            self._evaluation_seconds.append(now - self._evaluates_since)
+        self._evaluates_since = now if box.phase.startswith(_EVALUATION) else None
+        if box.steps < _FIRST_STEPS:
+            self._evaluation_seconds.clear()
 
     def _confer(self) -> None:
         """Ask all ranks; end the run, unless the rank that holds up the others is busy."""
@@ -230,13 +269,19 @@ class Watchdog:
         self._stuck = min(self._stuck, self._limit / 2)
 
     def _judge(self, number: int, report: RankReport, patience: float) -> Verdict:
+        answers, silent = self._answers(number, report, patience)
+        if not self._board.answers:
+            return judge([report], {}, self._limit, self._board.unreachable)
+        return judge(answers, silent, self._limit)
+
+    def _answers(
+        self, number: int | str, report: RankReport, patience: float
+    ) -> tuple[list[RankReport], dict[int, str]]:
+        """The reports of a round by rank, this one's too, and a sentence about each rank that has none."""
         answers = {report.rank: report}
         answers |= {r.rank: r for r in map(RankReport.from_json, self._board.reports(number, patience))}
         missing = sorted({*range(self._board.size)} - answers.keys())
-        silent = {rank: self._board.describe(rank) for rank in missing}
-        if not self._board.answers:
-            return judge([report], {}, self._limit, self._board.unreachable)
-        return judge([answers[rank] for rank in sorted(answers)], silent, self._limit)
+        return [answers[rank] for rank in sorted(answers)], {rank: self._board.describe(rank) for rank in missing}
 
     def _end(self, report: RankReport, verdict: Verdict, *, leads: bool) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -271,9 +316,10 @@ class Watchdog:
         if waits is None:  # autograd calls hooks in threads of its own
             waits = next((found for found in map(waited_for, frames.values()) if found is not None), None)
         box, limit = self.black_box, self._limit
+        action = "" if box.phase.startswith(_WITHOUT_ACTIONS) else box.action  # that of a step before
         hung = self._stuck >= limit / 2 and box.patient != math.inf
         return RankReport(
-            self._board.rank, self._board.name, box.phase, box.action, self._stuck, waits, _line(main), hung
+            self._board.rank, self._board.name, box.phase, action, self._stuck, waits, _line(main), hung, limit
         )
 
     def _in_call(self) -> bool:
@@ -288,17 +334,6 @@ class Watchdog:
     def _say(self, text: str) -> None:
         with suppress(OSError):  # whoever read it has ended
             os.write(2, f"pipeloom: {text}\n".encode())  # the stuck thread may hold the lock of sys.stderr
-
-
-def patient_seconds(seconds: float | None, limit_seconds: float = 0.0) -> float:
-    """How long a phase that is no step may make no progress, where a step may for `limit_seconds`.
-
-    Args:
-        seconds: the limit that was given; None: none was.
-        limit_seconds: at least the given one.
-    """
-    least = _PATIENT_DEFAULT_SECONDS if seconds is None else _PATIENT_SECONDS
-    return max(least, _PATIENCE * max(limit_seconds, seconds or 0.0))
 
 
 def _backends() -> str:

@@ -14,9 +14,10 @@ from pipeloom.processes import rendezvous
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.collectives import all_gather_bytes, noticing_lost_peers
 from pipeloom.processes.exchange import Exchange
+from pipeloom.processes.hang_report import patient_seconds
 from pipeloom.processes.launcher import Membership
 from pipeloom.processes.preemption import Preemption
-from pipeloom.processes.watchdog import Watchdog, patient_seconds
+from pipeloom.processes.watchdog import Watchdog
 from pipeloom.train.config.schedule import process_names
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.training.stream.stream_stop import StreamStop

@@ -43,7 +43,14 @@ def agreed_checkpoint(config: TrainConfig, group: Group) -> Path | None:
 def save(run: RunParts, step: int) -> Path:
     """Write ``checkpoint-{step}``; each process writes its shards. 16-bit formats: float32 main parameters."""
     run.journal.enter(f"checkpoint after step {step}")
-    return checkpoint.save(run.output_dir, step, exchange=run.group, **contents(run))
+    return checkpoint.save(
+        run.output_dir, step, exchange=run.group, on_tensor=lambda: saves_tensor(run), **contents(run)
+    )
+
+
+def saves_tensor(run: RunParts) -> None:
+    """A tensor of a checkpoint is about to be written: progress of a process that saves or waits for its save."""
+    run.journal.progressed("checkpoint")
 
 
 def contents(run: RunParts) -> dict[str, Any]:
@@ -96,6 +103,7 @@ def held(run: RunModel) -> dict[str, Any]:
 def load(run: RunParts, path: Path) -> checkpoint.Checkpoint:
     """Restore everything that `save` wrote."""
     saved = checkpoint.load(path, key=run.checkpoint_key)
+    saved.on_tensor = lambda: run.journal.progressed("loading")
     same_text = restore(run, saved)
     if same_text and path.absolute().parent == run.output_dir.absolute():
         run.sampler = with_rewinds(run.sampler, _rewinds(run))

@@ -67,6 +67,7 @@ class RankFiles:
         random: RandomState | None,
         model: Mapping[str, WrittenTensor],
         optimizer: Mapping[str, WrittenTensor],
+        on_tensor: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
         """Write the files of this rank.
 
@@ -75,6 +76,7 @@ class RankFiles:
             rank_and_size: this rank, and the number of ranks.
             random: the generator states of this rank.
             model, optimizer: stored name -> what to write.
+            on_tensor: called before each tensor.
 
         Returns:
             JSON: {"part": `Part`, "files": records, "weights": names in the model file, "bytes": their size}.
@@ -89,7 +91,7 @@ class RankFiles:
         files: dict[str, FileRecord] = {}
 
         def write(name: str, tensors: dict[str, TensorSource]) -> None:
-            files[name] = write_tensors(directory / name, tensors)
+            files[name] = write_tensors(directory / name, tensors, on_tensor)
 
         found = self.hand_out(write, rank_and_size, random, model, optimizer)
         return {**found, "files": {name: record.to_dict() for name, record in files.items()}}

@@ -1,7 +1,7 @@
 """Loads a checkpoint by parameter name into any layout. Nothing is unpickled."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Checkpoint:
         layout: how the model was split, as passed to `save`.
         compute_type: the dtype of the model's computations, if these are main parameters of another dtype.
         num_parts: the number of ranks that wrote the checkpoint.
+        on_tensor: called before each tensor that `load_model` and `load_optimizer` read.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Checkpoint:
         self.manifest = manifest = read_manifest(path, key) if of is None else of.manifest
         self.step, self.state, self.layout = manifest.step, manifest.state, manifest.layout
         self.compute_type, self.num_parts = manifest.compute_type, len(manifest.parts)
+        self.on_tensor: Callable[[], object] = lambda: None
         self._records = manifest.files if verify_files else {}
         self._files = TensorFiles(path, self._records, opened or {})
 
@@ -147,6 +149,7 @@ class Checkpoint:
             self._check_fits(name, tensor, parts.get(name))
         with torch.no_grad():
             for name, tensor in tensors.items():
+                self.on_tensor()
                 if tensor.numel() or name not in parts:
                     part, pieces = parts.get(name), self._pieces_of(name)
                     if isinstance(part, BlockShard):
@@ -196,6 +199,7 @@ class Checkpoint:
         for (group, named), options in zip(groups, saved_options, strict=True):
             on_device = bool(options.get("capturable") or options.get("fused"))
             for name, parameter in named:
+                self.on_tensor()
                 state = self._optimizer_state_of(name, parts.get(name), read=True)
                 for key, value in state.items():
                     # torch keeps the step count on the CPU, except for capturable and fused optimizers.

@@ -51,6 +51,7 @@ def save(
     total_limit: int | None = None,
     others: Mapping[str, bytes] | None = None,
     key: CheckpointKey | None = None,
+    on_tensor: Callable[[], object] = lambda: None,
 ) -> Path:
     """Write `output_dir/checkpoint-{step}`. A collective call of all ranks of `exchange`, on a shared file system.
 
@@ -72,6 +73,7 @@ def save(
         others: other files by name, such as config.json of a model of transformers and those of its tokenizer. Rank 0's
             are saved; ``pipeloom checkpoint convert`` writes them to the converted model.
         key: signs the checkpoint; rank 0's is used.
+        on_tensor: called before each tensor that this rank writes.
         total_limit: after the save, delete the checkpoints of the lowest steps until this number is left.
 
     Returns:
@@ -96,8 +98,10 @@ def save(
 
         held = _agree(group, begin)
         partial, all_ties = output_dir / held[0]["partial"], merged_ties(held)
-        mine = [written[group.rank] for written in to_write(held, all_ties)]
-        written = _agree(group, lambda: files.write(partial, (group.rank, group.size), random, *mine))
+        weights, states = (each[group.rank] for each in to_write(held, all_ties))
+        written = _agree(
+            group, lambda: files.write(partial, (group.rank, group.size), random, weights, states, on_tensor)
+        )
 
         def finish() -> None:
             if leads:

@@ -147,6 +147,11 @@ class Journal:
         if self._black_box is not None:
             self._black_box.enter(phase, patient=patient)
 
+    def progressed(self, phase: str) -> None:
+        """Record in the black box that a part of a phase is done; see `BlackBox.progressed`."""
+        if self._black_box is not None:
+            self._black_box.progressed(phase)
+
     def count_step(self) -> None:
         """Record in the black box that a step is complete."""
         if self._black_box is not None:

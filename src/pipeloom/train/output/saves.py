@@ -22,7 +22,7 @@ from pipeloom.processes.collectives import destroy_groups
 from pipeloom.processes.exchange import DistributedExchange, Exchange
 from pipeloom.processes.watchdog import BACKGROUND_THREAD
 from pipeloom.train import checkpoint
-from pipeloom.train.run_checkpoints import contents, save
+from pipeloom.train.run_checkpoints import contents, save, saves_tensor
 from pipeloom.train.run_parts import RunParts
 
 
@@ -61,7 +61,8 @@ class Saves:
             raise self._error
         self._run.journal.enter(f"checkpoint after step {step}")
         given = self._copies.of_contents(contents(self._run))
-        self._pending = _Save(self._run.output_dir, step, {**given, "exchange": self._exchange})
+        given |= {"exchange": self._exchange, "on_tensor": lambda: saves_tensor(self._run)}
+        self._pending = _Save(self._run.output_dir, step, given)
         return lines
 
     def poll(self) -> list[str]:
