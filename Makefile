@@ -5,6 +5,7 @@
 # make lint     ruff, mypy and make audit
 # make audit    looks the pinned versions up in a database of known vulnerabilities; skipped where there is no network
 # make mutants  changes single operators of the code and reports which changes no test notices (an hour or two)
+# make dist     builds the sdist and the wheel into dist/
 # make docs     builds the documentation site into site/; broken links are errors
 # make clean    removes .venv and caches
 #
@@ -31,7 +32,7 @@ GPU_RUN := $(if $(GPU_PYTHON),PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON),$(BIN)/p
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: train test check gpu lint style audit docs mutants clean
+.PHONY: train test check gpu lint style audit dist docs mutants clean
 
 train: $(VENV)/.ready-run
 	$(BIN)/pipeloom train $(ARGS)
@@ -65,6 +66,10 @@ audit: $(VENV)/.ready-dev
 mutants: $(VENV)/.ready-dev
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,mutants]'
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+dist: $(VENV)/.ready-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

@@ -76,6 +76,25 @@ def test_the_notebook_runs_from_top_to_bottom(
     assert float(losses[2]) < float(losses[1]) / 2
 
 
+def test_the_notebook_runs_in_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a kernel of this interpreter, whose files are all below `tmp_path`."""
+    for package in ("nbclient", "ipykernel"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install nbclient ipykernel")
+    import nbformat
+    from nbclient import NotebookClient
+
+    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    notebook = nbformat.read(ROOT / "examples" / "tour.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=240, kernel_name="python3", resources=resources).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    pictures = [output.data for output in outputs if output.output_type == "display_data"]
+    assert [sorted(data)[0] for data in pictures] == ["image/svg+xml", "image/svg+xml", "text/html"]
+    assert "<iframe" in pictures[-1]["text/html"]
+    assert "loss " in "".join(output.text for output in outputs if output.output_type == "stream")
+
+
 def _torchrun(script: Path, options: list[str], directory: Path) -> str:
     """What a script prints as two processes."""
     done = subprocess.run(
