@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.common.division import even_parts
+from pipeloom.common.quantities import bytes_text
 from pipeloom.data import Corpus, MixedCorpus, Mixture, Sampler, prepare_corpus
 from pipeloom.data import parts as parts_file
 from pipeloom.data import tokenizing as tokenizing_file
@@ -116,6 +118,35 @@ def test_objects_of_datasets(tmp_path: Path) -> None:
     assert texts_of(prepare_corpus(rows.select(range(9)), None, tmp_path / "cache")) == sorted(documents(0, 9))
     streamed = rows.to_iterable_dataset()
     assert texts_of(prepare_corpus(streamed, None, tmp_path / "cache", 0.3, version="1")) == texts_of(found)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_of_tokenizing_is_shown(
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    workers: int,
+    terminal: bool,
+) -> None:
+    """Lines where the output is a file, a bar on a terminal; what was tokenized before counts as done."""
+    monkeypatch.setattr("pipeloom.data.progress._LINE_SECONDS", 0.0)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    total = bytes_text(sum(file.stat().st_size for file in shards.rglob("*") if file.is_file()))
+    prepare_corpus(str(shards), None, tmp_path / "cache", 0.3, part_bytes=1, workers=workers)
+    shown = capsys.readouterr().out
+    if not terminal:
+        *_, last = shown.splitlines()
+        assert re.fullmatch(rf"tokenized {total} of {total}  [\d,]+ tokens/s", last)
+    else:
+        assert f"tokenized {total} of {total}" in shown
+        assert "left" in shown
+    prepare_corpus(str(shards), None, tmp_path / "cache", 0.3, part_bytes=1, workers=workers)
+    prepare_corpus(str(shards), None, tmp_path / "other", 0.3, part_bytes=1, workers=workers, shows=False)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("selected", [False, True])
