@@ -25,6 +25,13 @@ def losses(out: Path, first: int, last: int) -> list[tuple[object, ...]]:
     ("given", "fewer", "fault", "told", "step"),
     [
         ({"pipeline": 4}, ("--parallel.pipeline=3",), Fault(kind="kill", rank=2, at=36 * 5 + 3), "3 ranks", 4),
+        (
+            {"pipeline": 1, "data": 2},
+            ("--parallel.data=1", "--batch.microbatches=4"),
+            Fault(kind="kill", rank=1, at=7 * 5 + 3),
+            "1 rank: parallel.pipeline=1, parallel.data=1, batch.microbatches=4",
+            5,  # the other rank has its state
+        ),
         (  # the peer of the lost rank has the state, and computes the micro-batches
             {"pipeline": 2, "data": 2},
             ("--parallel.data=1", "--parallel.replicas=2,1", "--batch.microbatches=4"),
@@ -56,7 +63,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_with_all_again(
     if "replicas" in told:  # in the processes that are left
         how, line = "the other ranks go on", rf"recovered: .* all ranks went back to {copies}; 1 step again"
     else:
-        how, line = f"the run goes on from {copies}", f"goes on from {copies} with this layout; 2 steps again"
+        how, line = f"the run goes on from {copies}", f"goes on from {copies} with this layout; {6 - step} step"
     assert re.search(rf"was killed by SIGKILL .* in step 6.*; {how} with {told}", done.stderr), done.stderr
     assert re.search(rf"step {step}  {line}", done.stdout), done.stdout
     [grown] = map(int, re.findall(r"step (\d+)  saved \S+; more ranks go on", done.stdout))
