@@ -239,6 +239,7 @@ def test_the_words_for_others():
     best = {
         **sizes, "schedule": "zb-v", "step_seconds": 4.0, "seconds": {**part, "compute": 3.0, "pipeline": 1.0},
         "peak_bytes": [GIB, GIB], "recompute": "none", "microbatches": 8, "microbatch_size": 1, "offload": None,
+        "devices": 8,
     }  # fmt: skip
     slow = {**best, "schedule": "1f1b", "step_seconds": 5.0, "seconds": {**best["seconds"], "pipeline": 2.0}}
     large = {**best, "step_seconds": 2.0, "peak_bytes": [GIB, 2 * GIB]}
@@ -246,6 +247,9 @@ def test_the_words_for_others():
     assert against(best, slow, 2) == "plan 2: 25.0 % slower: bubble and messages +1 s"
     assert against(best, {**slow, "offload": 2}, 2) == "plan 2: 25.0 % slower: bubble, messages and offload +1 s"
     assert against(best, large, 3) == "plan 3: 50.0 % faster, 1 GiB more per device"
+    others = {count: {**large, "devices": count, "peak_bytes": best["peak_bytes"]} for count in (24, 40)}
+    assert against(best, others[24], 2) == "plan 2: 50.0 % faster; on 24 devices, 50.0 % more device time"
+    assert against(best, others[40], 2) == "plan 2: 50.0 % faster; on 40 devices, 2.5 times the device time"
     assert usual_text(best, dict(best), "usual choice") == "usual choice: plan 1"
     assert usual_text(best, slowest, "usual choice") == (
         "usual choice (data 2, micro-batches 8 x 1, recompute none): 9 s, 2.2 times as long as plan 1: "

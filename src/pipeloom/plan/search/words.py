@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from pipeloom.common.quantities import bytes_text, number_text, percent_text, seconds_text, table_lines
+from pipeloom.common.quantities import bytes_text, counted, number_text, percent_text, seconds_text, table_lines
 from pipeloom.plan.search.best_first import Answer
 
 Row = Mapping[str, Any]  # a plan of ``--json``
@@ -182,6 +182,18 @@ def usual_text(best: Row, usual: Row, name: str) -> str:
 
 
 def _behind(best: Row, other: Row) -> str:
+    """Why a plan is behind; of one with another number of devices, also how much more of their time it takes."""
+    count, text = other["devices"], _longer(best, other)
+    if count == best["devices"]:
+        return text
+    cost = count * other["step_seconds"] / (best["devices"] * best["step_seconds"])
+    difference = (
+        f"{percent_text(abs(cost - 1))} {'more' if cost >= 1 else 'less'}" if cost < 2 else f"{cost:.2g} times the"
+    )
+    return f"{text}; on {counted(count, 'device')}, {difference} device time"
+
+
+def _longer(best: Row, other: Row) -> str:
     """How much longer the step is, and the parts that are longer, the largest first; or how much more memory."""
     times = other["step_seconds"] / best["step_seconds"]
     more = {name: other["seconds"][name] - best["seconds"][name] for name in best["seconds"]}
