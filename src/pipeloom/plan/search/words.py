@@ -187,9 +187,8 @@ def _behind(best: Row, other: Row) -> str:
     if count == best["devices"]:
         return text
     cost = count * other["step_seconds"] / (best["devices"] * best["step_seconds"])
-    difference = (
-        f"{percent_text(abs(cost - 1))} {'more' if cost >= 1 else 'less'}" if cost < 2 else f"{cost:.2g} times the"
-    )
+    more = f"{percent_text(abs(cost - 1))} {'more' if cost >= 1 else 'less'}"
+    difference = more if cost < 2 else f"{cost:.2g} times the"
     return f"{text}; on {counted(count, 'device')}, {difference} device time"
 
 
