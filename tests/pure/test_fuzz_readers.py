@@ -264,9 +264,9 @@ NOT_DECODED = {  # memory and files of this process, or bytes that are copied or
 }
 _CALLS = {
     *("parse_json", "parse_file", "read_json", "load_json", "read_text", "read_bytes", "memmap", "mmap", "safe_open"),
-    *("GzipFile", "ParquetFile", "from_str", "loads", "load", "fromfile", "parse"),
+    *("GzipFile", "ParquetFile", "from_str", "fromfile"),
 }
-_MAY_READ = re.compile(rf"\b(?:{'|'.join(_CALLS)}|open)\(")
+_MAY_READ = re.compile(rf"\b(?:{'|'.join(_CALLS)}|open|(?:json|yaml)\.(?:loads?|parse))\(")
 
 
 def reads(tree: ast.AST) -> bool:

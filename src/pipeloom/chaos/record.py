@@ -20,7 +20,7 @@ class Strike(NamedTuple):
 
 
 _MOST_DIGITS = 19  # of a step
-_KINDS = {  # the first key of a row that is here tells what else it has
+_KINDS: dict[str, dict[str, type]] = {  # the first key of a row that is here tells what else it has
     "struck": {"struck": str, "phase": str},
     "phase": {"phase": str, "actions": int, "files": int, "steps": int},
     "file": {"file": str, "number": int},

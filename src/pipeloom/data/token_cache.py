@@ -84,7 +84,7 @@ def _fits(value: Any, form: Form | type) -> bool:
     """Whether JSON has the keys of a form, with values of their types; numbers are at least 0."""
     if isinstance(form, Mapping):
         return isinstance(value, dict) and all(key in value and _fits(value[key], kind) for key, kind in form.items())
-    return type(value) is form and (form is not int or value >= 0)
+    return type(value) is form if type(value) is not int else form is int and value >= 0
 
 
 @contextmanager

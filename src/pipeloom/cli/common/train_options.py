@@ -151,7 +151,7 @@ class _UniqueKeys(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             self._aliases += 1
             if self._aliases > _MOST_ALIASES:
-                line = self.peek_event().start_mark.line + 1
+                line = self.line + 1
                 raise yaml.YAMLError(f"line {line}: more than {_MOST_ALIASES} aliases. Write the values out")
         return super().compose_node(parent, index)
 
