@@ -184,7 +184,7 @@ def _changed(draw: st.DrawFn, value: Any) -> Any:
 
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
-MANY = settings(FEW, max_examples=2000, derandomize=False)
+MANY = settings(FEW, max_examples=1000, derandomize=False)
 
 
 def _fuzz(name: str, data: st.DataObject) -> None:

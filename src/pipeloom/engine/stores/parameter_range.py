@@ -17,8 +17,9 @@ class Range(NamedTuple):
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Range:
         """What `json` made of a range. Raises ValueError or TypeError where it is none."""
-        start, stop, shape = int(row[0]), int(row[1]), tuple(map(int, row[2]))
-        if len(row) != 3 or any(size < 0 for size in shape) or not 0 <= start <= stop <= math.prod(shape):
+        first, last, sizes = row
+        start, stop, shape = int(first), int(last), tuple(map(int, sizes))
+        if any(size < 0 for size in shape) or not 0 <= start <= stop <= math.prod(shape):
             raise ValueError(f"elements {start} to {stop} of shape {list(shape)}")
         return cls(start, stop, shape)
 
