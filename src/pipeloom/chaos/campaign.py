@@ -18,10 +18,10 @@ from pipeloom.chaos.draw import draw_faults
 from pipeloom.chaos.fault import BY_ITSELF, ELASTIC, KINDS, Fault, Order
 from pipeloom.chaos.flip import flip_bit
 from pipeloom.chaos.record import Strike
-from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import RunError
 from pipeloom.train.checkpoint.directory import list_checkpoints
 from pipeloom.train.checkpoint.manifest import verify
+from pipeloom.train.output.reporters import row_of
 
 _MOST_ATTEMPTS = 4
 _RESTARTS = 3  # of torchrun
@@ -228,7 +228,7 @@ def _result(
 
 def _named(output_dir: Path) -> tuple[str, float] | None:
     """The rank whose forwards most rows of a run's metrics name as slow, and their median factor; None: none."""
-    rows = map(parse_json, (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    rows = [row_of(line) or {} for line in (output_dir / "metrics.jsonl").read_bytes().splitlines()]
     found = defaultdict[tuple[int, int], list[float]](list)
     for each in (each for row in rows for each in row.get("stragglers", ()) if each["kind"] == "forwards"):
         found[each["replica"], each["rank"]].append(each["factor"])

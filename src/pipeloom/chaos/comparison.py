@@ -5,10 +5,10 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.directory import latest
 from pipeloom.train.checkpoint.manifest import verify
+from pipeloom.train.output.reporters import row_of
 
 _NUMBERS = ("step", "loss", "grad_norm", "lr", "eval_loss")
 _MISSING = "null"
@@ -75,10 +75,10 @@ def _alike(row: _Row, other: _Row, tolerance: float) -> bool:
 
 def _story(output_dir: Path) -> list[_Row]:
     try:
-        text = (output_dir / "metrics.jsonl").read_text(encoding="utf-8")
+        lines = (output_dir / "metrics.jsonl").read_bytes().splitlines()
     except OSError:
         return []
-    rows = [parse_json(line) for line in text.splitlines()]
+    rows = [row_of(line) or {} for line in lines]  # a damaged row is like none of another run
     return [tuple(json.dumps(row.get(key)) for key in _NUMBERS) for row in rows]
 
 

@@ -21,15 +21,33 @@ class Strike(NamedTuple):
     phase: str
 
 
+_MOST_DIGITS = 19  # of a step
+_KINDS: dict[str, dict[str, type]] = {  # the first key of a row that is here tells what else it has
+    "struck": {"struck": str, "phase": str},
+    "phase": {"phase": str, "actions": int, "files": int, "steps": int},
+    "file": {"file": str, "number": int},
+}
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a line of a record is whole."""
+    if not isinstance(row, dict) or type(row.get("at")) is not float:
+        return False
+    kind = next((kind for kind in _KINDS if kind in row), None)
+    return kind is not None and all(type(row.get(key)) is each for key, each in {"rank": int, **_KINDS[kind]}.items())
+
+
 class Record:
     """The lines of a record; the file need not exist."""
 
     def __init__(self, path: Path) -> None:
         self._rows: list[dict[str, Any]] = []
         with suppress(FileNotFoundError):
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in path.read_bytes().splitlines():
                 with suppress(ValueError):  # the last line of a rank that was killed
-                    self._rows.append(parse_json(line))
+                    row = parse_json(line)
+                    if _is_row(row):
+                        self._rows.append(row)
 
     @property
     def ranks(self) -> list[int]:
@@ -55,7 +73,8 @@ class Record:
     def begun_steps(self, until: float) -> int:
         """The highest step that a rank has begun before `until`; 0: none, or the phases of its schedule do not tell."""
         words = [row["phase"].replace(",", "").split() for row in self._rows if "phase" in row and row["at"] < until]
-        return max((int(each[1]) for each in words if each[0] == "step"), default=0)
+        numbers = [each[1] for each in words if len(each) > 1 and each[0] == "step"]
+        return max((int(each) for each in numbers if each.isdecimal() and len(each) < _MOST_DIGITS), default=0)
 
     @property
     def num_steps(self) -> int:

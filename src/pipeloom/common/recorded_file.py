@@ -42,6 +42,11 @@ class FileRecord:
         return {**row, "blocks": list(self.blocks)} if self.blocks else row
 
 
+def is_file_name(name: object) -> bool:
+    """Whether `name` can be the name of a file in a directory: never read outside of it."""
+    return isinstance(name, str) and name.isprintable() and name not in ("", "..") and Path(name).name == name
+
+
 class Bytes(Protocol):
     """A file that is read in parts."""
 

@@ -25,6 +25,9 @@ _TYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16
 _TYPE_BITS |= {"U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}
 
 
+_MOST_ELEMENTS = 1 << 60  # torch counts elements and bytes in 64 bits
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSource:
     """A tensor to write: its safetensors type, its shape, and a function that returns its bytes."""
@@ -207,7 +210,7 @@ def stored_tensors(path: Path, file: Bytes | None = None) -> dict[str, StoredTen
         raise CheckpointError(f"{path} {seen}: it is damaged, or has another format. Use another checkpoint.")
     found: dict[str, StoredTensor] | None = None
     with suppress(ValueError, KeyError, TypeError):
-        header = parse_json(bytes(file.read(8, 8 + length)))
+        header = dict(parse_json(bytes(file.read(8, 8 + length))))
         header.pop("__metadata__", None)
         found = {name: _stored(path, file, 8 + length, **entry) for name, entry in header.items()}
     if found is None:
@@ -225,8 +228,10 @@ def _stored(
     path: Path, file: Bytes, base: int, *, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> StoredTensor:
     start, stop = data_offsets
-    if stop - start != size_bytes(dtype, shape):
-        raise ValueError("sizes differ")
+    if any(type(each) is not int or each < 0 for each in (start, stop, *shape)) or not isinstance(shape, list):
+        raise TypeError("sizes must be integers of at least 0")
+    if stop - start != size_bytes(dtype, shape) or math.prod(max(1, each) for each in shape) > _MOST_ELEMENTS:
+        raise ValueError("sizes differ, or a shape is too large")
     return StoredTensor(dtype, tuple(shape), path, base + start, base + stop, file)
 
 

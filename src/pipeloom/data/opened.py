@@ -92,6 +92,9 @@ def _zstandard(path: str, raw: BinaryIO) -> Any:
     return _Frames(raw, zstandard.ZstdDecompressor())
 
 
+_COMPRESSED_BYTES = 1 << 10  # decompressed at once: at most 32 MiB come of it, as 4 bytes may be a block of 128 KiB
+
+
 class _Frames(io.RawIOBase):
     """The content of a Zstandard file of any number of frames; one that ends too early raises EOFError."""
 
@@ -105,7 +108,7 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._made:
-            compressed = self._rest or self._raw.read(io.DEFAULT_BUFFER_SIZE)
+            compressed = self._rest or self._raw.read(_COMPRESSED_BYTES)
             self._rest = b""
             if not compressed:
                 if self._frame is not None:

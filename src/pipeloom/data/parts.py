@@ -52,6 +52,14 @@ class Part(NamedTuple):
         return digest.hexdigest()
 
 
+ABOUT = {
+    **dict.fromkeys(("num_tokens", "num_train_tokens", "num_files", "num_documents", "num_bytes"), int),
+    "skipped": {"not UTF-8 text": int, "empty": int},
+    "digest": str,
+}
+"""The JSON that describes the tokens of a part."""
+
+
 def parts_of(shards: Iterable[Shard], field: str, fraction: float, part_bytes: int = PART_BYTES) -> list[Part]:
     """Shards in parts of about `part_bytes`; a larger shard is a part of its own."""
     parts: list[list[Shard]] = []

@@ -15,13 +15,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pipeloom.common.json_reader import parse_json
 from pipeloom.data.opened import opened, unreadable, without_query
-from pipeloom.errors import DataError
+from pipeloom.errors import DataError, shortened
 
 JSON_LINES, PARQUET = ".jsonl", ".parquet"
 _COMPRESSED = (".gz", ".zst")
 _ROWS = 1024  # of a Parquet file that are read together
 _PIECE = 1 << 20  # characters of a long document that are tokenized together
-_LARGE = 1 << 24  # bytes of a file of text that is not held in memory
+_LARGE = 1 << 24  # bytes or characters of a file of text that is not held in memory
+_LONGEST_LINE = 1 << 28  # bytes: a small compressed file may hold a line that no memory does
 
 
 class Shard(NamedTuple):
@@ -111,7 +112,10 @@ def _counted_lines(path: str, columns: list[str] | None) -> Iterator[tuple[Line,
         if kind_of(path) == PARQUET:
             yield from _rows(path, file.raw, columns)
             return
-        for number, content in enumerate(file.content, start=1):
+        lines = iter(lambda: file.content.readline(_LONGEST_LINE + 1), b"")
+        for number, content in enumerate(lines, start=1):
+            if len(content) > _LONGEST_LINE:
+                raise DataError(f"{path} line {number} has more than {_LONGEST_LINE:,} bytes. Split it.")
             if content.strip():
                 yield _line(f"{path} line {number}", content), file.raw.tell()
 
@@ -133,11 +137,18 @@ def _rows(path: str, file: BinaryIO, columns: list[str] | None) -> Iterator[tupl
         import pyarrow.parquet
     except ImportError:
         raise DataError(f"data file {path}: pyarrow is not installed. Run pip install 'pipeloom[data]'.") from None
-    parquet = pyarrow.parquet.ParquetFile(file)
+    try:
+        yield from _rows_of(path, file, pyarrow.parquet.ParquetFile(file), columns)
+    except (UnicodeDecodeError, pyarrow.ArrowMemoryError) as error:  # of a damaged file
+        raise unreadable(path, error) from None
+
+
+def _rows_of(path: str, file: BinaryIO, parquet: Any, columns: list[str] | None) -> Iterator[tuple[Line, int]]:
     names = list(parquet.schema_arrow.names)
     for column in columns or ():
         if column not in names:
-            raise DataError(f"data file {path} has columns {', '.join(names)}: no {column}. Set --data.field.")
+            found = shortened(", ".join(names), 200)
+            raise DataError(f"data file {path} has columns {found}: no {column}. Set --data.field.")
     number, total = 0, max(1, parquet.metadata.num_rows)
     size = file.seek(0, os.SEEK_END)
     for batch in parquet.iter_batches(batch_size=_ROWS, columns=columns):
@@ -185,9 +196,13 @@ def _whole_text(shard: Shard) -> Iterator[Text | None]:
     """The pieces of a file that is one document. A large one is read twice, rather than held in memory."""
     key, large = os.fsencode(shard.name), shard.num_bytes > _LARGE
     pieces: list[tuple[str, int]] = []
+    number = 0  # characters
     try:
         for each in _text_pieces(shard.path):
-            if not large:
+            number += len(each[0])
+            if large or number > _LARGE:  # of a compressed file, the size says little
+                large, pieces = True, []
+            else:
                 pieces.append(each)
     except UnicodeDecodeError:
         yield None
@@ -218,7 +233,7 @@ def _text_pieces(path: str) -> Iterator[tuple[str, int]]:
 def text_of(line: Line, field: str) -> str:
     """The text of a line. Raises DataError if there is none."""
     if field not in line.record:
-        keys = ", ".join(map(str, line.record)) or "no keys"
+        keys = shortened(", ".join(map(str, line.record)), 200) or "no keys"
         raise DataError(f"{line.place} has {keys}: no {field}. Set --data.field, or change the line.")
     value = line.record[field]
     if not isinstance(value, str):

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,11 +20,14 @@ from pipeloom.common.atomic_file import UNFINISHED, whole_file, write_whole
 from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import DataError
 
+Form = Mapping[str, Any]
+"""The keys of the JSON that describes a file of tokens, "num_tokens" among them, with their types or forms."""
+
 _PATIENCE_SECONDS = 5.0  # before a process tells that it waits
 
 
 def cached_tokens(
-    directory: Path, key: str, dtype: np.dtype[Any], write: Callable[[BinaryIO], dict[str, Any]]
+    directory: Path, key: str, dtype: np.dtype[Any], form: Form, write: Callable[[BinaryIO], dict[str, Any]]
 ) -> tuple[NDArray[Any], dict[str, Any]]:
     """The numbers of a file, memory-mapped, and the JSON that describes them.
 
@@ -32,22 +35,23 @@ def cached_tokens(
         directory: of the files; made if missing.
         key: identifies the content.
         dtype: of the numbers.
+        form: the keys of the JSON.
         write: writes the numbers if the file is missing, and returns the JSON with their number as "num_tokens".
 
     Raises:
         DataError: the directory cannot be read or written.
     """
     with told(directory):
-        if read_about(directory, key, dtype) is None:
+        if read_about(directory, key, dtype, form) is None:
             with only_writer(directory):
-                if read_about(directory, key, dtype) is None:
+                if read_about(directory, key, dtype, form) is None:
                     write_tokens(directory, key, write)
-    return open_tokens(directory, key, dtype)
+    return open_tokens(directory, key, dtype, form)
 
 
-def open_tokens(directory: Path, key: str, dtype: np.dtype[Any]) -> tuple[NDArray[Any], dict[str, Any]]:
+def open_tokens(directory: Path, key: str, dtype: np.dtype[Any], form: Form) -> tuple[NDArray[Any], dict[str, Any]]:
     """The numbers of a file that exists, and the JSON that describes them. Raises DataError."""
-    facts = read_about(directory, key, dtype)
+    facts = read_about(directory, key, dtype, form)
     if facts is None:
         raise DataError(f"the token cache {directory} has changed while it was read. Start the run again.")
     if not facts["num_tokens"]:  # an empty file cannot be mapped
@@ -65,15 +69,22 @@ def write_tokens(directory: Path, key: str, write: Callable[[BinaryIO], dict[str
     return facts
 
 
-def read_about(directory: Path, key: str, dtype: np.dtype[Any]) -> dict[str, Any] | None:
-    """The JSON that describes a file of tokens, or None if it is missing or incomplete."""
+def read_about(directory: Path, key: str, dtype: np.dtype[Any], form: Form) -> dict[str, Any] | None:
+    """The JSON that describes a file of tokens, or None if it or the file is missing, incomplete or damaged."""
     stream, about = _files(directory, key)
     try:
-        facts: dict[str, Any] = parse_json(about.read_bytes())
-        whole = stream.stat().st_size == facts["num_tokens"] * dtype.itemsize
-    except (OSError, ValueError, KeyError, TypeError):
+        facts = parse_json(about.read_bytes())
+        size = stream.stat().st_size
+    except (OSError, ValueError):
         return None
-    return facts if whole else None
+    return facts if _fits(facts, form) and size == facts["num_tokens"] * dtype.itemsize else None
+
+
+def _fits(value: Any, form: Form | type) -> bool:
+    """Whether JSON has the keys of a form, with values of their types; numbers are at least 0."""
+    if isinstance(form, Mapping):
+        return isinstance(value, dict) and all(key in value and _fits(value[key], kind) for key, kind in form.items())
+    return type(value) is form if type(value) is not int else form is int and value >= 0
 
 
 @contextmanager

@@ -82,21 +82,23 @@ class FileTokenizer(Tokenizer):
         try:
             self.fingerprint = path.read_bytes()
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(self.fingerprint.decode())
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
+            ends = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
+            end = next((token for token in ends if token is not None), None)
+            line_break = self._tokenizer.encode("\n", add_special_tokens=False).ids
         except OSError as error:
             raise DataError(f"tokenizer {path}: {error.strerror}. Pass the path of a tokenizer.json.") from None
-        except Exception as error:  # the library raises a bare Exception if it cannot parse the file
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a bare Exception if it cannot parse the file, or the library's PanicException
             reason = next(iter(str(error).splitlines()), type(error).__name__)  # a MemoryError has no message
             raise DataError(
                 f"tokenizer {path} is not a JSON file of the tokenizers library ({reason}). Pass a tokenizer.json."
             ) from None
         self.source = os.path.abspath(path)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
         self.dtype = np.min_scalar_type(self.vocabulary_size - 1)
-        ends = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
-        end = next((token for token in ends if token is not None), None)
-        line_break = self._tokenizer.encode("\n", add_special_tokens=False).ids
         self.end = line_break if end is None else [end]
 
     def plain(self, texts: Sequence[str]) -> Sequence[Any]:

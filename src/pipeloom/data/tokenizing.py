@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from numpy.typing import NDArray
 
 from pipeloom.common.cores import usable_cores
-from pipeloom.data.parts import Part, Read, Told, write_part
+from pipeloom.data.parts import ABOUT, Part, Read, Told, write_part
 from pipeloom.data.progress import tokenizing
 from pipeloom.data.shards import Shard, read_texts
 from pipeloom.data.token_cache import only_writer, open_tokens, read_about, told, write_tokens
@@ -52,7 +52,7 @@ def tokenize(
 
     def missing() -> Missing:
         found = zip(parts, keys, strict=True)
-        return [(part, key) for part, key in found if read_about(directory, key, tokenizer.dtype) is None]
+        return [(part, key) for part, key in found if read_about(directory, key, tokenizer.dtype, ABOUT) is None]
 
     with told(directory):
         if missing():
@@ -61,7 +61,7 @@ def tokenize(
                 total, left = (sum(part.num_bytes for part in each) for each in (parts, [part for part, _ in todo]))
                 with tokenizing(total, total - left, shows=shows) as tell:
                     _make(todo, tokenizer, directory, workers or usable_cores(), tell, read)
-    return [open_tokens(directory, key, tokenizer.dtype) for key in keys]
+    return [open_tokens(directory, key, tokenizer.dtype, ABOUT) for key in keys]
 
 
 def _make(todo: Missing, tokenizer: Tokenizer, directory: Path, workers: int, tell: Told, read: Read | None) -> None:

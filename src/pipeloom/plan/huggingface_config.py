@@ -57,6 +57,13 @@ def architecture_of(content: Mapping[str, Any], option: str) -> Architecture:
             )
         return found
 
+    try:
+        return _architecture(sizes, number)
+    except InputError as error:
+        raise error if str(error).startswith(option) else InputError(f"{option}: {error}") from None
+
+
+def _architecture(sizes: Mapping[str, Any], number: Any) -> Architecture:
     family = str(sizes.get("model_type", ""))
     width, heads = number(_WIDTH), number(_HEADS)
     one_key_head = sizes.get("multi_query") is True and not sizes.get("new_decoder_architecture")

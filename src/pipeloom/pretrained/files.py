@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pipeloom.common.json_reader import parse_json
+from pipeloom.common.recorded_file import is_file_name
 from pipeloom.common.tensor_file import StoredTensor, TensorSource, stored_tensors
-from pipeloom.errors import CheckpointError, InputError
+from pipeloom.errors import CheckpointError, InputError, folded
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -64,17 +65,19 @@ def find_tensors(directory: Path, named: str | None = None) -> dict[str, StoredT
 def _indexed(directory: Path, name: str) -> dict[str, StoredTensor]:
     try:
         weight_map = parse_json((directory / name).read_bytes())["weight_map"]
-        files = {file: directory / file for file in weight_map.values() if Path(file).name == file}
-        wrong = next((file for file in weight_map.values() if file not in files), None)
+        files = {file: directory / file for file in weight_map.values() if is_file_name(file)}
+        wrong = [file for file in weight_map.values() if file not in files]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{directory / name} is no index of safetensors files. Copy it again.") from None
-    if wrong is not None:
-        raise CheckpointError(f"{directory / name} names {wrong!r}, which is outside of the directory. Copy it again.")
+    if wrong:
+        raise CheckpointError(
+            f"{directory / name} names {folded(wrong[0])}, which is not in the directory. Copy it again."
+        )
     stored = {file: stored_tensors(path) for file, path in files.items()}
     for key, file in weight_map.items():
         if key not in stored[file]:
             raise CheckpointError(
-                f"{directory / file} has no tensor {key!r}, which {name} names. Copy the files again."
+                f"{directory / file} has no tensor {folded(key)}, which {name} names. Copy the files again."
             )
     return {key: stored[file][key] for key, file in weight_map.items()}
 

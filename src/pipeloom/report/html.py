@@ -76,7 +76,7 @@ def write_report(output_dir: Path) -> Path:
     report = output_dir / "report.html"
     page = run_page(output_dir, metrics, timelines)
     try:
-        write_whole(report, page)
+        write_whole(report, page.encode(errors="replace"))  # files may have halves of surrogate pairs
         if "measured" in timelines:
             write_trace(timelines["measured"], output_dir / "timeline.json.gz")
     except OSError as error:

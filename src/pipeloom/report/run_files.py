@@ -16,6 +16,8 @@ from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import InputError
 from pipeloom.sim.timeline import Timeline
 
+_MOST_STEPS = 1 << 53  # which a float still counts exactly
+_MOST_DEPTH = 100  # of a configuration
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
 
 
@@ -60,8 +62,16 @@ def as_number(value: Any) -> float:
     """A metric as a float. Other values (null, a string) become NaN, which reports show."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
+
+
+def step_of(row: Any) -> int:
+    """The step of a row of ``metrics.jsonl``. Raises ValueError, KeyError or TypeError for another value."""
+    step = row["step"]
+    if type(step) is not int or not 0 <= step < _MOST_STEPS:
+        raise ValueError("step must be an integer of at least 0")
+    return step
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -86,8 +96,8 @@ def read_metrics(path: Path) -> Metrics:
             continue
         try:
             row = parse_json(line)
-            step = int(row["step"])
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            step = step_of(row)
+        except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not text.endswith("\n"):
                 truncated = True
                 break
@@ -112,7 +122,7 @@ def read_timelines(path: Path) -> dict[str, Timeline]:
             for kind in ("measured", "predicted")
             if found.get(kind) is not None
         }
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} has no valid timelines ({error}). Remove it for a report without them.") from error
 
 
@@ -141,11 +151,22 @@ def read_configuration(path: Path) -> str:
         return ""
     try:
         text = path.read_bytes().decode(errors="replace")
-        if isinstance(yaml.load(text, _LOADER), dict):
+        if _is_mapping(text):
             return text.strip()
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         pass
     raise InputError(f"{path} is not a configuration. Remove or repair it.")
+
+
+def _is_mapping(text: str) -> bool:
+    """Whether YAML is a mapping. No values are made: deep ones crash libyaml, and aliases may stand for huge ones."""
+    kinds, depth = list[type[yaml.Event]](), 0
+    for event in yaml.parse(text, _LOADER):
+        kinds = kinds if len(kinds) > 2 else [*kinds, type(event)]  # the stream, the document, and what it is
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_DEPTH:
+            return False
+    return kinds[2:] == [yaml.MappingStartEvent]
 
 
 def read_environment(path: Path) -> tuple[dict[str, str], str]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import sub
 from typing import Any, Literal, Self
 
+from pipeloom.common.field_types import check_fields
 from pipeloom.common.json_reader import Entry, load_json
 from pipeloom.errors import InputError
 from pipeloom.ir import COMPUTE_OPS, Action, Op, Placement, Schedule, WeightPolicy
@@ -198,7 +199,7 @@ class Timeline:
         """
         try:
             data = load_json(text)
-            return cls(
+            timeline = cls(
                 name=str(data["name"]),
                 kind="measured" if data["kind"] == "measured" else "simulated",
                 ideal_seconds=Entry(data["ideal_seconds"], "the timeline", "ideal_seconds").number(),
@@ -218,10 +219,35 @@ class Timeline:
                 weight_version_bytes=None if (sizes := data.get("weight_version_bytes")) is None else tuple(sizes),
                 collectives=tuple(tuple(Collective(*each) for each in row) for row in data.get("collectives", ())),
             )
-        except (KeyError, TypeError, ValueError) as error:
+            timeline._check()
+            return timeline
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise InputError(
                 f"not the JSON of a timeline ({type(error).__name__}: {error}). Write it with Timeline.to_json."
             ) from error
+
+    def _check(self) -> None:
+        """Raises ValueError where parts of a timeline that was read do not fit each other."""
+        check_fields(self)
+        ranks, stages = self.num_ranks, self.placement.num_stages
+        if self.placement.num_ranks != ranks:
+            raise ValueError(f"placement has {self.placement.num_ranks} ranks, and spans have {ranks}")
+        rows = {"memory": self.memory, "background": self.background, "waits": self.waits}
+        rows |= {"memory_bytes": self.memory_bytes or (), "collectives": self.collectives}
+        for name, given in rows.items():
+            if len(given) != ranks and (given or name == "memory"):
+                raise ValueError(f"{name} must have a row for each of the {ranks} ranks")
+        if any(not 0 <= span.action.stage < stages for row in (*self.spans, *self.background) for span in row):
+            raise ValueError(f"spans must be of the {stages} stages")
+        if any(not {each.source, each.target} <= {*range(ranks)} for each in self.transfers):
+            raise ValueError(f"transfers must be between the {ranks} ranks")
+        numbers = [*self.waits, *(self.weight_version_bytes or ())]
+        numbers += [time for each in self.transfers for time in (each.ready, each.start, each.end)]
+        numbers += [number for row in self.collectives for each in row for number in each[2:]]
+        if not math.isfinite(math.fsum(numbers)):
+            raise ValueError("times must be finite")
+        if self.is_stream:
+            _ = self.weight_versions, self.period_seconds  # which need a legal schedule
 
 
 def of_schedule(found: Schedule | Timeline) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.common.checkpoint_key import CheckpointKey
-from pipeloom.errors import CheckpointError
 from pipeloom.ir.versions import check_drained
 from pipeloom.parallel import run_threads
 from pipeloom.plan.plan import Plan
@@ -28,6 +27,7 @@ from pipeloom.train.checkpoint.writer import RankContent, save_in_turn
 from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.sections import MemoryConfig
 from pipeloom.train.config.train_config import TrainConfig, flat
+from pipeloom.train.output.saved_state import check_saved_state
 from pipeloom.train.process_group import Group, make_mesh
 from pipeloom.train.run_checkpoints import held, same_places
 from pipeloom.train.run_model import RunModel
@@ -69,8 +69,7 @@ def reshard(source: Path, plan_file: Path, out: Path, key: CheckpointKey | None 
             plan would shard and that cannot be.
     """
     plan, saved = Plan.load(plan_file), checkpoint.load(source, key=key)
-    if not isinstance(saved.state.get("model"), Mapping) or "config" not in saved.state:
-        raise CheckpointError(f"{saved.path}: was not written by `pipeloom train`. Name one that was.")
+    check_saved_state(saved.path, saved.state)
     check_new(out)
     config = _planned_config(saved.state["config"], plan, plan_file, out)
     validate_settings(config)

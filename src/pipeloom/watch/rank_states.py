@@ -9,6 +9,8 @@ from pipeloom.common.json_reader import parse_json
 from pipeloom.common.process_place import PROCESSES_NAME, ProcessPlace
 from pipeloom.processes.black_box import BlackBox
 
+_WORDS, _NUMBERS = ("host", "started", "name"), ("process", "box")  # of a process in the file
+
 
 class RankState(NamedTuple):
     """A rank as its black box and the kernel show it.
@@ -31,12 +33,13 @@ def read_states(directory: Path) -> list[RankState]:
     """The states of all ranks now; empty where the run has not told where they are."""
     try:
         found = parse_json((directory / PROCESSES_NAME).read_text(encoding="utf-8"))
-        return [
-            _state(ProcessPlace(each["host"], each["process"], each["started"], each["name"]), each["box"])
-            for each in found
-        ]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # an older run, or a damaged file
+        places = [([each[name] for name in _WORDS], [each[name] for name in _NUMBERS]) for each in found]
+    except (OSError, ValueError, TypeError, KeyError):  # an older run, or a damaged file
         return []
+    for words, numbers in places:
+        if not all(isinstance(each, str) for each in words) or not all(type(each) is int for each in numbers):
+            return []
+    return [_state(ProcessPlace(host, process, started, name), box) for (host, started, name), (process, box) in places]
 
 
 def _state(place: ProcessPlace, descriptor: int) -> RankState:

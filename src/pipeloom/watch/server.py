@@ -70,7 +70,7 @@ def _handler(view: RunView, token: str) -> Callable[..., BaseHTTPRequestHandler]
                 self._send(404, "text/plain", "There is no such page.")
 
         def _send(self, status: int, kind: str, text: str, script: str = "'none'") -> None:
-            content = text.encode()
+            content = text.encode(errors="replace")  # files may have halves of surrogate pairs
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(content)))

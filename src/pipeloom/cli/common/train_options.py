@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import Namespace
 
 from pipeloom.cli.common.parser import Parser, did_you_mean, metavar_of
-from pipeloom.errors import InputError, unwrapped
+from pipeloom.errors import InputError, folded, shortened, unwrapped
 from pipeloom.train.config.option_list import Option, options
 from pipeloom.train.config.train_config import TrainConfig, as_utf8, flat
 
@@ -40,6 +40,7 @@ _TITLES = ("most used", "data", "model", "parallel", "batch", "optimizer", "memo
 _HELP_WIDTH = 74  # of the text behind an option, on a terminal of 120 columns
 _GROUP, _AUTO = "--parallel", "auto"  # a group of options, and the value of all of it
 _GROUP_VARIABLE = f"{ENV_PREFIX}PARALLEL"
+_MOST_ALIASES = 16  # in a file of options
 _MAY_BE_EMPTY = frozenset({"sample_prompt"})
 
 
@@ -137,7 +138,22 @@ def difference(mapping: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML without duplicate keys; the default loader silently ignores the first of two."""
+    """YAML without duplicate keys; the default loader silently ignores the first of two.
+
+    It has few aliases: with many, a small file can stand for gigabytes.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._aliases = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            self._aliases += 1
+            if self._aliases > _MOST_ALIASES:
+                line = self.line + 1
+                raise yaml.YAMLError(f"line {line}: more than {_MOST_ALIASES} aliases. Write the values out")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -149,7 +165,7 @@ class _UniqueKeys(yaml.SafeLoader):
                     "remove the brackets"
                 )
             if key.value in seen:
-                raise yaml.YAMLError(f"line {line}: key {key.value} is duplicated. Remove one")
+                raise yaml.YAMLError(f"line {line}: key {shortened(key.value, 60)} is duplicated. Remove one")
             if key.tag != "tag:yaml.org,2002:merge":
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -221,11 +237,13 @@ def _read_file(file: str) -> dict[str, Any]:
         elif value is None and type(None) not in get_args(kinds.get(key, None | int)):
             problem = f"{key}=null: must have a value. Give one, or remove the key."
         elif isinstance(value, list):
-            problem = f"{key}={value}: lists are unsupported. Write {','.join(map(str, value))}."
+            written = shortened(",".join(map(str, value[:8])), 60)
+            problem = f"{key}={folded(value)}: lists are unsupported. Write {written}."
         elif inside is not None:
-            problem = f"{key}={value!r}: must hold keys, such as {inside}. Nest them."
+            problem = f"{key}={folded(value)}: must hold keys, such as {inside}. Nest them."
         elif key not in kinds:
-            problem = f"key {key} is unknown: {did_you_mean(key, kinds) or 'see `pipeloom train --print_config`'}"
+            hint = did_you_mean(key, kinds) or "see `pipeloom train --print_config`"
+            problem = f"key {shortened(key, 60)} is unknown: {hint}"
         else:
             continue
         raise InputError(f"--config={file}: {problem}")

@@ -1,7 +1,10 @@
 """`Range`: the elements of a parameter that a process updates. No torch here."""
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
@@ -10,6 +13,15 @@ class Range(NamedTuple):
     start: int
     stop: int
     shape: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, row: Sequence[Any]) -> Range:
+        """What `json` made of a range. Raises ValueError or TypeError where it is none."""
+        first, last, sizes = row
+        start, stop, shape = int(first), int(last), tuple(map(int, sizes))
+        if any(size < 0 for size in shape) or not 0 <= start <= stop <= math.prod(shape):
+            raise ValueError(f"elements {start} to {stop} of shape {list(shape)}")
+        return cls(start, stop, shape)
 
     @property
     def num_elements(self) -> int:

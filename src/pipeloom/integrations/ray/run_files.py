@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeloom.common.json_reader import parse_json
 from pipeloom.train.checkpoint.directory import is_ours
+from pipeloom.train.output.reporters import row_of
 
 Report = tuple[dict[str, Any], str | None]  # metrics, and the checkpoint that was saved after them
 
@@ -26,7 +26,7 @@ class RunFiles:
         self._directory = output_dir
         self._inode, self._read = 0, 0
         rows, last = self._rows(), math.inf if since is None else since
-        self._before = frozenset(row for row in rows if parse_json(row)["step"] <= last)
+        self._before = frozenset(row for row in rows if (each := row_of(row)) is not None and each["step"] <= last)
         self._known = {path for path, step in self._checkpoints().items() if step <= last}
         self._read = 0
 
@@ -37,7 +37,7 @@ class RunFiles:
         short step does.
         """
         saved = self._checkpoints()  # first: the rows of their steps are written by then
-        rows = [parse_json(row) for row in self._rows() if row not in self._before]
+        rows = [row for line in self._rows() if line not in self._before and (row := row_of(line)) is not None]
         reports: list[Report] = [
             ({key: value for key, value in row.items() if not isinstance(value, dict | list)}, None) for row in rows
         ]

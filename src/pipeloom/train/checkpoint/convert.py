@@ -11,7 +11,7 @@ from pipeloom.common.atomic_directory import partial_directory, put_in_place
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.tensor_file import TensorSource, tensor_sources, write_bytes, write_tensors
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.errors import CheckpointError, InputError
+from pipeloom.errors import CheckpointError, InputError, either, folded
 from pipeloom.train.checkpoint.boxes import Box, cover_box
 from pipeloom.train.checkpoint.manifest import (
     INDEX_NAME,
@@ -57,15 +57,34 @@ def _joined(name: str, pieces: list[Piece], sources: dict[str, dict[str, TensorS
     """The full tensor from its pieces."""
     first = pieces[0]
     if first.range is None:
-        return sources[first.file][first.key]
+        return _source(first, sources)
     shape = first.range.shape
     if isinstance(first.range, Box):
         return _joined_boxes(name, [(piece.range, piece) for piece in pieces if isinstance(piece.range, Box)], sources)
     ordered = cover(
         name, [(piece.range, piece) for piece in pieces if isinstance(piece.range, Range)], 0, math.prod(shape)
     )
-    parts = [sources[piece.file][piece.key] for piece, _, _ in ordered]
+    parts = _alike(name, first.file, [_source(piece, sources) for piece, _, _ in ordered])
     return TensorSource(parts[0].dtype, shape, lambda: b"".join(part.read() for part in parts))
+
+
+def _source(piece: Piece, sources: dict[str, dict[str, TensorSource]]) -> TensorSource:
+    """The tensor of a piece. Raises CheckpointError if the file has none of its size."""
+    found = sources[piece.file].get(piece.key)
+    if found is None or (piece.range is not None and math.prod(found.shape) != piece.range.num_elements):
+        raise CheckpointError(
+            f"{piece.file} has no tensor {folded(piece.key)} of the size in the manifest. Use another checkpoint."
+        )
+    return found
+
+
+def _alike(name: str, file: str, parts: list[TensorSource]) -> list[TensorSource]:
+    """`parts`. Raises CheckpointError if they have different types."""
+    kinds = {part.dtype for part in parts}
+    if len(kinds) > 1:
+        found = either(sorted(kinds))
+        raise CheckpointError(f"{file}: the pieces of {folded(name)} are {found}. Use another checkpoint.")
+    return parts
 
 
 def _joined_boxes(
@@ -75,13 +94,14 @@ def _joined_boxes(
     shape = pieces[0][0].shape
     parts = []
     for piece, box, _ in cover_box(name, pieces, Box.full(shape)):
-        source = sources[piece.file][piece.key]
+        source = _source(piece, sources)
         if source.shape != box.extents:
             raise CheckpointError(
                 f"{piece.key} has shape {source.shape}, not that of its block {box.extents}: the file does not fit the "
                 "manifest. Use another checkpoint."
             )
         parts.append((box, source))
+    _alike(name, pieces[0][1].file, [source for _, source in parts])
     dtype, item_bytes = parts[0][1].dtype, parts[0][1].size_bytes // parts[0][0].num_elements
 
     def read() -> bytes:

@@ -31,9 +31,9 @@ from typing import Any, Self
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.field_types import check_fields
 from pipeloom.common.json_reader import parse_json
-from pipeloom.common.recorded_file import FileRecord, RecordedFile
+from pipeloom.common.recorded_file import FileRecord, RecordedFile, is_file_name
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.errors import CheckpointError, folded
+from pipeloom.errors import CheckpointError, folded, shortened
 from pipeloom.train.checkpoint.boxes import Box
 
 FORMAT = "pipeloom-checkpoint"
@@ -66,10 +66,7 @@ class Part:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        pieces = {
-            name: Range(int(start), int(stop), tuple(map(int, shape)))
-            for name, (start, stop, shape) in data.get("pieces", {}).items()
-        }
+        pieces = {name: Range.from_json(row) for name, row in data.get("pieces", {}).items()}
         blocks = {
             kind: {name: list(map(Box.from_json, rows)) for name, rows in data.get(kind, {}).items()}
             for kind in ("blocks", "optimizer_blocks")
@@ -78,6 +75,14 @@ class Part:
         check_fields(part, error=CheckpointError)
         if part.optimizer_blocks.keys() != part.block_states.keys():
             raise ValueError("optimizer_blocks and block_states name different parameters")
+        if not part.optimizer_pieces.keys() <= part.pieces.keys():
+            raise ValueError("optimizer_pieces names a parameter without a range")
+        for group in part.param_groups:
+            names, options = group.get("parameters"), group.get("options")
+            if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+                raise ValueError("a param group has no list of parameters")
+            if not isinstance(options, dict):
+                raise ValueError("a param group has no options")
         return part
 
     @property
@@ -126,13 +131,13 @@ class Manifest:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         files = {name: FileRecord.from_dict(row) for name, row in data["files"].items()}
-        if any(Path(name).name != name for name in files):  # never read outside of the directory
-            raise ValueError("a file name has a directory")
+        if wrong := next((name for name in files if not is_file_name(name)), None):
+            raise ValueError(f"{folded(wrong)} is not the name of a file")
         parts = tuple(Part.from_dict(part) for part in data["parts"])
         for name in [file for part in parts for file in (part.model, part.optimizer, part.random) if file is not None]:
             if name not in files:
-                raise ValueError(f"{name} of a part is missing in files")
-        return cls(
+                raise ValueError(f"{folded(name)} of a part is missing in files")
+        manifest = cls(
             step=int(data["step"]),
             layout=dict(data["layout"]),
             state=dict(data["state"]),
@@ -141,6 +146,10 @@ class Manifest:
             parts=parts,
             compute_type=data.get("compute_type"),
         )
+        check_fields(manifest, error=CheckpointError)
+        for name in manifest.ties:
+            root_name(name, manifest.ties)
+        return manifest
 
 
 def json_bytes(data: Any) -> bytes:
@@ -184,13 +193,13 @@ def read_manifest(checkpoint: Path, key: CheckpointKey | None = None) -> Manifes
         )
     if found[1] not in READABLE:
         raise CheckpointError(
-            f"{checkpoint} has format version {found[1]}, but this release reads {READABLE[0]} to {READABLE[-1]}. Use "
-            "the release of pipeloom that wrote it."
+            f"{checkpoint} has format version {folded(found[1])}, but this release reads {READABLE[0]} to "
+            f"{READABLE[-1]}. Use the release of pipeloom that wrote it."
         )
     try:
         manifest = Manifest.from_dict(data)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, CheckpointError) as error:
-        reason = f"no key {error}" if isinstance(error, KeyError) else error
+        reason = f"no key {error}" if isinstance(error, KeyError) else shortened(str(error), 200)
         raise CheckpointError(
             f"{checkpoint / MANIFEST_NAME} is not a valid manifest ({reason}). Use another checkpoint, see `pipeloom "
             "checkpoint ls`."
@@ -210,10 +219,12 @@ def is_misnamed(checkpoint: Path, step: int) -> bool:
 
 
 def root_name(name: str, ties: Mapping[str, str]) -> str:
-    """The name that a parameter is stored under, after all ties."""
-    while name in ties:
+    """The name that a parameter is stored under, after all ties. Raises CheckpointError if they lead in a circle."""
+    for _ in range(len(ties) + 1):
+        if name not in ties:
+            return name
         name = ties[name]
-    return name
+    raise CheckpointError(f"the ties of {folded(name)} lead in a circle. Use another checkpoint.")
 
 
 def verify_file(checkpoint: Path, name: str, record: FileRecord) -> None:
@@ -274,9 +285,12 @@ def read_weight_map(checkpoint: Path, record: FileRecord | None) -> dict[str, st
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
-        return dict(parse_json(text)["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not an index of safetensors files. Use another checkpoint.") from error
+        found = dict(parse_json(text)["weight_map"])
+    except (ValueError, KeyError, TypeError):
+        found = {"": None}
+    if not all(isinstance(name, str) for pair in found.items() for name in pair):
+        raise CheckpointError(f"{path} is not an index of safetensors files. Use another checkpoint.")
+    return found
 
 
 def _read(path: Path) -> bytes:

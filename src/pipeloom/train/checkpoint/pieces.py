@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, folded
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.manifest import Manifest
+from pipeloom.train.checkpoint.manifest import INDEX_NAME, Manifest
 
 
 class Piece(NamedTuple):
@@ -36,7 +36,9 @@ def stored_model(manifest: Manifest, weight_map: Mapping[str, str]) -> dict[str,
     found: dict[str, list[Piece]] = {}
     for key, file in weight_map.items():
         if file not in files:  # only these are in the manifest, with a hash and without a path
-            raise CheckpointError(f"the index has {key} in {file}, which has no model tensors. Use another checkpoint.")
+            raise CheckpointError(
+                f"{INDEX_NAME} has {folded(key)} in {folded(file)}, which has no model tensors. Use another checkpoint."
+            )
         name, part = names.get(key, (key, None))
         found.setdefault(name, []).append(Piece(file, key, part))
     for name, pieces in found.items():

@@ -216,7 +216,7 @@ class Checkpoint:
         """The generator states of `rank`; None if the checkpoint has none, or was saved by another number of ranks."""
         if size != self.num_parts or (part := self.manifest.parts[rank]).random is None:
             return None
-        return RandomState(self._files.everything(part.random), part.random_values)
+        return RandomState(self._files.everything(part.random), part.random_values, str(self.path))
 
     @cached_property
     def _model(self) -> dict[str, list[Piece]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, one_line
 from pipeloom.parallel import OffloadedOptimizer
 
 
@@ -49,10 +49,12 @@ class OptimizerState:
 
 @dataclass(slots=True)
 class RandomState:
-    """Generator states of one rank: `tensors` (uint8) for torch, `values` (JSON) for numpy and Python."""
+    """Generator states of one rank: `tensors` (uint8) for torch, `values` (JSON) for numpy and Python; and their source
+    for error messages."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
+    source: str = "the checkpoint"
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> OptimizerState:
@@ -97,7 +99,20 @@ def random_state() -> RandomState:
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Restore the global generators. A generator without saved state is not changed."""
+    """Restore the global generators. A generator without saved state is not changed.
+
+    Raises:
+        CheckpointError: the state is none of a generator.
+    """
+    try:
+        _restore(state)
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{state.source} has no valid states of random generators ({one_line(error)}). Use another checkpoint."
+        ) from error
+
+
+def _restore(state: RandomState) -> None:
     if (torch_state := state.tensors.get("torch")) is not None:
         torch.set_rng_state(torch_state)
     if (cuda_state := state.tensors.get("cuda")) is not None and torch.cuda.is_available():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeloom.common.recorded_file import FileRecord
 from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, unwrapped
 from pipeloom.pretrained.checked_tensors import CheckedTensors
 from pipeloom.train.checkpoint.block_shards import BlockShard
 from pipeloom.train.checkpoint.boxes import Box, boxes_of, cover_box
@@ -161,6 +161,11 @@ class TensorFiles:
     def _elements(self, piece: Piece, start: int, stop: int) -> Tensor:
         """A range of elements of a tensor, [stop - start]; reads only the enclosing slice of the file."""
         left, position, index = math.prod(shape := self._entry(piece).get_shape()), 0, []
+        if isinstance(piece.range, Range) and left != piece.range.num_elements:
+            raise CheckpointError(
+                f"{piece.key} in {self._path / piece.file} has {left} elements instead of {piece.range.num_elements}: "
+                "the file does not fit the manifest. Use another checkpoint."
+            )
         for size in shape:  # narrow each dimension to a single index, down to the first that the range spans
             left //= size
             first, last = (start - position) // left, (stop - 1 - position) // left
@@ -179,9 +184,10 @@ class TensorFiles:
     def _get(self, piece: Piece, get: Callable[[Any], Any]) -> Any:
         try:
             return get(self._file(piece.file))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, UnicodeEncodeError) as error:  # the last: of a name
             raise CheckpointError(
-                f"{self._path / piece.file} cannot be read ({error}). Check the file, or use another checkpoint."
+                f"{self._path / piece.file} cannot be read ({unwrapped(str(error))}). Check the file, or use "
+                "another checkpoint."
             ) from error
 
     def _file(self, file: str) -> Any:

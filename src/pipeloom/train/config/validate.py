@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import bytes_text
-from pipeloom.errors import CheckpointError, DataError, InputError
+from pipeloom.errors import CheckpointError, DataError, InputError, one_line
 from pipeloom.ir.versions import check_drained
 from pipeloom.models.experts.settings import ExpertSettings
 from pipeloom.parallel.options import CPU
@@ -26,6 +26,7 @@ from pipeloom.train.config.schedule import is_stream, make_schedule, schedule_na
 from pipeloom.train.config.train_config import AUTO, TrainConfig
 from pipeloom.train.data.opening import open_samples, run_tokenizer
 from pipeloom.train.data.samples import Samples
+from pipeloom.train.output.saved_state import check_saved_state
 
 _GPU = Path("/dev/nvidiactl")  # with a GPU, the model lies in its memory, and torch says what is missing
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -152,9 +153,8 @@ def _check_data(config: TrainConfig, samples: Samples) -> None:
 
 def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest) -> None:
     """Validate that a checkpoint has the model's sizes, and that a stream can drain at its step."""
-    saved = manifest.state.get("model")
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{checkpoint}: was not written by `pipeloom train`. Name one that was.")
+    check_saved_state(checkpoint, manifest.state)
+    saved = manifest.state["model"]
     if config.facts is not None or saved.get("pretrained") is not None:
         check_same_model(config, checkpoint, saved)
         return
@@ -162,7 +162,13 @@ def _check_checkpoint(config: TrainConfig, checkpoint: Path, manifest: Manifest)
     asked = {**config.gpt_sizes, "vocabulary_size": vocabulary_size}
     defaults = TrainConfig().gpt_sizes
     # Earlier versions have fewer sizes.
-    meant, meant_then = _with_defaults(asked), _with_defaults({**defaults, **saved})
+    meant = _with_defaults(asked)
+    try:
+        meant_then = _with_defaults({**defaults, **saved})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint} has a model of other sizes ({one_line(error)}). Use another one."
+        ) from error
     then = {key: saved.get(key, defaults.get(key)) for key in asked}
     other = [key for key in asked if key != "dropout" and meant_then[key] != meant[key]]
     other.sort(key=lambda key: asked[key] == then[key])  # what follows from others, such as defaults of a router, last

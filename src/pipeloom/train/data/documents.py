@@ -27,6 +27,7 @@ from pipeloom.train.data.samples import Samples
 
 _FORMAT = 2  # increment when the same files give another file of tokens
 _NUMBER = np.dtype(np.int32)
+_ABOUT = {**dict.fromkeys(("num_tokens", "num_documents", "num_train_documents", "num_files"), int), "digest": str}
 _BLOCK = 1 << 24  # tokens that are looked at together
 _IGNORED = -100
 
@@ -220,7 +221,15 @@ def prepare_documents(
     def write(out: BinaryIO) -> dict[str, Any]:
         return _write(out, root, files, tokenizer, validation_fraction)
 
-    return cached_tokens(directory, key.hexdigest(), _NUMBER, write)
+    numbers, facts = cached_tokens(directory, key.hexdigest(), _NUMBER, _ABOUT, write)
+    count = facts["num_documents"]
+    lengths = np.abs(np.asarray(numbers[max(0, len(numbers) - count) :], np.int64))
+    if count + int(lengths.sum()) != len(numbers) or facts["num_train_documents"] > count:
+        raise DataError(
+            f"the token cache {directory} is damaged: the lengths in corpus-{key.hexdigest()}.bin are not those of its "
+            f"{count} documents. Delete this file."
+        )
+    return numbers, facts
 
 
 def _write(

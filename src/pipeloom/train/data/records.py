@@ -13,7 +13,7 @@ from pipeloom.common.json_reader import parse_json
 from pipeloom.data.opened import unreadable
 from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.data.shards import JSON_LINES, Line, json_word, text_of
-from pipeloom.errors import DataError
+from pipeloom.errors import DataError, shortened
 
 _KINDS = {"text": ("text",), "prompt and completion": ("prompt", "completion"), "messages": ("messages",)}
 _TOGETHER = 1024  # lines that are tokenized at once
@@ -78,7 +78,7 @@ def _tokenized(lines: Sequence[Line], tokenizer: PretrainedTokenizer) -> Iterato
 def _kind(line: Line) -> str:
     found = [kind for kind, keys in _KINDS.items() if any(key in line.record for key in keys)]
     if len(found) != 1 or not all(key in line.record for key in _KINDS[found[0]]):
-        keys = ", ".join(map(str, line.record)) or "no keys"
+        keys = shortened(", ".join(map(str, line.record)), 200) or "no keys"
         raise DataError(f"{line.place} has {keys}: must have {_kinds()}. Change it.")
     return found[0]
 
@@ -96,8 +96,8 @@ def _conversation(line: Line, tokenizer: PretrainedTokenizer) -> Document:
         content = each.get("content")
         if not isinstance(content, str | list | dict) and not (content is None and each.get("tool_calls")):
             raise DataError(
-                f"{line.place}: content of message {number} ({each['role']}) is {json_word(content)}, and must be a "
-                "string. Change it."
+                f"{line.place}: content of message {number} ({shortened(each['role'], 60)}) is {json_word(content)}, "
+                "and must be a string. Change it."
             )
     if not any(each["role"] == "assistant" for each in messages):
         raise DataError(f"{line.place}: messages have no turn of the role assistant, which is scored. Add one.")

@@ -16,7 +16,6 @@ import torch
 import yaml
 
 from pipeloom.common.atomic_file import UNFINISHED, write_whole
-from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import RunError
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.schedules import user_defined as own_schedule
@@ -24,7 +23,7 @@ from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, clean, list_checkpoints
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.written import CONFIG_HEAD, RUN_FILES
-from pipeloom.train.output.reporters import Entry, Reporters, entry_of
+from pipeloom.train.output.reporters import Entry, Reporters, entry_of, row_of
 from pipeloom.version import __version__
 
 
@@ -102,26 +101,24 @@ def _cut_metrics(path: Path, step: int) -> set[Entry]:
     if not path.exists():
         return set()
     kept, found = [], set()
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            entry = entry_of(parse_json(line))
-        except (ValueError, KeyError, TypeError):
-            continue
-        if line.endswith("\n"):
+    for line in path.read_bytes().splitlines(keepends=True):
+        row = row_of(line)
+        if row is not None and line.endswith(b"\n"):
+            entry = entry_of(row)
             found.add(entry)
             if entry[0] <= step:
                 kept.append(line)
-    write_whole(path, "".join(kept))
+    write_whole(path, b"".join(kept))
     return found
 
 
 def read_entries(directory: Path) -> set[Entry]:
     """What the whole lines of the metrics in an output directory are about."""
     path, found = directory / "metrics.jsonl", set()
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
-            if line.endswith("\n"):
-                found.add(entry_of(parse_json(line)))
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        row = row_of(line)
+        if row is not None and line.endswith(b"\n"):
+            found.add(entry_of(row))
     return found
 
 

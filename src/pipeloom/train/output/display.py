@@ -155,7 +155,7 @@ def resume_notices(
 
 
 def _plain(key: str, value: Any) -> Any:
-    return str(Path(value).absolute()) if key in _PATHS and value is not None and "://" not in value else value
+    return str(Path(value).absolute()) if key in _PATHS and isinstance(value, str) and "://" not in value else value
 
 
 def _shown(key: str, value: Any) -> str:

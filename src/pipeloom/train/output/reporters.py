@@ -20,6 +20,7 @@ from typing import Any
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.json_reader import parse_json
 from pipeloom.errors import RunError
+from pipeloom.report.run_files import step_of
 
 Entry = tuple[int, bool]  # step, and whether it is an evaluation: what a row of metrics.jsonl is about
 
@@ -30,6 +31,17 @@ TENSORBOARD_NAME = "tensorboard"
 def entry_of(row: Mapping[str, Any]) -> Entry:
     """What a row of ``metrics.jsonl`` is about."""
     return int(row["step"]), "eval_loss" in row
+
+
+def row_of(line: str | bytes) -> dict[str, Any] | None:
+    """A line of ``metrics.jsonl``; None where it is damaged, as the last line of a killed run may be."""
+    try:
+        row = parse_json(line)
+        step_of(row)
+    except (ValueError, KeyError, TypeError):
+        return None
+    found: dict[str, Any] = row
+    return found
 
 
 def numbers_in(row: Mapping[str, Any]) -> dict[str, float]:
@@ -103,7 +115,7 @@ class Reporters:
         self._all: list[tuple[bool, Reporter]] = []  # whether it drops repeated steps itself, and the reporter
         if not names:
             return
-        run = _run_name(directory)
+        run = run_name(directory)
         for name in names:
             if name == "tensorboard":
                 self._all.append((True, _TensorBoard(directory, done)))
@@ -139,14 +151,19 @@ def _module(name: str) -> Any:
     return trackio
 
 
-def _run_name(directory: Path) -> str:
+def run_name(directory: Path) -> str:
     """The name of the run, the same for all processes that resume it."""
     path = directory / TRACKING_NAME
     if path.exists():
         try:
-            return str(parse_json(path.read_text(encoding="utf-8"))["run"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} has no name of a run: the file is damaged. Remove it.") from error
+            name = parse_json(path.read_text(encoding="utf-8"))["run"]
+        except OSError as error:
+            raise RunError(f"{path} cannot be read ({error.strerror}). Make it readable, or remove it.") from error
+        except (ValueError, KeyError, TypeError):
+            name = None
+        if not isinstance(name, str) or not name.isprintable():
+            raise RunError(f"{path} has no name of a run: the file is damaged. Remove it.")
+        return name
     name = f"{directory.absolute().name}-{secrets.token_hex(4)}"
     write_whole(path, json.dumps({"run": name}) + "\n")
     return name

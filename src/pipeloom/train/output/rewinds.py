@@ -18,6 +18,7 @@ from pipeloom.errors import CheckpointError, RunError
 from pipeloom.processes.agreement import together
 from pipeloom.train.checkpoint.resume import find_good
 from pipeloom.train.data.written import REWINDS_NAME
+from pipeloom.train.output.saved_state import MOST_SAMPLES, check_saved_state
 from pipeloom.train.run_parts import RunParts
 
 
@@ -48,7 +49,9 @@ class Rewind:
         if not isinstance(row, dict) or row.keys() != names.keys():
             raise ValueError(f"an entry must have the keys {', '.join(names)}")
         numbers = {name: value for name, value in row.items() if name != "spike"}
-        if not isinstance(row["spike"], str) or any(type(value) is not int or value < 0 for value in numbers.values()):
+        if not isinstance(row["spike"], str) or any(
+            type(value) is not int or not 0 <= value < MOST_SAMPLES for value in numbers.values()
+        ):
             raise ValueError("an entry must have integers of at least 0, and a string as spike")
         if row["start"] >= row["stop"]:
             raise ValueError("start must be below stop")
@@ -126,6 +129,7 @@ def _record(run: RunParts, step: int, spike: str) -> tuple[str | None, str, bool
     if found is None:
         return None, f"step {step}  {spike}; update left out, because this run has no checkpoint yet", False
     path, manifest = found.path, found.manifest
+    check_saved_state(path, manifest.state)
     saved = manifest.state["sampler"]
     same_order = (saved["num_windows"], saved["seed"]) == sampler.order
     first = saved["samples_seen"] if same_order else 0
