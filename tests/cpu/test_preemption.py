@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -130,3 +132,33 @@ def test_a_run_without_a_step_in_time_ends_and_keeps_its_checkpoint(
         assert code == 128 + signal.SIGTERM
         assert "SIGTERM: all ranks were ended, in step 5" in errors
     assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "signals", "code"),
+    [
+        (False, "U", 0),  # behind the agreement of all ranks, in which another one had the signal first
+        (False, "UU", 128 + signal.SIGUSR1),
+        (False, "UT", 128 + signal.SIGTERM),
+        (True, "UU", 0),  # from the scheduler, and passed on by the agent
+        (True, "UT", 128 + signal.SIGTERM),
+    ],
+)
+def test_which_signal_is_the_second_one(torchrun: bool, signals: str, code: int) -> None:
+    script = f"""
+import os, signal, time
+from pipeloom.processes import preemption
+preemption._REPEATED_SECONDS = 0.1
+with preemption.Preemption(60.0, rank=0) as found:
+    found.agree()
+    for name in {signals!r}:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGUSR1 if name == "U" else signal.SIGTERM)
+    time.sleep(0.3)
+    assert found.asked
+"""
+    place = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    place |= {"TORCHELASTIC_RUN_ID": "x"} if torchrun else {}
+    done = subprocess.run([sys.executable, "-c", script], env=place, check=False, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert ("rank 0: ended by a second signal, SIG" in done.stderr) == (code != 0)

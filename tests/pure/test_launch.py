@@ -116,6 +116,16 @@ def test_kubernetes_accepts_the_manifest(nodes):
     assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]} == {"shared-memory", "data"}
 
 
+def test_pods_of_a_trainjob_have_the_volume_and_time_for_a_checkpoint():
+    (document,) = yaml.safe_load_all(job_file("kubeflow", of_cluster("script.py")))
+    (patch,) = document["spec"]["runtimePatches"]
+    (pods,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = pods["template"]["spec"]["template"]["spec"]
+    assert (pods["name"], pod["terminationGracePeriodSeconds"]) == ("node", 120)
+    assert pod["volumes"] == [{"name": "data", "persistentVolumeClaim": {"claimName": "runs"}}]
+    assert pod["containers"] == [{"name": "node", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}]
+
+
 def test_the_batch_script_asks_for_what_the_job_needs():
     lines = job_file("slurm", of_cluster("script.py")).splitlines()
     asked = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))

@@ -5,8 +5,9 @@
                                                    ▼
     the sum over processes that ends each step tells all ranks in the same step; they save, and exit with `PREEMPTED`
 
-A second signal, at least `_REPEATED_SECONDS` after the first, ends a process at once. Schedulers send the first one to
-several processes of a run, which then pass it on: what comes sooner is the same request.
+A second signal to a process, at least `_REPEATED_SECONDS` after its first, ends it at once. Schedulers send the first
+one to several processes of a run, which then pass it on: what comes sooner is the same request. torchrun's agent may
+take longer to pass on a signal that the rank has got from the scheduler too.
 """
 
 import os
@@ -24,7 +25,9 @@ from pipeloom.processes.black_box import BlackBox
 PREEMPTED = 75  # exit code, EX_TEMPFAIL of sysexits.h: a checkpoint was saved, run it again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _REPEATED_SECONDS = 1.0
+_PASSED_ON_SECONDS = 15.0  # the same for the same signal under torchrun
 _AGENT_SECONDS = 30.0  # from SIGTERM of torchrun's agent to its SIGKILL, unless the environment has another number
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable of its ranks
 _AGENT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _BEFORE_KILL_SECONDS = 2.0  # a rank ends so much earlier, with a message
 _AFTER_RANKS_SECONDS = 5.0  # so much longer than its ranks the launcher waits
@@ -54,6 +57,7 @@ class Preemption:
         self._previous: dict[int, object] = {}
         self._pipe: tuple[int, int] | None = None
         self._limited = True
+        self._has_agent = _TORCHRUN in os.environ
         self.asked = self.agreed = False
         self.saved: Path | None = None
         self.lock, self.shared = threading.Lock(), dict[str, Any]()
@@ -110,6 +114,7 @@ class Preemption:
 
     def _watch(self, reader: int) -> None:
         first: tuple[float, str] | None = None
+        own: tuple[float, int] | None = None  # this process's first signal, which may come behind those of others
         while True:
             left = None
             if first is not None and self._is_limited:
@@ -129,10 +134,13 @@ class Preemption:
                 if number not in (*SIGNALS, _AGREED):
                     continue
                 name = "a signal to another rank" if number == _AGREED else signal.Signals(number).name
-                self.asked = self.asked or number != _AGREED
-                if first is None:
-                    first = time.monotonic(), name
-                elif number != _AGREED and time.monotonic() > first[0] + _REPEATED_SECONDS:
+                now = time.monotonic()
+                first = first or (now, name)
+                if number == _AGREED:
+                    continue
+                self.asked, own = True, own or (now, number)
+                passed_on = self._has_agent and number == own[1]
+                if now > own[0] + (_PASSED_ON_SECONDS if passed_on else _REPEATED_SECONDS):
                     self._end(128 + number, f"ended by a second signal, {name}, without a checkpoint")
 
     def _end(self, code: int, text: str) -> NoReturn:
@@ -147,7 +155,7 @@ class Preemption:
 
 def allowed_seconds(seconds: float, environment: Mapping[str, str]) -> float:
     """`seconds`, or as long as torchrun's agent waits from SIGTERM to SIGKILL, with time for a message."""
-    if "TORCHELASTIC_RUN_ID" not in environment or not seconds:
+    if _TORCHRUN not in environment or not seconds:
         return seconds
     text = environment.get(_AGENT_VARIABLE, "")
     most = (float(text) if text.isdecimal() else _AGENT_SECONDS) - _BEFORE_KILL_SECONDS
