@@ -112,17 +112,26 @@ def test_a_failed_save_is_told_and_the_next_one_tries_again(
     assert_same(tmp_path / "checkpoint-9", reference / "checkpoint-9")
 
 
-def test_too_many_failed_saves_end_the_run(
+@pytest.mark.parametrize("last", [False, True])
+def test_too_many_failed_saves_end_the_run_unless_the_next_one_succeeds(
     text: Path,  # noqa: F811
     tmp_path: Path,
     failing: list[int],
     capsys: pytest.CaptureFixture[str],
+    last: bool,
 ) -> None:
-    failing += [3, 6]
+    failing += [3, 6, 9] if last else [3, 6]
     command = words(text, tmp_path, "--local", BACKGROUND, "--save_errors=1")
-    assert main(command) == 1
-    assert "the checkpoint was not saved: rank 0:" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*checkpoint-*"))
+    assert main(command) == last
+    shown = capsys.readouterr()
+    told = [line for line in shown.out.splitlines() if "the checkpoint was not saved" in line]
+    assert [line.rpartition("Training goes on, and ")[2] for line in told] == [
+        "the next save tries again.",
+        "with save_errors=1, the run ends if the next save fails.",
+    ]
+    assert ("the checkpoint was not saved: rank 0:" in shown.err) == last
+    assert ("checkpoint-9" in shown.err) == last
+    assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ([] if last else ["checkpoint-9"])
 
 
 def test_copies_are_made_again_in_the_same_memory() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -165,3 +167,20 @@ def test_a_checkpoint_without_manifest_is_told(tmp_path):
     found = find_good("auto", tmp_path, leads=True)
     assert found.path.name == "checkpoint-1"
     assert "checkpoint-2 has no manifest.json" in found.notices[0]
+
+
+def test_copied_checkpoints_and_pipes_are_passed_over(tmp_path):
+    """A directory that says another step than its manifest, and a manifest that would be read for ever."""
+    saved_run(tmp_path, (1, 2))
+    shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "checkpoint-9")
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-7")
+    (tmp_path / "checkpoint-7" / MANIFEST_NAME).unlink()
+    os.mkfifo(tmp_path / "checkpoint-7" / MANIFEST_NAME)
+    with pytest.raises(CheckpointError, match=r"checkpoint-9 is the checkpoint of step 1: it was copied or renamed"):
+        find_good("latest", tmp_path, leads=True)
+    found = find_good("auto", tmp_path, leads=True)
+    assert found.path == tmp_path / "checkpoint-2"
+    copied, pipe = found.notices
+    assert "Name it checkpoint-1, or remove it. It is passed over for checkpoint-2" in copied
+    assert f"checkpoint-7/{MANIFEST_NAME} is no regular file." in pipe
+    assert find_good(str(tmp_path / "checkpoint-9.damaged"), tmp_path, leads=True).manifest.step == 1

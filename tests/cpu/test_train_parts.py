@@ -224,6 +224,27 @@ def test_a_resumed_run_keeps_its_metrics_up_to_the_checkpoint(tmp_path: Path) ->
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == rows[:3]
 
 
+def test_lost_metrics_are_told(tmp_path: Path) -> None:
+    config, path = TrainConfig(output_dir=str(tmp_path)), tmp_path / "metrics.jsonl"
+    for content, lost in (
+        ('{"step": 4}\n{"step": 5}\n{"step": 6, "l\n{"step": 7}\n{"step": 8}\n', "1 earlier step"),
+        ('{"step": 4}\n\0\0\n{"step": 8}\n', "3 earlier steps"),
+        ("", "7 earlier steps"),
+    ):
+        path.write_text(content)
+        assert prepare_output(config, tmp_path / "checkpoint-8", 8)[0] == f"{path} has no rows of {lost}"
+    path.unlink()
+    assert prepare_output(config, tmp_path / "checkpoint-8", 8)[0] == f"{path} has no rows of 7 earlier steps"
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.ENOSPC, "Free space, then"), (errno.EROFS, "Make the directory writable, then")]
+)
+def test_the_advice_fits_the_error(number: int, advice: str) -> None:
+    with pytest.raises(RunError, match=f"a cannot be written: {os.strerror(number)}. {advice}"), writing(Path("a")):
+        raise OSError(number, os.strerror(number), "a")
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"metrics.jsonl cannot be written: No space left on device") as error:

@@ -295,6 +295,8 @@ def read_weight_map(checkpoint: Path, record: FileRecord | None) -> dict[str, st
 
 def _read(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise CheckpointError(f"{path} is no regular file. Use another checkpoint.")
         return path.read_bytes()
     except OSError as error:
         raise _unreadable(path, error) from error

@@ -10,7 +10,7 @@ from pipeloom.common.atomic_directory import fsync_directory
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.directory import OWN_CHECKPOINT, checkpoints, resolve
-from pipeloom.train.checkpoint.manifest import Manifest, verify
+from pipeloom.train.checkpoint.manifest import Manifest, is_misnamed, verify
 
 
 class Resumed(NamedTuple):
@@ -43,7 +43,7 @@ def find_good(wanted: str | None, output_dir: Path, *, leads: bool, key: Checkpo
     found, damaged, first = None, list[tuple[Path, str]](), None
     for path in checkpoints(output_dir):
         try:
-            found = Resumed(path, verify(path, key), [])
+            found = Resumed(path, _own(path, key), [])
             break
         except CheckpointError as error:
             damaged.append((path, str(error)))
@@ -66,6 +66,17 @@ def find_good(wanted: str | None, output_dir: Path, *, leads: bool, key: Checkpo
         kept = _set_aside(path) if leads else path
         found.notices.append(f"{reason} It is passed over for {found.path.name}, and kept as {kept.name}.")
     return found
+
+
+def _own(path: Path, key: CheckpointKey | None) -> Manifest:
+    """The manifest of a checkpoint that the run wrote under this name. Raises CheckpointError."""
+    manifest = verify(path, key)
+    if is_misnamed(path, manifest.step):
+        raise CheckpointError(
+            f"{path} is the checkpoint of step {manifest.step}: it was copied or renamed. Name it "
+            f"checkpoint-{manifest.step}, or remove it."
+        )
+    return manifest
 
 
 def _set_aside(path: Path) -> Path:

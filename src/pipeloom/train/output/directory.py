@@ -1,5 +1,6 @@
 """The output directory of a run: locked, with outputs of earlier runs moved aside, and written atomically."""
 
+import errno
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ import torch
 import yaml
 
 from pipeloom.common.atomic_file import UNFINISHED, write_whole
+from pipeloom.common.quantities import counted
 from pipeloom.errors import RunError
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.schedules import user_defined as own_schedule
@@ -37,7 +39,8 @@ def prepare_output(
     that `goes_on` without a checkpoint keeps its files too.
 
     Returns:
-        One line that says what was moved, or None; and what earlier processes of this run wrote in its metrics.
+        One line that says what was moved and what metrics are lost, or None; and what earlier processes of this run
+        wrote in its metrics.
     """
     directory = Path(config.output_dir)
     clean(directory)
@@ -54,7 +57,12 @@ def prepare_output(
         place.mkdir()
         for path in stale:
             path.rename(place / path.name)
-    written = _cut_metrics(directory / "metrics.jsonl", step) if goes_on else set()
+    said = [f"an earlier run was moved to {place}"] if stale else []
+    written = set[Entry]()
+    if goes_on:
+        written = _cut_metrics(directory / "metrics.jsonl", step)
+        if lost := _lost_rows({number for number, evaluates in written if not evaluates}, step):
+            said.append(f"{directory / 'metrics.jsonl'} has no rows of {counted(lost, 'earlier step')}")
     write_whole(
         directory / "config.yaml",
         f"{CONFIG_HEAD}{__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
@@ -69,7 +77,10 @@ def prepare_output(
         "threads a rank": torch.get_num_threads(),
     }
     write_whole(directory / "environment.json", json.dumps(environment, indent=2) + "\n")
-    return f"an earlier run was moved to {place}" if stale else None, written
+    return "; ".join(said) or None, written
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -82,8 +93,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        advice = "Free space" if error.errno in _FULL else "Make the directory writable"
         raise RunError(
-            f"{error.filename or path} cannot be written: {error.strerror or error}. Free space, then resume with "
+            f"{error.filename or path} cannot be written: {error.strerror or error}. {advice}, then resume with "
             "--resume_from_checkpoint latest."
         ) from error
 
@@ -110,6 +122,14 @@ def _cut_metrics(path: Path, step: int) -> set[Entry]:
                 kept.append(line)
     write_whole(path, b"".join(kept))
     return found
+
+
+def _lost_rows(steps: set[int], step: int) -> int:
+    """How many steps before `step` are missing behind the first one that is there; all of them if none is there.
+
+    The row of `step` itself may come later.
+    """
+    return sum(number not in steps for number in range(min(steps, default=1), step))
 
 
 def read_entries(directory: Path) -> set[Entry]:
@@ -166,7 +186,7 @@ class Journal:
             if not self._keeps_rows:
                 raise
             if len(self._rows) == 1:
-                reason = str(error).partition(". Free space")[0]
+                reason = str(error).partition(", then resume")[0].rpartition(". ")[0]
                 sys.stderr.write(f"pipeloom: warning: {reason}. Training goes on, and rows are written later.\n")
                 sys.stderr.flush()
         if self.reporters is not None:

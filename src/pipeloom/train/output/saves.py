@@ -46,19 +46,19 @@ class Saves:
         self._copies = HostCopies()
         self._pending: _Save | None = None
         self._failures = 0  # background saves in a row
-        self._error: CheckpointError | None = None
 
     def save(self, step: int) -> list[str]:
         """Save the state after `step`; in the background, this waits only for the save before.
 
         Raises:
-            CheckpointError: a rank failed; in the background, ``save_errors`` saves in a row have failed.
+            CheckpointError: a rank failed. In the background, more than ``save_errors`` saves in a row have failed, and
+                one between two steps has failed too.
         """
         if not self._config.background_saves:
             return [f"step {step}  saved {save(self._run, step)}"]
         lines = self._wait()
-        if self._failures > self._config.save_errors and self._error is not None:
-            raise self._error
+        if self._failures > self._config.save_errors:
+            return [*lines, *self._save_now(step)]
         self._run.journal.enter(f"checkpoint after step {step}")
         given = self._copies.of_contents(contents(self._run))
         given |= {"exchange": self._exchange, "on_tensor": lambda: saves_tensor(self._run)}
@@ -78,9 +78,12 @@ class Saves:
             CheckpointError: a rank failed in the second try.
         """
         lines = self._wait()
-        if self._failures and retry is not None:
-            lines.append(f"step {retry}  saved {save(self._run, retry)}")
-            self._failures, self._error = 0, None
+        return [*lines, *self._save_now(retry)] if self._failures and retry is not None else lines
+
+    def _save_now(self, step: int) -> list[str]:
+        """Save between two steps, after saves in the background that failed."""
+        lines = [f"step {step}  saved {save(self._run, step)}"]
+        self._failures = 0
         return lines
 
     def close(self) -> None:
@@ -101,12 +104,14 @@ class Saves:
     def _take(self, done: "_Save") -> list[str]:
         self._pending = None
         if done.error is None:
-            self._failures, self._error = 0, None
+            self._failures = 0
             return [f"step {done.step}  saved {done.path}"]
         if not isinstance(done.error, CheckpointError):  # a rank was lost, or a defect
             raise done.error
-        self._failures, self._error = self._failures + 1, done.error
-        return [f"step {done.step}  {done.error} Training goes on, and the next save tries again."]
+        self._failures += 1
+        last = self._failures > self._config.save_errors
+        how = f"with save_errors={self._config.save_errors}, the run ends if the next save fails" if last else None
+        return [f"step {done.step}  {done.error} Training goes on, and {how or 'the next save tries again'}."]
 
 
 class _Save:
