@@ -79,10 +79,13 @@ class Checks:
 
     def __init__(self, costs: CostModel, model: PlannedModel) -> None:
         self._costs, self._model = costs, model
+        self._known: dict[Configuration, str | None] = {}  # several searches ask the same
 
     def can_run(self, of: Configuration) -> str | None:
         """Why the model cannot run so; None: it can."""
-        return self._why_not(of)
+        if of not in self._known:
+            self._known[of] = self._why_not(of)
+        return self._known[of]
 
     def accept(self, found: Simulated) -> str | None:
         """Why a plan cannot run; None: it can."""

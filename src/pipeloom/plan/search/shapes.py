@@ -50,11 +50,13 @@ class KnownShapes:
         single: seconds of single blocks, and of the shortest way through one and back.
         blocks: per stage.
         bounds: of shapes.
+        work: seconds of the computations of one micro-batch, by group.
     """
 
     single: dict[Hashable, tuple[list[Seconds], float]] = field(default_factory=dict)
     blocks: dict[Hashable, list[tuple[int, ...]]] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
+    work: dict[Configuration, float] = field(default_factory=dict)
 
 
 class Shapes:

@@ -109,7 +109,8 @@ class Space:
     ) -> None:
         self.request, self.refusals, self._can_run = request, refusals, can_run
         self.costs, self._least = costs.uncorrected
-        self.shapes = Shapes(costs, request, refusals, known)
+        known = known or KnownShapes()
+        self.shapes, self._work = Shapes(costs, request, refusals, known), known.work
         self._layers = costs.num_blocks
         kept = request.fixed.get("offload", 0)
         offloads = kept is not None and request.allows("offload", kept) and costs.can_offload
@@ -216,8 +217,9 @@ class Space:
         pipeline = self._least_pipeline(of, devices // of.inside.processes)
         if pipeline is None:
             return inf
-        work = sum(map(sum, self.costs.stage_seconds(of)))
-        share = of.inside.processes / (devices * of.microbatch_size)
+        if of not in self._work:
+            self._work[of] = sum(map(sum, self.costs.stage_seconds(of)))
+        work, share = self._work[of], of.inside.processes / (devices * of.microbatch_size)
         fill = self._fill(replace(of, pipeline=pipeline, data=devices // of.inside.processes // pipeline))
         return self._least * (work * self.request.batch_size * share * self._turns(devices) + fill)
 
