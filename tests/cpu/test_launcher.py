@@ -135,6 +135,21 @@ while not (here / "never").exists(): time.sleep(0.005)
     assert re.search(r"rank 1 was killed by SIGKILL.* in step 12, last action 1B3; all ranks were ended", err), err
 
 
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_without_an_error_before_the_run_is_complete_is_named(start: Start, end: str) -> None:
+    body = f"""
+box.phase = "step 11"
+wait_for_all()
+if rank == 1: {end}
+raise PeerLost("rank 1 ended while this rank waited for it")
+"""
+    code, _, err = finish(start(body))
+    how = "rank 1 ended with exit code 0 in step 11, before the run was complete"
+    assert (code, err) == (1, f"pipeloom: error: {how}; all ranks were ended\n")
+    code, _, err = finish(start(f"box.phase = 'step 11'\n{end}", 1))  # where no other rank waits for it
+    assert (code, err) == (1, f"pipeloom: error: {how.replace('rank 1', 'rank 0')}; all ranks were ended\n")
+
+
 def test_ranks_killed_at_once_are_all_named(start: Start) -> None:
     """The launcher is stopped while they are killed, so that it cannot come between."""
     body = """

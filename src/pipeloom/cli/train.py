@@ -91,8 +91,8 @@ def main(argv: Sequence[str]) -> int:
             return _launch(config, argv)
         with without_empty_cache():
             code = PREEMPTED if train(config, member) else 0
-        if member is not None:
-            launcher.leave(code)
+    if member is not None:
+        launcher.leave(code)
     return code
 
 

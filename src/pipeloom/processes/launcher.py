@@ -27,7 +27,7 @@ from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.elastic.generation import GROW, Generation
 from pipeloom.processes.launching.ends import HUNG as HUNG
-from pipeloom.processes.launching.ends import Stops, end_all, ending, explain, signal_name
+from pipeloom.processes.launching.ends import Stops, early_exits, end_all, ending, explain, signal_name
 from pipeloom.processes.launching.fork_server import SERVER as SERVER
 from pipeloom.processes.launching.fork_server import fork_for_ranks as fork_for_ranks
 from pipeloom.processes.launching.ranks import LAUNCHED as LAUNCHED
@@ -121,10 +121,13 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def last_words(member: Membership | None) -> Iterator[None]:
     """Around the work of a rank: writes an error into the black box and ends the rank with the error's exit code.
 
-    The launcher then prints the error once for all ranks. Without the launcher, the error names the rank.
+    The launcher then prints the error once for all ranks. Without the launcher, the error names the rank. Where there is no
+    error, the black box says that the work is complete: the launcher takes any other exit with code 0 for a failure.
     """
     try:
         yield
+        if member is not None:
+            member.black_box.complete = 1.0
     except Exception as error:
         while member is not None and member.black_box.ending:  # other ranks have ended, and this one is about to
             time.sleep(_POLL_SECONDS)
@@ -297,7 +300,8 @@ def _watch(
             phase = ranks[0].black_box.phase if ranks else ""
             return 128 + number, f"{signal_name(number)}: all ranks were ended{phase and ', in ' + phase}"
         codes = [rank.process.poll() for rank in ranks]
-        if all(code in (0, PREEMPTED) for code in codes):
+        early = early_exits(ranks, codes)
+        if not early and all(code in (0, PREEMPTED) for code in codes):
             return PREEMPTED if PREEMPTED in codes else 0, None
         if recoveries.pending and signals:
             return 128 + signals[0], f"{signal_name(signals[0])}: all ranks were ended, in a recovery"
@@ -305,7 +309,7 @@ def _watch(
             stops.look(ranks)  # tells of stopped ranks; the recovery's own deadlines end them
             time.sleep(_POLL_SECONDS)
             continue
-        lost = {rank: code for rank, code in enumerate(codes) if code and code != PREEMPTED}
+        lost = early | {rank: code for rank, code in enumerate(codes) if code and code != PREEMPTED}
         if lost:
             deadline = deadline or time.monotonic() + _CAUSE_SECONDS
             if min(lost.values()) < 0 and None in codes and not seen_killed:
