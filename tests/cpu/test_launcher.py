@@ -20,6 +20,7 @@ from pipeloom.common.cores import usable_cores
 from pipeloom.errors import InputError
 from pipeloom.processes import launcher
 from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.preemption import PREEMPTED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher stands on Linux")
 
@@ -44,8 +45,10 @@ with launcher.last_words(member):
 LAUNCH = """\
 import sys
 from pipeloom.processes.launcher import launch
+from pipeloom.processes.preemption import Request
 names = [f"rank {rank}" for rank in range(int(sys.argv[1]))]
-code = launch(names, sys.argv[2:], recoveries=globals().get("RECOVERIES", 0))
+request, recoveries = Request(globals().get("SECONDS", 0.0)), globals().get("RECOVERIES", 0)
+code = launch(names, sys.argv[2:], request=request, recoveries=recoveries)
 assert "torch" not in sys.modules
 sys.exit(code)
 """
@@ -135,6 +138,21 @@ while not (here / "never").exists(): time.sleep(0.005)
     assert re.search(r"rank 1 was killed by SIGKILL.* in step 12, last action 1B3; all ranks were ended", err), err
 
 
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_without_an_error_before_the_run_is_complete_is_named(start: Start, end: str) -> None:
+    body = f"""
+box.phase = "step 11"
+wait_for_all()
+if rank == 1: {end}
+raise PeerLost("rank 1 ended while this rank waited for it")
+"""
+    code, _, err = finish(start(body))
+    how = "rank 1 ended with exit code 0 in step 11, before the run was complete"
+    assert (code, err) == (1, f"pipeloom: error: {how}; all ranks were ended\n")
+    code, _, err = finish(start(f"box.phase = 'step 11'\n{end}", 1))  # where no other rank waits for it
+    assert (code, err) == (1, f"pipeloom: error: {how.replace('rank 1', 'rank 0')}; all ranks were ended\n")
+
+
 def test_ranks_killed_at_once_are_all_named(start: Start) -> None:
     """The launcher is stopped while they are killed, so that it cannot come between."""
     body = """
@@ -200,6 +218,49 @@ line.meet()
     assert code == 0, err
     assert re.search(r"rank 1 \(process \d+\) was stopped by SIGSTOP; the run waits for it", err), err
     assert re.search(r"rank 1 \(process \d+\) was started again, but not ready after 2 s; it is killed\n", err), err
+
+
+@pytest.mark.parametrize("ended_by", ["save", "time", "signal"])
+def test_a_signal_in_a_recovery_is_kept_until_all_ranks_are_ready(start: Start, tmp_path: Path, ended_by: str) -> None:
+    body = """
+from pipeloom.processes.preemption import PREEMPTED, Preemption
+with Preemption(60.0, rank, box) as preemption:
+    line = member.lifeline
+    if line.generation == 0:
+        box.phase = "step 12"
+        wait_for_all()
+        if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        assert line.noticed(PeerLost(""))
+    else:
+        (here / "again").touch()
+        while not (here / "go").exists(): time.sleep(0.005)
+    line.meet()
+    assert not preemption.asked
+    if rank == 1: time.sleep(0.1)  # the other one is ready before
+    assert not preemption.asked
+    box.phase = "setup"
+    while not preemption.asked: time.sleep(0.005)
+launcher.leave(PREEMPTED)
+"""
+    process = start(body, before=f"RECOVERIES, SECONDS = 1, {0.3 if ended_by == 'time' else 60.0}\n")
+    while not (tmp_path / "again").exists():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    if ended_by == "save":
+        time.sleep(0.2)
+        (tmp_path / "go").touch()
+    elif ended_by == "signal":
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    warning, *lines = err.splitlines()
+    assert warning.endswith("the other ranks keep their processes (recovery 1 of at most 1)")
+    name = "SIGINT" if ended_by == "signal" else "SIGTERM"
+    assert (code, lines) == (
+        (PREEMPTED, [])
+        if ended_by == "save"
+        else (128 + signal.Signals[name], [f"pipeloom: {name}: all ranks were ended, in a recovery"])
+    )
 
 
 def test_ranks_that_are_killed_during_a_recovery_are_named(start: Start) -> None:

@@ -14,9 +14,9 @@ from pipeloom.errors import InputError, PeerLost
 from pipeloom.processes import preemption
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.elastic.copy_head import SEAL, common_step, write_number
-from pipeloom.processes.elastic.generation import GROW, Generation
+from pipeloom.processes.elastic.generation import Generation
 from pipeloom.processes.launcher import HUNG
-from pipeloom.processes.preemption import PREEMPTED
+from pipeloom.processes.preemption import GROW, PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline, Rerouted
 from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tethers
 from pipeloom.train.config.rules.settings import validate_settings
@@ -137,6 +137,13 @@ def test_options_that_do_not_fit_are_refused(config: TrainConfig, text: str) -> 
         validate_settings(config)
 
 
+def request(*numbers: int) -> Request:
+    """A launcher's, which has received signals."""
+    found = Request(10.0)
+    found.signals += numbers
+    return found
+
+
 def ranks(count: int, steps: float = 1.0) -> list[Any]:
     boxes = [BlackBox() for _ in range(count)]
     for box in boxes:
@@ -178,12 +185,16 @@ def test_a_run_goes_on_without_the_ranks_that_were_killed(
     codes: tuple[int | None, ...], grown: bool, steps: int, lost: tuple[int, ...] | None
 ) -> None:
     found = generation(3, grown=grown)
-    found.note(ranks(3, steps), codes, "how", [])
+    found.note(ranks(3, steps), codes, "how", request())
     assert (found.end and found.end.lost) == lost
     assert found.end is None or (found.end.text, found.end.begun, found.end.grows) == ("how", 7, False)
     ended = generation(3, grown=grown)
-    ended.note(ranks(3, steps), codes, "how", [15])
+    ended.note(ranks(3, steps), codes, "how", request(2))
     assert ended.end is None
+    asked = generation(3, grown=grown)
+    asked.note(ranks(3, steps), codes, "how", request(15))  # those that start save for it
+    assert asked.end == found.end
+    asked.tethers.close()
     found.tethers.close()
     ended.tethers.close()
 
@@ -193,7 +204,7 @@ def test_a_step_that_was_complete_has_begun(phase: str) -> None:
     running, found = ranks(3), generation(3)
     for each in running:
         each.black_box.enter(phase, patient=True)
-    found.note(running, (None, -9, None), "how", [])
+    found.note(running, (None, -9, None), "how", request())
     assert found.end is not None
     assert found.end.begun == 7
     found.tethers.close()
@@ -206,27 +217,27 @@ def test_a_rank_that_is_killed_as_it_starts_ends_a_run_that_has_not_begun(
     running = ranks(3, 0.0)
     running[1].black_box.enter("", patient=True)
     found = generation(3, first=first)
-    found.note(running, (None, -9, None), "how", [])
+    found.note(running, (None, -9, None), "how", request())
     assert (found.end and found.end.lost) == lost
     found.tethers.close()
 
 
 def test_a_run_grows_once_all_ranks_have_made_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     full, fewer, timed = generation(2), generation(2, num_more=1), generation(2, num_more=1, grow_seconds=0.0)
-    started, running, signals = ranks(2, 0.0), ranks(2), [int(GROW)]
-    assert not full.wants_to_grow(signals, running)
-    assert signals == []
+    started, running, asked = ranks(2, 0.0), ranks(2), request(GROW)
+    assert not full.wants_to_grow(asked, running)
+    assert asked.signals == []
     assert "SIGUSR2: the run has 2 ranks, all it may" in capsys.readouterr().err
-    assert not fewer.wants_to_grow([], running)
-    assert not fewer.wants_to_grow([int(GROW)], started)
-    assert fewer.wants_to_grow([], running)
+    assert not fewer.wants_to_grow(request(), running)
+    assert not fewer.wants_to_grow(request(GROW), started)
+    assert fewer.wants_to_grow(request(), running)
     assert [rank.black_box.grows for rank in running] == [1.0, 1.0]
-    assert not fewer.wants_to_grow([], running)  # they have been asked
-    fewer.note(running, (PREEMPTED, PREEMPTED), "", [])
+    assert not fewer.wants_to_grow(request(), running)  # they have been asked
+    fewer.note(running, (PREEMPTED, PREEMPTED), "", request())
     assert fewer.end is not None
     assert fewer.end.grows
-    assert timed.wants_to_grow([], ranks(2))
-    timed.note(running, (PREEMPTED, PREEMPTED), "", [15])  # the machine is about to be taken away
+    assert timed.wants_to_grow(request(), ranks(2))
+    timed.note(running, (PREEMPTED, PREEMPTED), "", request(15))  # the machine is about to be taken away
     assert timed.end is None
     for each in (full, fewer, timed):
         each.tethers.close()
@@ -238,16 +249,50 @@ def test_a_signal_while_ranks_save_for_more_ranks_is_a_preemption(monkeypatch: p
     ]
     clock = [100.0]
     monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
-    request = preemption.Request(10.0)
-    request.ask(running)
+    found = request()
+    found.ask(running)
     clock[0] += 1000.0  # no limit, where the launcher asks
-    assert request.ending([], running) is None
-    assert request.ending([15], running) is None  # they save already, now within the limit
+    assert found.ending(running, begun=True) is None
+    found.signals.append(15)
+    assert found.ending(running, begun=True) is None  # they save already, now within the limit
     clock[0] += 14.0
-    assert request.ending([15], running) is None
+    assert found.ending(running, begun=True) is None
     clock[0] += 2.0
-    assert request.ending([15], running) == 15
-    assert preemption.Request(10.0).ending([2], running) == 2
+    assert found.ending(running, begun=True) == 15
+    assert request(2).ending(running, begun=True) == 2
+    grows = request(GROW)  # while ranks start
+    assert grows.ending((), begun=True) is None
+    assert grows.signals == [GROW]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "second", "end"), [(0.5, [], None), (20.0, [], 10), (5.0, [15], 15), (0.5, [15], None)]
+)
+def test_a_signal_while_ranks_start_after_a_loss_is_kept_until_they_are_ready(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, second: list[int], end: int | None
+) -> None:
+    clock, told = [100.0], list[int]()
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(preemption.os, "kill", lambda pid, _: told.append(pid))
+    running = [
+        SimpleNamespace(process=SimpleNamespace(pid=pid, returncode=None), black_box=each.black_box)
+        for pid, each in enumerate(ranks(2))
+    ]
+    assert request(10).ending(running[:0], begun=False) == 10  # there is nothing to save yet
+    found = request(10)
+    assert found.ending((), begun=True) is None
+    running[1].black_box.enter("", patient=True)
+    clock[0] += seconds
+    found.signals += second
+    assert found.ending(running, begun=True) == end
+    assert told == []
+    running[1].black_box.enter("setup", patient=True)
+    for _ in range(2):  # a second signal would end the processes
+        assert found.ending(running, begun=True) == end
+    assert told == ([] if end else [0, 1])
+    again = SimpleNamespace(process=SimpleNamespace(pid=2, returncode=None), black_box=running[1].black_box)
+    assert found.ending([running[0], again], begun=True) == end
+    assert told == ([] if end else [0, 1, 2])
 
 
 def test_ranks_go_on_without_others_that_are_lost_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,10 +345,10 @@ def test_a_generation_without_some_ranks_can_grow() -> None:
         return Rerouting((0, 2), ("a", "b"), "", "")
 
     found = generation(3, grow_seconds=0.0, reroute=reroute)
-    assert not found.wants_to_grow([], ranks(3))
+    assert not found.wants_to_grow(request(), ranks(3))
     assert found.goes_on_without([1]) is not None
     assert found.slots == (0, 2)
-    assert found.wants_to_grow([], ranks(2))
+    assert found.wants_to_grow(request(), ranks(2))
     assert found.goes_on_without([1]) is None  # the ranks save and end
     assert asked == [[1]]
     found.tethers.close()

@@ -13,7 +13,7 @@ from pipeloom.chaos.fault import VARIABLE
 from pipeloom.errors import InputError
 from pipeloom.processes import launcher
 from pipeloom.processes.launching.torchrun import end_agent
-from pipeloom.processes.preemption import PREEMPTED
+from pipeloom.processes.preemption import PREEMPTED, Request
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.options import CONFIGURED
 from pipeloom.train.machine.compile_cache import without_empty_cache
@@ -91,8 +91,8 @@ def main(argv: Sequence[str]) -> int:
             return _launch(config, argv)
         with without_empty_cache():
             code = PREEMPTED if train(config, member) else 0
-        if member is not None:
-            launcher.leave(code)
+    if member is not None:
+        launcher.leave(code)
     return code
 
 
@@ -158,7 +158,7 @@ def _launch(config: TrainConfig, argv: Sequence[str]) -> int:
                 process_names(config),
                 words,
                 variables,
-                preempt_seconds=config.preempt_seconds,
+                request=Request(config.preempt_seconds),
                 recoveries=config.max_recoveries if config.recover else 0,
                 forks=True,
             )

@@ -12,8 +12,8 @@ from pipeloom.ir import Action
 
 LABEL_BYTES = 64  # size of the label of the running action
 BLACKBOX_BYTES = LABEL_BYTES + 8  # of the label, and of the time when the action started
-_CLOCK, _STEPS, _PATIENT, _LIMIT, _ENDING, _READY, _GROWS = range(7)  # float64 numbers behind the label
-_NUMBERS_END = LABEL_BYTES + 7 * 8
+_CLOCK, _STEPS, _PATIENT, _LIMIT, _ENDING, _READY, _GROWS, _COMPLETE = range(8)  # float64 numbers behind the label
+_NUMBERS_END = LABEL_BYTES + 8 * 8
 
 
 def label_of(action: Action) -> bytes:
@@ -85,6 +85,7 @@ class BlackBox:
         ending: 1 once the watchdog ends the process, else 0.
         ready: the generation of the run's ranks that this process can join (`processes/recovery/`).
         grows: 1 where the launcher has asked this rank to save and to end, so that more ranks go on (`--elastic`).
+        complete: 1 once the rank has done its work, before its process ends, else 0.
         observer: receives actions and phases as they begin; None, as in ordinary runs: nothing does.
         on_progress: called in the thread that trains, as a phase begins and as a step is complete; None: nothing is.
     """
@@ -93,7 +94,7 @@ class BlackBox:
     action, phase, last_words = _Text(0, LABEL_BYTES), _Text(128, 256), _Text(256, SIZE)
     clock, steps, patient = _Number(_CLOCK), _Number(_STEPS), _Number(_PATIENT)
     limit_seconds, ending = _Number(_LIMIT), _Number(_ENDING)
-    ready, grows = _Number(_READY), _Number(_GROWS)
+    ready, grows, complete = _Number(_READY), _Number(_GROWS), _Number(_COMPLETE)
 
     def __init__(self, descriptor: int = -1, *, writable: bool = True) -> None:
         if descriptor < 0 and hasattr(os, "memfd_create"):

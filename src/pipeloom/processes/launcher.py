@@ -25,15 +25,15 @@ from typing import NoReturn
 from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, unwrapped
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
-from pipeloom.processes.elastic.generation import GROW, Generation
+from pipeloom.processes.elastic.generation import Generation
 from pipeloom.processes.launching.ends import HUNG as HUNG
-from pipeloom.processes.launching.ends import Stops, end_all, ending, explain, signal_name
+from pipeloom.processes.launching.ends import Stops, early_exits, end_all, ending, explain, signal_name
 from pipeloom.processes.launching.fork_server import SERVER as SERVER
 from pipeloom.processes.launching.fork_server import fork_for_ranks as fork_for_ranks
 from pipeloom.processes.launching.ranks import LAUNCHED as LAUNCHED
 from pipeloom.processes.launching.ranks import LIFELINE, Rank, RankStarter, anonymous_file
 from pipeloom.processes.network.patience import telling
-from pipeloom.processes.preemption import PREEMPTED, Request
+from pipeloom.processes.preemption import GROW, PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline
 from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tethers
 
@@ -121,10 +121,13 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def last_words(member: Membership | None) -> Iterator[None]:
     """Around the work of a rank: writes an error into the black box and ends the rank with the error's exit code.
 
-    The launcher then prints the error once for all ranks. Without the launcher, the error names the rank.
+    The launcher then prints the error once for all ranks. Without the launcher, the error names the rank. Without an
+    error, the black box says that the work is complete: the launcher takes any other exit with code 0 for a failure.
     """
     try:
         yield
+        if member is not None:
+            member.black_box.complete = 1.0
     except Exception as error:
         while member is not None and member.black_box.ending:  # other ranks have ended, and this one is about to
             time.sleep(_POLL_SECONDS)
@@ -191,7 +194,7 @@ def launch(
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
     *,
-    preempt_seconds: float = 0.0,
+    request: Request | None = None,
     recoveries: int = 0,
     elastic: Generation | None = None,
     forks: bool = False,
@@ -201,15 +204,15 @@ def launch(
     When a rank fails or is killed, the launcher ends the other ranks and prints one line: which rank, how, and in which
     step and action. With `recoveries`, a rank that was killed is started again, while the others keep their processes
     (`processes/recovery/`). SIGINT, SIGTERM and SIGHUP end all ranks too, except where the launcher itself ignores
-    them (SIGHUP under nohup). With `preempt_seconds`, the first SIGTERM or SIGUSR1 asks the ranks to save and to end
-    (`processes/preemption.py`). When a rank is stopped, the launcher prints a warning and waits. It leaves no process
-    and no file.
+    them (SIGHUP under nohup). With the seconds of a `request`, the first SIGTERM or SIGUSR1 asks the ranks to save and
+    to end (`processes/preemption.py`); ranks that start after a loss are asked once they are ready. When a rank is
+    stopped, the launcher prints a warning and waits. It leaves no process and no file.
 
     Args:
         names: one name per rank, for messages.
         arguments: of the Python interpreter.
         environment: variables to add to those of this process.
-        preempt_seconds: how long ranks may take to save; 0: a signal ends them at once.
+        request: of signals, over all generations of an elastic run; None: each signal ends the ranks at once.
         recoveries: how often the run may recover from the loss of ranks.
         elastic: of a run that goes on with other ranks; the launcher tells it how these end.
         forks: whether ranks are forked from one process with all imports done, see `launching/fork_server.py`. It stays
@@ -227,23 +230,24 @@ def launch(
     ranks: list[Rank] = []
     own = Tethers(len(names) if recoveries and elastic is None else 0)
     tethers = own if elastic is None else elastic.tethers
-    signals: list[int] = []  # received; if handlers raised, a second signal would interrupt the clean-up
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if preempt_seconds else [])]
+    request = Request(0.0) if request is None else request
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if request.seconds else [])]
     numbers += [] if elastic is None else [GROW]
     asked = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in asked}
+    previous = {number: signal.signal(number, lambda number, _: request.signals.append(number)) for number in asked}
     # Ranks inherit this: a terminal with `stty tostop` stops background processes that write.
     previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    begun = elastic is not None and elastic.first > 0
     try:
         with anonymous_file("meeting") as meeting, ExitStack() as stack:
             starter = RankStarter(names, arguments, environment or {}, meeting, tethers, elastic, forks)
             stack.callback(starter.end_server)
             starter.prepare()
             with telling(lambda: "the process that imports torch for all ranks is not ready yet"):
-                while starter.prepares and not signals:
+                while starter.prepares and request.ending((), begun=begun) is None:
                     time.sleep(_POLL_SECONDS)
             for rank in range(len(names)):
-                if not signals:
+                if request.ending((), begun=begun) is None:
                     ranks.append(starter.start(rank, 0))
             if not recoveries or (elastic is not None and elastic.inherited):  # which the server would keep in memory
                 starter.end_server()
@@ -254,11 +258,11 @@ def launch(
                 starter.prepare,
                 reroute=lambda lost: _goes_on_without(lost, ranks, elastic),
             )
-            code, line = _watch(ranks, signals, Request(preempt_seconds), recovering, elastic)
+            code, line = _watch(ranks, request, recovering, elastic)
             if elastic is not None:
                 codes = [rank.process.returncode for rank in ranks]
                 failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)}
-                elastic.note(ranks, codes, ending(ranks, failed) if failed else "", signals)
+                elastic.note(ranks, codes, ending(ranks, failed) if failed else "", request)
                 line = line if elastic.end is None else None
     finally:
         end_all(ranks)
@@ -283,7 +287,6 @@ def _goes_on_without(lost: Collection[int], ranks: list[Rank], elastic: Generati
 
 def _watch(
     ranks: list[Rank],
-    signals: list[int],
     request: Request,
     recoveries: Recoveries[Rank],
     elastic: Generation | None,
@@ -291,21 +294,21 @@ def _watch(
     """Wait until all ranks are done, one fails or a signal arrives; returns the exit code and the line to print."""
     deadline, stops, seen_killed = None, Stops(), False
     while True:
-        if elastic is not None and elastic.wants_to_grow(signals, ranks):
+        if elastic is not None and elastic.wants_to_grow(request, ranks):
             request.ask(ranks)
-        if (number := request.ending(signals, ranks)) is not None:
-            phase = ranks[0].black_box.phase if ranks else ""
+        begun = recoveries.begun or (elastic is not None and elastic.first > 0)
+        if (number := request.ending(() if recoveries.pending else ranks, begun=begun)) is not None:
+            phase = "a recovery" if recoveries.pending else ranks[0].black_box.phase if ranks else ""
             return 128 + number, f"{signal_name(number)}: all ranks were ended{phase and ', in ' + phase}"
         codes = [rank.process.poll() for rank in ranks]
-        if all(code in (0, PREEMPTED) for code in codes):
+        early = early_exits(ranks, codes)
+        if not early and all(code in (0, PREEMPTED) for code in codes):
             return PREEMPTED if PREEMPTED in codes else 0, None
-        if recoveries.pending and signals:
-            return 128 + signals[0], f"{signal_name(signals[0])}: all ranks were ended, in a recovery"
-        if not signals and recoveries.recovers(ranks, codes, lambda ended: ending(ranks, ended)):
+        if recoveries.recovers(ranks, codes, lambda ended: ending(ranks, ended)):
             stops.look(ranks)  # tells of stopped ranks; the recovery's own deadlines end them
             time.sleep(_POLL_SECONDS)
             continue
-        lost = {rank: code for rank, code in enumerate(codes) if code and code != PREEMPTED}
+        lost = early | {rank: code for rank, code in enumerate(codes) if code and code != PREEMPTED}
         if lost:
             deadline = deadline or time.monotonic() + _CAUSE_SECONDS
             if min(lost.values()) < 0 and None in codes and not seen_killed:

@@ -24,6 +24,7 @@ from pipeloom.processes.black_box import BlackBox
 
 PREEMPTED = 75  # exit code, EX_TEMPFAIL of sysexits.h: a checkpoint was saved, run it again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+GROW = signal.SIGUSR2  # to the launcher of an elastic run: lost ranks may start again
 _REPEATED_SECONDS = 1.0
 _PASSED_ON_SECONDS = 15.0  # the same for the same signal under torchrun
 _AGENT_SECONDS = 30.0  # from SIGTERM of torchrun's agent to its SIGKILL, unless the environment has another number
@@ -177,38 +178,59 @@ class _Rank(Protocol):
 
 
 class Request:
-    """The launcher's part: passes the first signal on to its ranks.
+    """The launcher's part: passes the first signal on to the ranks, which then save and end.
+
+    A run that has begun keeps a signal that comes while ranks start after a loss, until all of them can save.
 
     Args:
         seconds: as of `Preemption`; 0: each signal ends the run.
+
+    Attributes:
+        signals: that the launcher has received and not looked at yet, with `GROW`. Its handlers add to this list: if
+            they raised, a second signal would interrupt the clean-up.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._num_seen = 0
-        self._since: float | None = None
-        self._from_launcher = False
+        self.seconds, self.signals = seconds, list[int]()
+        self._first: tuple[float, int] | None = None
+        self._end: int | None = None
+        self._asked: list[_Process] = []
 
-    def ask(self, ranks: Sequence[_Rank], *, from_launcher: bool = True) -> None:
-        """Ask the ranks to save and to end; by the launcher itself, or for a signal."""
-        self._since, self._from_launcher = time.monotonic(), from_launcher
+    @property
+    def received(self) -> bool:
+        """Whether a signal has come that asks for a checkpoint or ends the run."""
+        return self._first is not None or self._end is not None or any(number != GROW for number in self.signals)
+
+    def ask(self, ranks: Sequence[_Rank]) -> None:
+        """Ask each rank once to save and to end: another signal to its process would end it."""
         for rank in ranks:
+            if rank.process in self._asked:
+                continue
+            self._asked.append(rank.process)
             if rank.process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.kill(rank.process.pid, signal.SIGUSR1)
 
-    def ending(self, signals: Sequence[int], ranks: Sequence[_Rank]) -> int | None:
-        """The signal that ends the run now; None: there was none, or the ranks have it and may save."""
+    def ending(self, ranks: Sequence[_Rank], *, begun: bool) -> int | None:
+        """The signal that ends the run now; None: there was none, or the ranks save, or will once they are ready.
+
+        Args:
+            ranks: of the run; empty while some of them start, or get ready to meet anew.
+            begun: whether ranks that start go on with a run that has begun. Else a signal ends them, which have
+                nothing to save.
+        """
         now = time.monotonic()
-        for number in signals[self._num_seen :]:
-            self._num_seen += 1
-            asks = bool(self._seconds) and number in SIGNALS
-            if asks and self._since is None and ranks and all(rank.black_box.phase for rank in ranks):
-                self.ask(ranks, from_launcher=False)
-            elif asks and self._from_launcher:  # they save already
-                self._since, self._from_launcher = now, False
-            elif not asks or self._since is None or now > self._since + _REPEATED_SECONDS:
-                return number
-        limited = self._since is not None and not self._from_launcher
-        late = limited and now > (self._since or 0.0) + self._seconds + _AFTER_RANKS_SECONDS
-        return signals[0] if late else None
+        ready = bool(ranks) and all(rank.black_box.phase for rank in ranks)
+        for number in [number for number in self.signals if number != GROW]:
+            self.signals.remove(number)
+            asks = bool(self.seconds) and number in SIGNALS
+            if asks and self._first is None and (ready or begun):
+                self._first = now, number
+            elif self._end is None and (not asks or self._first is None or now > self._first[0] + _REPEATED_SECONDS):
+                self._end = number
+        if self._end is None and self._first is not None:
+            if ready:
+                self.ask(ranks)
+            if now > self._first[0] + self.seconds + (_AFTER_RANKS_SECONDS if self._asked else 0.0):
+                self._end = self._first[1]
+        return self._end

@@ -1,20 +1,18 @@
 """`Generation`: the ranks of an elastic run from one start of all of them to the next. No torch."""
 
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from pipeloom.common.quantities import counted
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.elastic.copy_head import FIRST, common_step, read_number, write_number
-from pipeloom.processes.preemption import PREEMPTED
+from pipeloom.processes.preemption import GROW, PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST
 from pipeloom.processes.recovery.recoveries import Rerouting, Tether, Tethers
 
-GROW = signal.SIGUSR2  # to the launcher: lost ranks may start again
 _LEAVES = 1 << 30  # in place of the number of a meeting: there will be none
 _READY_SECONDS = 30.0  # from a loss until a surviving rank has copied its state
 _POLL_SECONDS = 0.02
@@ -125,15 +123,15 @@ class Generation:
             self._grow_at = self._time_to_grow()
         return found
 
-    def wants_to_grow(self, signals: MutableSequence[int], ranks: Sequence[Rank]) -> bool:
+    def wants_to_grow(self, request: Request, ranks: Sequence[Rank]) -> bool:
         """Whether the ranks are to save and to end now, so that more of them go on; called again and again.
 
         Args:
-            signals: that the launcher has received; `GROW` is taken out.
+            request: with the signals that the launcher has received; `GROW` is taken out.
             ranks: those that run.
         """
-        while GROW in signals:
-            signals.remove(GROW)
+        while GROW in request.signals:
+            request.signals.remove(GROW)
             self._asked = True
             if not self._num_more:
                 sys.stderr.write(f"pipeloom: {GROW.name}: the run has {counted(len(self.slots), 'rank')}, all it may\n")
@@ -142,26 +140,28 @@ class Generation:
             self._before = ()
             self._copied()
         due = self._asked or (self._grow_at is not None and time.monotonic() >= self._grow_at)
-        if not due or self._grows or not self._num_more or signals or not all(each.black_box.steps for each in ranks):
+        if not due or self._grows or not self._num_more or request.received:
+            return False
+        if not all(each.black_box.steps for each in ranks):
             return False
         self._grows = True
         for rank in ranks:
             rank.black_box.grows = 1.0
         return True
 
-    def note(self, ranks: Sequence[Rank], codes: Sequence[int | None], text: str, signals: Sequence[int]) -> None:
+    def note(self, ranks: Sequence[Rank], codes: Sequence[int | None], text: str, request: Request) -> None:
         """The ranks have ended or are about to: decide whether the run goes on.
 
         Args:
             ranks: of this generation.
             codes: exit codes; None for ranks that still run.
             text: which rank failed first, how and where.
-            signals: that end the run.
+            request: of signals to the launcher. After a loss, ranks start that save for it.
         """
-        if signals:
+        if request.ending((), begun=True) is not None:
             return
         if self._grows and PREEMPTED in codes and all(code in (0, PREEMPTED) for code in codes):
-            self.end = End((), text, 0, True)
+            self.end = None if request.received else End((), text, 0, True)
             return
         begins = [re.search(r"\bstep (\d+)", each.black_box.phase) for each in ranks]  # also in saves after it
         begun = max((int(match[1]) for match in begins if match), default=0)
@@ -178,15 +178,15 @@ class Generation:
         if self._survives(len(lost)):
             self.end = End(lost, text, begun, False)
             if self._lends and met:  # else no rank has made a step
-                self._wait_for_copies(ranks, codes, signals)
+                self._wait_for_copies(ranks, codes, request)
 
-    def _wait_for_copies(self, ranks: Sequence[Rank], codes: Sequence[int | None], signals: Sequence[int]) -> None:
+    def _wait_for_copies(self, ranks: Sequence[Rank], codes: Sequence[int | None], request: Request) -> None:
         """Tell the surviving ranks of the loss, and wait until they have copied their state and left the run."""
         waits = [rank for rank, code in enumerate(codes) if code is None]
         for rank in waits:
             self.tethers.by_rank[rank].send({"generation": _LEAVES})
         deadline = time.monotonic() + _READY_SECONDS
-        while waits and not signals and time.monotonic() < deadline:
+        while waits and request.ending((), begun=True) is None and time.monotonic() < deadline:
             waits = [
                 rank for rank in waits if ranks[rank].black_box.ready != _LEAVES and ranks[rank].process.poll() is None
             ]

@@ -56,6 +56,11 @@ class Stops:
         return None
 
 
+def early_exits(ranks: Sequence[Rank], codes: Sequence[int | None]) -> dict[int, int]:
+    """The ranks that ended with exit code 0 before their work was complete, such as by ``sys.exit(0)`` in a model."""
+    return {rank: 0 for rank, code in enumerate(codes) if code == 0 and not ranks[rank].black_box.complete}
+
+
 def explain(ranks: Sequence[Rank], lost: Mapping[int, int]) -> tuple[int, str]:
     """The exit code, and a line with the rank that failed first, how, and in which step and action."""
     rank = _first_to_fail(lost)
@@ -68,7 +73,7 @@ def explain(ranks: Sequence[Rank], lost: Mapping[int, int]) -> tuple[int, str]:
 
 
 def _first_to_fail(lost: Mapping[int, int]) -> int:
-    """The likeliest cause: hung, killed, invalid input, failed, lost a peer."""
+    """The likeliest cause: hung, killed, invalid input, failed or ended too early, lost a peer."""
     order = {HUNG: -1, 2: 1, PEER_LOST: 3}
     return min(lost, key=lambda rank: 0 if lost[rank] < 0 else order.get(lost[rank], 2))
 
@@ -78,7 +83,9 @@ def ending(ranks: Sequence[Rank], lost: Mapping[int, int]) -> str:
     rank = _first_to_fail(lost)
     code, name, box = lost[rank], ranks[rank].name, ranks[rank].black_box
     where = f" in {box.phase or 'its start'}" + (f", last action {box.action}" if box.action else "")
-    if code >= 0:
+    if not code:
+        return f"{name} ended with exit code 0{where}, before the run was complete"
+    if code > 0:
         return f"{name} failed{where}: {box.last_words or f'exit code {code}'}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     text = f"{name} was killed by {signal_name(-code)}{hint}{where}"

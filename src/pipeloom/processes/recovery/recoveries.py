@@ -144,6 +144,11 @@ class Recoveries(Generic[R]):
         return self._loss is not None
 
     @property
+    def begun(self) -> bool:
+        """Whether the ranks have lost one of them since the run began."""
+        return self._generation > 0
+
+    @property
     def _count(self) -> str:
         return f"(recovery {self._limit - self._left} of at most {self._limit})"
 

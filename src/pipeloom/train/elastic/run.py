@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.errors import PipeloomError
 from pipeloom.processes import launcher
-from pipeloom.processes.elastic.generation import GROW, End, Generation
+from pipeloom.processes.elastic.generation import End, Generation
+from pipeloom.processes.preemption import GROW, Request
 from pipeloom.processes.recovery.recoveries import Rerouting, Tether
 from pipeloom.train.config.schedule import process_names
 from pipeloom.train.config.train_config import TrainConfig
@@ -46,10 +47,10 @@ class _ElasticRun:
         self._usable = list(self._slots)
         self._source, self._begun = Source(), 0
         self._num_growths, self._grown, self._first = 0, False, 0
-        self._signals: list[int] = []  # between two generations
+        self._request = Request(config.preempt_seconds)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, GROW):
             if signal.getsignal(number) != signal.SIG_IGN:
-                handler = signal.signal(number, lambda number, _: self._signals.append(number))
+                handler = signal.signal(number, lambda number, _: self._request.signals.append(number))
                 stack.callback(signal.signal, number, handler)
         stack.callback(lambda: _close(self._source.tethers))
 
@@ -78,7 +79,7 @@ class _ElasticRun:
             process_names(config),
             words,
             variables,
-            preempt_seconds=config.preempt_seconds,
+            request=self._request,
             recoveries=config.max_recoveries if config.recover else 0,
             elastic=ranks,
             forks=True,
@@ -87,7 +88,7 @@ class _ElasticRun:
             ranks.tethers.close()
             return code
         self._next(ranks, ranks.end)
-        return 128 + self._signals[0] if self._signals else None
+        return None
 
     def _copied(self) -> None:
         """All ranks have copies of their own: those from which they began are no longer needed."""
