@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pty
 import re
@@ -23,6 +24,8 @@ from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.preemption import PREEMPTED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher stands on Linux")
+
+PR_SET_CHILD_SUBREAPER = 36
 
 RANK = """\
 import os, signal, sys, time
@@ -360,6 +363,52 @@ def test_a_rank_ends_with_the_agent_of_torchrun(tmp_path: Path) -> None:
     wait_for([note])
     agent.kill()
     agent.communicate(timeout=30)  # the pipe is closed when the rank has ended
+
+
+ADOPTED = """
+import os, sys, time
+while os.getppid() != int(sys.argv[1]): time.sleep(0.01)
+from pipeloom.cli import main
+sys.exit(main(["train", "--help"]))
+"""
+ADOPTS = f"""
+sleep $1
+(TORCHELASTIC_RUN_ID=x RANK=3 {sys.executable} -c '{ADOPTED}' $$ &)
+exec >&- 2>&-
+read line
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "seconds", "variables", "ends"),
+    [
+        ("systemd", "service", 0.6, {}, True),
+        ("systemd", "torchrun", 0.6, {}, False),  # process 1 of a container may be the agent itself
+        ("systemd", "service", 0, {}, False),  # or start just before the rank, inside the container
+        ("systemd", "service", 0.6, {"TORCHELASTIC_RUN_ID": "x"}, False),
+        ("wrapper", "service", 0.6, {}, False),  # a shell between the agent and the rank
+    ],
+)
+def test_a_rank_whose_agent_ended_before_it_began_ends_at_once(
+    name: str, program: str, seconds: float, variables: dict[str, str], ends: bool, tmp_path: Path
+) -> None:
+    """A subreaper adopts the rank, as process 1 does."""
+    (tmp_path / name).symlink_to("/bin/sh")
+    with subprocess.Popen(
+        ["sh", "-c", ADOPTS, program, f"{seconds}"],
+        executable=tmp_path / name,
+        env={**os.environ, **variables},
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1),  # noqa: PLW1509  # no other threads
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        out, err = parent.stdout.read(), parent.stderr.read()
+    assert out.startswith("usage: pipeloom train") != ends
+    assert err == ends * "pipeloom: error: rank 3: the torchrun that started it has ended. Start the run again.\n"
 
 
 @pytest.mark.parametrize(("program", "local_rank", "starts"), [("torchrun", 0, 1), ("torchrun", 1, 2), ("mine", 0, 2)])

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from pipeloom.errors import PeerLost
+from pipeloom.processes import rendezvous
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.collectives import first_line
 from pipeloom.processes.launcher import Membership, last_words
+from pipeloom.processes.network import patience
 from pipeloom.processes.network.interfaces import set_interface
 from pipeloom.processes.network.patience import state_of, telling
 from pipeloom.processes.rendezvous import fresh_part, join, open_store, own_store
@@ -74,7 +77,7 @@ def port() -> int:
 HANGS = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR2, file=2); print(flush=True); {}"
 
 
-def meets_alone(rank: int, port: int, body: str | None) -> None:
+def meets_alone(rank: int, port: int, body: str | None, limit_seconds: float = 0.5) -> None:
     """What torchrun's agent does: start the ranks; one never meets the others, where `body` starts it at all."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     other = None
@@ -87,7 +90,7 @@ def meets_alone(rank: int, port: int, body: str | None) -> None:
     if not own:
         member = Membership(rank, rank, 2, 2, f"tcp://127.0.0.1:{port}", BlackBox())
         with last_words(member):
-            join(member, "gloo", 0.5)
+            join(member, "gloo", limit_seconds)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(own, 0)[1])
     if other is not None:
@@ -140,6 +143,39 @@ def test_a_store_that_does_not_answer_ends_the_start_with_one_line(capfd: pytest
     place = f"127.0.0.1, port {port}, where the ranks meet: it answers, but"
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"pipeloom: error: rank 1 did not start within 0.5 s: {place}")
+
+
+def test_a_rank_ends_where_the_agent_that_had_the_store_has_ended(
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An agent's store listens before its ranks start; that of rank 0 may not listen yet."""
+    monkeypatch.setattr(rendezvous, "REFUSED_SECONDS", 0.2)
+    for agent, line in [("True", "has refused connections for 0.2 s"), ("False", "did not start within 1 s")]:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+        limit = 20.0 if agent == "True" else 1.0
+        process = multiprocessing.get_context("fork").Process(target=meets_alone, args=(1, port, None, limit))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 1
+        (told,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("pipeloom: ")]
+        assert told.startswith("pipeloom: error: rank 1")
+        assert line in told
+
+
+def test_only_refusals_on_end_say_that_no_process_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal, ended, tries = ConnectionRefusedError(), threading.Event(), list[OSError]()
+    others = [TimeoutError(), ConnectionResetError(), socket.gaierror(), OSError(113, "No route to host")]
+    answers = iter([answer for other in others for answer in (refusal, refusal, other)] + [refusal] * 3)
+
+    def connect(*_: object) -> None:
+        tries.append(next(answers))
+        raise tries[-1]
+
+    monkeypatch.setattr(patience, "_REFUSAL_GAP_SECONDS", 0.01)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with patience.noticing_refusals("host", 1, 0.03, ended.set):
+        assert ended.wait(10)
+    assert len(tries) == 15
 
 
 def test_what_a_process_finds_where_the_ranks_meet() -> None:

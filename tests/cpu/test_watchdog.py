@@ -23,6 +23,7 @@ import pipeloom as pl
 from pipeloom.cli import main
 from pipeloom.processes import watchdog as watchdog_module
 from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.launching import torchrun
 from pipeloom.processes.watchdog import Watchdog
 from pipeloom.train.output.directory import Journal
 from pipeloom.train.trainer import Trainer
@@ -266,6 +267,22 @@ def test_a_rank_whose_parent_has_ended_ends(tmp_path: Path) -> None:
     agent.kill()
     _, error = agent.communicate(timeout=300)  # the pipe is closed when the rank has ended
     assert error == "pipeloom: rank 0: its parent process has ended, and this process ends too\n"
+
+
+def test_a_rank_whose_parent_had_ended_before_it_watched_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(torchrun.RUN, "x")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(torchrun, "_starts", lambda _: False)
+    process = os.fork()
+    if not process:
+        with Watchdog(0.5):
+            time.sleep(10)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+    assert capfd.readouterr().err == "pipeloom: rank 0: its parent process has ended, and this process ends too\n"
 
 
 def test_the_limit_of_a_phase_holds_as_it_begins() -> None:

@@ -1,6 +1,7 @@
 """The command line: one thin module per command, imported only when its command runs."""
 
 import importlib
+import os
 import sys
 
 from pipeloom.errors import InputError, PipeloomError, unwrapped
@@ -84,6 +85,10 @@ def _run(words: list[str]) -> int:
         kind = "option" if words[0].startswith("-") else "command"
         hint = did_you_mean(words[0], [*COMMANDS, "--help", "--version"]) or "see `pipeloom --help`"
         return _fail(f"{kind} {words[0]!r} is unknown: the commands are {', '.join(COMMANDS)}; {hint}", 2)
+    if words[0] == "train":  # before its imports take time
+        from pipeloom.processes.launching.torchrun import end_with_agent
+
+        end_with_agent(os.environ)
     try:
         return int(importlib.import_module(f"pipeloom.cli.{words[0]}").main(words[1:]))
     except SystemExit as exit_:

@@ -26,6 +26,7 @@ from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.elastic.generation import Generation
+from pipeloom.processes.launching import torchrun
 from pipeloom.processes.launching.ends import HUNG as HUNG
 from pipeloom.processes.launching.ends import Stops, early_exits, end_all, ending, explain, signal_name
 from pipeloom.processes.launching.fork_server import SERVER as SERVER
@@ -38,7 +39,6 @@ from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline
 from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tethers
 
 STACKS = signal.SIGUSR2  # to a rank: it prints the Python stacks of its threads
-_TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
 PARENT = "_PIPELOOM_PARENT"  # variable: process id of the parent, with which this process ends
 _POLL_SECONDS = 0.02
 _TOGETHER_SECONDS = 0.1  # how long after a first death others count as simultaneous
@@ -82,7 +82,7 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     meeting, black_box, launched, lifeline = "env://", BlackBox(), False, None
     if "RANK" not in own:
         meeting = meeting_of(environment)
-    if _TORCHRUN in environment or PARENT in environment or "RANK" not in own:
+    if torchrun.RUN in environment or PARENT in environment or "RANK" not in own:
         # A rank ends with torchrun's agent, Ray's worker, or what srun or mpirun have on its host.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if environment.get(PARENT, str(os.getppid())) != str(os.getppid()):  # it ended before the kernel knew

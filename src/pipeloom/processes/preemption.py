@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
 from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.launching import torchrun
 
 PREEMPTED = 75  # exit code, EX_TEMPFAIL of sysexits.h: a checkpoint was saved, run it again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -28,7 +29,6 @@ GROW = signal.SIGUSR2  # to the launcher of an elastic run: lost ranks may start
 _REPEATED_SECONDS = 1.0
 _PASSED_ON_SECONDS = 15.0  # the same for the same signal under torchrun
 _AGENT_SECONDS = 30.0  # from SIGTERM of torchrun's agent to its SIGKILL, unless the environment has another number
-_TORCHRUN = "TORCHELASTIC_RUN_ID"  # variable of its ranks
 _AGENT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _BEFORE_KILL_SECONDS = 2.0  # a rank ends so much earlier, with a message
 _AFTER_RANKS_SECONDS = 5.0  # so much longer than its ranks the launcher waits
@@ -58,7 +58,7 @@ class Preemption:
         self._previous: dict[int, object] = {}
         self._pipe: tuple[int, int] | None = None
         self._limited = True
-        self._has_agent = _TORCHRUN in os.environ
+        self._has_agent = torchrun.RUN in os.environ
         self.asked = self.agreed = False
         self.saved: Path | None = None
         self.lock, self.shared = threading.Lock(), dict[str, Any]()
@@ -156,7 +156,7 @@ class Preemption:
 
 def allowed_seconds(seconds: float, environment: Mapping[str, str]) -> float:
     """`seconds`, or as long as torchrun's agent waits from SIGTERM to SIGKILL, with time for a message."""
-    if _TORCHRUN not in environment or not seconds:
+    if torchrun.RUN not in environment or not seconds:
         return seconds
     text = environment.get(_AGENT_VARIABLE, "")
     most = (float(text) if text.isdecimal() else _AGENT_SECONDS) - _BEFORE_KILL_SECONDS

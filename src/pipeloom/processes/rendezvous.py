@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -37,7 +37,7 @@ from pipeloom.processes.collectives import is_lost_peer, noticing_lost_peers
 from pipeloom.processes.launcher import HUNG, STACKS, Membership
 from pipeloom.processes.network.arrivals import Arrivals, Missing
 from pipeloom.processes.network.interfaces import LOOPBACK, VARIABLE, route_to, set_interface
-from pipeloom.processes.network.patience import state_of, telling
+from pipeloom.processes.network.patience import noticing_refusals, state_of, telling
 from pipeloom.processes.network.sockets import open_sockets
 from pipeloom.processes.watchdog import BACKGROUND_THREAD
 
@@ -46,7 +46,8 @@ _LEAVING_SECONDS = 5.0  # for threads that waited for a lost process
 STARTING_SECONDS = 1800.0  # until all ranks have started
 _BEYOND_SECONDS = 5.0  # after which a start ends that is blocked, in a call that does not know its limit
 _STACK_SECONDS = 1.0  # for the stack of another rank
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # variable: torchrun has the store
+REFUSED_SECONDS = 15.0  # of refused connections, after which the agent that had the store counts as ended
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # variable of torchrun: True: an agent has the store
 _LISTEN = "0A"  # state of a socket in /proc/net/tcp
 
 
@@ -77,14 +78,27 @@ def join(member: Membership, backend: str, limit_seconds: float = STARTING_SECON
     else:
         host, port = _meeting_place(member.meeting)
         place = f"{host}, port {port}"
-        with telling(
-            lambda: (
-                f"rank {rank} still waits for {place}, where the ranks meet: {state_of(host, port)}. The place is "
-                "MASTER_ADDR and MASTER_PORT."
+
+        def refused() -> NoReturn:
+            _end(
+                member,
+                f"rank {rank}: {place}, where the ranks meet, has refused connections for {REFUSED_SECONDS:g} s: the "
+                "torchrun that had the store there has ended. Start the run again.",
+            )
+
+        with (
+            telling(
+                lambda: (
+                    f"rank {rank} still waits for {place}, where the ranks meet: {state_of(host, port)}. The place is "
+                    "MASTER_ADDR and MASTER_PORT."
+                ),
+                limit_seconds=limit_seconds,
+                at_limit=lambda: ends(None, f"{place}, where the ranks meet: {state_of(host, port)}."),
             ),
-            limit_seconds=limit_seconds,
-            at_limit=lambda: ends(None, f"{place}, where the ranks meet: {state_of(host, port)}."),
+            ExitStack() as stack,
         ):
+            if os.environ.get(_AGENT) == "True":  # that store listens before any rank starts
+                stack.enter_context(noticing_refusals(host, port, REFUSED_SECONDS, refused))
             store = _store(member, host, port, limit_seconds)
         silent = f"the store at {place} does not answer: its process is stopped, or the network is cut."
         store = fresh_part(store, rank, size, limit_seconds, member.local_size, lambda: ends(None, silent))

@@ -34,6 +34,7 @@ from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.hang_board import HangBoard
 from pipeloom.processes.hang_report import NoticeTimes, RankReport, Verdict, judge, notice, patient_seconds
 from pipeloom.processes.launcher import HUNG, Membership
+from pipeloom.processes.launching.torchrun import is_orphan
 from pipeloom.processes.network.sockets import ConnectionLimits
 from pipeloom.processes.waits import waited_for
 
@@ -88,6 +89,7 @@ class Watchdog:
         self.black_box = BlackBox() if black_box is None else black_box
         self._seconds, self._member, self._always = seconds, member, always
         self._parent, self._thread_id = os.getppid(), threading.get_ident()
+        self._orphan = is_orphan(os.environ)
         self._board = HangBoard(name)
         # NCCL does not take what it is sent before it is asked to, which would count as a connection without an answer.
         self._limits = ConnectionLimits() if always and self._board.size > 1 and "nccl" not in _backends() else None
@@ -165,7 +167,7 @@ class Watchdog:
         step_began = at
         while not self._closed.wait(self._look_seconds):
             before, at = at, time.monotonic()
-            if os.getppid() != self._parent:  # torchrun's agent has ended
+            if self._orphan or os.getppid() != self._parent:  # torchrun's agent has ended
                 self._say(f"{self._board.name}: its parent process has ended, and this process ends too")
                 os._exit(1)
             if (done := self.black_box.steps) != steps:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 
 FIRST_SECONDS = 30.0  # until the first line; each line doubles the time that was waited
 _PROBE_SECONDS = 3.0
+_REFUSAL_GAP_SECONDS = 1.0  # between two tries
 
 
 @contextmanager
@@ -47,6 +48,41 @@ def telling(
         yield
     finally:
         over.set()
+
+
+@contextmanager
+def noticing_refusals(host: str, port: int, seconds: float, at_end: Callable[[], object]) -> Iterator[None]:
+    """During the block, `at_end` is called in a thread once connections to a port were refused for `seconds` on end.
+
+    Only a refusal counts, which says that no process listens there; a time-out, a reset or an unknown name do not.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        refused = 0  # tries on end; the time in which this process was stopped does not count
+        gap = min(_REFUSAL_GAP_SECONDS, seconds)
+        while not over.wait(gap):
+            refused = refused + 1 if _refuses(host, port) else 0
+            if refused * gap >= seconds and not over.is_set():
+                at_end()
+                return
+
+    thread = threading.Thread(target=look, name="pipeloom-refusals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _refuses(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), _PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def state_of(host: str, port: int) -> str:
