@@ -116,7 +116,7 @@ def test_a_mistyped_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_can_be_installed_beside_is_used_and_looked_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    tools = {"dev", "docs", "mutants", "audit"}  # of developers: neither pipeloom nor the benchmarks import them
+    tools = {"dev", "docs", "mutants", "audit", "schedulers", "skypilot"}  # of developers: nothing else imports them
     extras = {name: re.match(r"\w+", packages[-1])[0] for name, packages in project.items() if name not in tools}
     for extra, package in extras.items():
         room = "benchmarks" if extra == "benchmarks" else "src"
