@@ -18,7 +18,7 @@ from benchmarks.reliability.report import parts
 from benchmarks.reliability.runs import Runs
 from benchmarks.reliability.systems import systems
 
-from pipeloom.chaos import leftovers
+from pipeloom.processes.launching.parents import adopting
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs, and removes their directories
     machine, found = environment(), []
-    with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-") as scratch, leftovers.adopting():
+    with tempfile.TemporaryDirectory(prefix="pipeloom-benchmark-") as scratch, adopting():
         known = systems(Path(tokenize.__file__), options.steps, options.save_steps)
         runs = {}
         for index, name in enumerate(options.systems or known):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from pipeloom.cli import main
 from pipeloom.ir import Action, Op
 from pipeloom.models.gpt import Block
 from pipeloom.train.data.samples import Windows
-from pipeloom.train.output.step_metrics import computing_seconds
+from pipeloom.train.output.computing_seconds import CoreWaits, computing_seconds
 from pipeloom.train.output.stragglers import StragglerWatch
 from pipeloom.training import optimizer_step
 from pipeloom.transport.shared_channel import SharedIncoming
@@ -81,13 +83,53 @@ def test_a_slow_rank_is_named_on_a_loaded_machine() -> None:
                 length = 1.5 if step >= 50 and rank else 1.0
                 length += draw.uniform(0.0, 5.0) * (draw.random() < 2 / 3)
                 rows.append((Action(rank, Op.F if number < 8 else Op.B, number % 8), now, now := now + length))
-            pipeline: Any = SimpleNamespace(waits={rank: {}})
-            seconds += computing_seconds(pipeline, [(rank, rows)], 2, rank)
+            pipeline: Any = SimpleNamespace(waits={rank: {}}, processor_seconds={rank: {}})
+            seconds += computing_seconds(pipeline, [(rank, rows)], 2, rank, lambda: 0.0)
         lines = watch.observe(seconds.tolist(), [0.0, 0.0], 50.0)
         named += [(step, *key) for key in lines]
     assert {(place, kind) for _, place, kind in named} == {(1, "forwards"), (1, "backwards")}
     assert all(50 < step < 70 for step, *_ in named)
     assert all(abs(float(found["factor"]) / 1.5 - 1) < 0.2 for found in watch.slow())
+
+
+@pytest.mark.parametrize(
+    ("core_waits", "seconds"), [(12.0, 4.0), (6.0, 10.0), (0.0, 16.0)], ids=["taken", "half", "sleeps"]
+)
+def test_a_rank_is_not_slow_where_it_waits_for_a_core(core_waits: float, seconds: float) -> None:
+    """Four forwards of 4 s, of which each is on a core for 1 s; threads of the process waited for one so long."""
+    rows = [(Action(0, Op.F, number), 5.0 * number, 5.0 * number + 4) for number in range(4)]
+    on_core = {action: 1.0 for action, _, _ in rows}
+    pipeline: Any = SimpleNamespace(waits={0: {}}, processor_seconds={0: on_core})
+    found = computing_seconds(pipeline, [(0, rows)], 2, 0, lambda: core_waits)
+    assert found[:, 0].tolist() == [seconds, 0.0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not count waits for a core")
+def test_waits_for_a_core_are_those_of_this_process() -> None:
+    waits = CoreWaits()
+    time.sleep(0.2)
+    assert waits.seconds() < 0.1  # a sleep is not one
+    core = random.choice(sorted(os.sched_getaffinity(0)))
+    command = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
+    allowed = os.sched_getaffinity(0)
+    others = [subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for other in others:
+            assert other.stdout is not None
+            other.stdout.readline()
+        os.sched_setaffinity(0, {core})
+        waits.seconds()
+        began, before = time.thread_time(), time.perf_counter()
+        while time.thread_time() - began < 0.1:
+            pass
+        without_core = time.perf_counter() - before - (time.thread_time() - began)
+        assert waits.seconds() == pytest.approx(without_core, rel=0.2)
+        assert without_core > 0.05
+    finally:
+        os.sched_setaffinity(0, allowed)
+        for other in others:
+            other.kill()
+            other.communicate()
 
 
 def test_a_slow_link_and_a_wait_for_samples_are_named(text: Path, tmp_path: Path) -> None:  # noqa: F811

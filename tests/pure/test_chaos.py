@@ -21,6 +21,7 @@ from pipeloom.chaos.record import Record
 from pipeloom.chaos.table import markdown, row, summary
 from pipeloom.cli import main
 from pipeloom.errors import InputError
+from pipeloom.processes.launching.parents import adopting
 
 SIZES = {"model-00001-of-00002.safetensors": 900, "manifest.json": 50}
 SAVE = [
@@ -117,7 +118,7 @@ def test_an_interrupted_campaign_ends_its_run(tmp_path: Path, monkeypatch: pytes
 
     before = leftovers.descendants()
     monkeypatch.setattr(attempt, "_wait", interrupted)
-    with leftovers.adopting(), pytest.raises(KeyboardInterrupt):
+    with adopting(), pytest.raises(KeyboardInterrupt):
         attempt.run_attempt(["sh", "-c", "sleep 50 & sleep 50"], Order("", None), tmp_path / "run", 60.0)
     assert not leftovers.descendants() - before
 
@@ -152,7 +153,7 @@ def test_processes_that_stay_are_named_and_ended(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(attempt, "_REST_SECONDS", 0.1)
     before = leftovers.descendants()
     command = ["sh", "-c", "touch $TMPDIR/forgotten; sleep 50 & echo started"]
-    with leftovers.adopting():
+    with adopting():
         found = attempt.run_attempt(command, Order(str(tmp_path / "record"), None), tmp_path / "run", 60.0)
     assert found.code == 0
     assert [line.text for line in found.lines] == ["started"]

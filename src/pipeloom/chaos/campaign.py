@@ -19,6 +19,7 @@ from pipeloom.chaos.fault import BY_ITSELF, ELASTIC, KINDS, Fault, Order
 from pipeloom.chaos.flip import flip_bit
 from pipeloom.chaos.record import Strike
 from pipeloom.errors import RunError
+from pipeloom.processes.launching.parents import adopting
 from pipeloom.train.checkpoint.directory import list_checkpoints
 from pipeloom.train.checkpoint.manifest import verify
 from pipeloom.train.output.reporters import row_of
@@ -126,7 +127,7 @@ class Campaign:
             InputError: the run has no place for a kind.
             RunError: the reference run failed.
         """
-        with leftovers.adopting():
+        with adopting():
             reference, began = self._out / "reference", time.monotonic()
             first = self._attempt("reference", reference, 1, None, _LEAST_SECONDS * 10)
             self.reference_seconds = time.monotonic() - began

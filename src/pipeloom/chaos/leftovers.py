@@ -1,28 +1,15 @@
 """What a run leaves behind: processes, names in shared memory, temporary files. No torch."""
 
-import ctypes
 import os
 import signal
 import time
-from collections.abc import Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
 
 from pipeloom.common.process_place import children, stat_fields
 
-_PR_SET_CHILD_SUBREAPER = 36
 _SEGMENTS = Path("/dev/shm")
-
-
-@contextmanager
-def adopting() -> Iterator[None]:
-    """Inside, processes whose parents have ended become children of this process, which then finds them."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def descendants() -> set[int]:

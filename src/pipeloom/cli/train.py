@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pipeloom.chaos.fault import VARIABLE
 from pipeloom.errors import InputError
 from pipeloom.processes import launcher
+from pipeloom.processes.launching.parents import end_with
 from pipeloom.processes.launching.torchrun import end_agent
 from pipeloom.processes.preemption import PREEMPTED, Request
 from pipeloom.train.config.train_config import TrainConfig
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     The launcher validates once and hands its ranks the configuration; a process of torchrun validates by itself.
     """
     if launcher.SERVER in os.environ:
-        launcher.end_with(int(os.environ[launcher.LAUNCHED].split(":")[0]))
+        end_with(int(os.environ[launcher.LAUNCHED].split(":")[0]))
         _serve()
     member = launcher.membership(os.environ)
     if member is not None and VARIABLE in os.environ:

@@ -1,6 +1,7 @@
 """Division: degrees that divide a size, parts of a size, parts of the gradients that ranks exchange."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import isqrt
 
 PART_BYTES = 1 << 20  # of gradients that ranks with the same parameters exchange at once
@@ -8,8 +9,13 @@ PART_BYTES = 1 << 20  # of gradients that ranks with the same parameters exchang
 
 def divisors(number: int) -> list[int]:
     """The divisors of a positive number, from 1 up to the number itself."""
+    return list(_divisors(number))
+
+
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> tuple[int, ...]:
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return [*small, *(number // n for n in reversed(small) if n * n != number)]
+    return *small, *(number // n for n in reversed(small) if n * n != number)
 
 
 def even_parts(total: int, num_parts: int) -> list[int]:

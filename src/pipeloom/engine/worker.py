@@ -8,6 +8,7 @@ look-ups (`InstructionList`).
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import thread_time
 from typing import Any
 
 from pipeloom.engine.batch import Batch
@@ -88,6 +89,8 @@ class Worker:
         rank, stages: the rank, and its modules by stage.
         state: values that this rank holds while it runs.
         overlap: when its collectives and transfers were in flight.
+        processor_seconds: of each computation when it ran last, in one cell: of the thread that ran it. None on a
+            device that computes while the host goes on.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Worker:
             wiring.mover.times = self.overlap
         self._gradient_sum, self._block_sum = gradient_sum, block_sum
         self._store, self._blackbox, self._graphs = store, blackbox, graphs
+        self.processor_seconds: dict[Action, list[float]] = {}
         if graphs is not None:
             graphs.add(self.state)
             self.state.arrive = graphs.arrive
@@ -160,7 +164,20 @@ class Worker:
         if action.op not in _COMPUTE_OPS:
             return [step]
         run, ready = self._store.around(action, step, program)
+        if not self.state.wiring.device.is_asynchronous:
+            run = self._timed(action, run)
         return [(self.overlap.running(action, run) if self._overlaps(program) else run, ready)]
+
+    def _timed(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
+        """`run`, which notes its processor seconds: fewer than those of the clock where it waits, also for a core."""
+        cell = self.processor_seconds.setdefault(action, [0.0])
+
+        def timed() -> None:
+            began = thread_time()
+            run()
+            cell[0] = thread_time() - began
+
+        return timed
 
     @contextmanager
     def evaluating(self, bound: Bound, batch: Batch, call: int) -> Iterator[None]:

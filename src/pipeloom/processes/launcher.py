@@ -9,7 +9,6 @@ and its current action into its black box, which the launcher reads when the ran
 The launcher does not import torch: it starts in a tenth of a second and takes little memory.
 """
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -31,6 +30,7 @@ from pipeloom.processes.launching.ends import HUNG as HUNG
 from pipeloom.processes.launching.ends import Stops, early_exits, end_all, ending, explain, signal_name
 from pipeloom.processes.launching.fork_server import SERVER as SERVER
 from pipeloom.processes.launching.fork_server import fork_for_ranks as fork_for_ranks
+from pipeloom.processes.launching.parents import end_with
 from pipeloom.processes.launching.ranks import LAUNCHED as LAUNCHED
 from pipeloom.processes.launching.ranks import LIFELINE, Rank, RankStarter, anonymous_file
 from pipeloom.processes.network.patience import telling
@@ -43,7 +43,6 @@ PARENT = "_PIPELOOM_PARENT"  # variable: process id of the parent, with which th
 _POLL_SECONDS = 0.02
 _TOGETHER_SECONDS = 0.1  # how long after a first death others count as simultaneous
 _CAUSE_SECONDS = 3.0  # how long the launcher waits for the rank that caused the PeerLost of others
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,7 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
         meeting = meeting_of(environment)
     if torchrun.RUN in environment or PARENT in environment or "RANK" not in own:
         # A rank ends with torchrun's agent, Ray's worker, or what srun or mpirun have on its host.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if environment.get(PARENT, str(os.getppid())) != str(os.getppid()):  # it ended before the kernel knew
-            os._exit(1)
+        end_with(int(environment.get(PARENT, os.getppid())))
     if LAUNCHED in environment:
         launcher, file, box = (int(number) for number in environment[LAUNCHED].split(":"))
         end_with(launcher)
@@ -101,13 +98,6 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     local_rank = _number(environment, "LOCAL_RANK")
     local_size = max(local_rank + 1, world_size if launched else _number(environment, "LOCAL_WORLD_SIZE"))
     return Membership(rank, local_rank, local_size, world_size, meeting, black_box, launched, lifeline)
-
-
-def end_with(launcher: int) -> None:
-    """From now on this process ends with its launcher, its parent process, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before the kernel knew
-        os._exit(1)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

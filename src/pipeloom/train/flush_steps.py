@@ -15,6 +15,7 @@ from pipeloom.sim import Timeline, measured_timeline
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.memory_probe import MemoryProbe
 from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
+from pipeloom.train.output.computing_seconds import CoreWaits, computing_seconds
 from pipeloom.train.output.directory import write_timelines
 from pipeloom.train.output.expert_metrics import declared_metrics
 from pipeloom.train.output.line_limit import LineLimit
@@ -24,7 +25,6 @@ from pipeloom.train.output.step_metrics import (
     Collectives,
     Records,
     Waits,
-    computing_seconds,
     cost_metrics,
     cost_numbers,
     gathered_collectives,
@@ -84,6 +84,7 @@ class FlushSteps:
         # Numbers of processes, or of the ranks of a process that has all of them.
         self._slots = max(parts.group.size, parts.pipeline.schedule.num_ranks)
         self._stragglers = StragglerWatch(parts.pipeline.schedule.num_ranks)
+        self._core_waits = CoreWaits()
         self._links, self._link_lines = LinkWatch(), LineLimit()
         self._data_seconds = 0.0
         self._next_timelines = 0.0
@@ -175,7 +176,7 @@ class FlushSteps:
         pipeline, place = self._parts.pipeline, self._parts.group.place
         data = torch.zeros(1, self._slots, dtype=torch.float64)
         data[0, place] = self._data_seconds
-        computing = computing_seconds(pipeline, self._records, self._slots, place)
+        computing = computing_seconds(pipeline, self._records, self._slots, place, self._core_waits.seconds)
         return torch.cat([computing, data]).flatten()
 
     def _accept(self, loss: float, norm: float) -> bool:

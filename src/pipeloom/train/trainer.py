@@ -173,10 +173,16 @@ class Trainer:
         """
         count, size, start = last - first + 1, self.config.batch.size, self.run.samples_seen
         self._samples_before = first, start
-        batches = (self._batch(self.run.sampler.batch(start + k * size, size)) for k in range(count))
-        for row in self._steps.run(batches, count, shown.live):
+
+        def batches() -> Iterator[TokenBatch]:
+            for step in range(first, last + 1):
+                if self._recovery is not None:
+                    self._recovery.step_begins(step)
+                yield self._batch(self.run.sampler.batch(start + (step - first) * size, size))
+
+        for row in self._steps.run(batches(), count, shown.live):
             if self._recovery is not None:
-                self._recovery.observe(row["step"])
+                self._recovery.step_ends()
             yield row
         self.run.samples_seen = self.samples_seen(self.done)
 

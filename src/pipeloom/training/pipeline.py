@@ -399,6 +399,14 @@ class Pipeline:
         return {rank: worker.overlap.waits for rank, worker in self.executor.workers.items()}
 
     @property
+    def processor_seconds(self) -> dict[int, dict[Action, float]]:
+        """For each rank of this process, the processor seconds of the computations of the last run, of the thread that
+        runs the rank: less than their time in `records` where they wait or other programs use the core. Empty on GPUs.
+        """
+        workers = self.executor.workers.items()
+        return {rank: {action: cell[0] for action, cell in each.processor_seconds.items()} for rank, each in workers}
+
+    @property
     def collectives(self) -> list[tuple[int, list[AxisSpan]]]:
         """For each rank of this process, the collectives of the last run along axes inside its stages, in order.
 

@@ -51,12 +51,14 @@ class KnownShapes:
         blocks: per stage.
         bounds: of shapes.
         work: seconds of the computations of one micro-batch, by group.
+        fills: seconds in which a rank waits for others, at least, by group, devices and pipeline-parallel degree.
     """
 
     single: dict[Hashable, tuple[list[Seconds], float]] = field(default_factory=dict)
     blocks: dict[Hashable, list[tuple[int, ...]]] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
     work: dict[Configuration, float] = field(default_factory=dict)
+    fills: dict[tuple[Configuration, int, int], float] = field(default_factory=dict)
 
 
 class Shapes:

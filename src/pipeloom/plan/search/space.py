@@ -34,6 +34,7 @@ from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 CanRun = Callable[[Configuration], str | None]  # why a configuration cannot run; None: it can
 PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
 _MOST_TENSOR = 8  # processes, or those of a larger node: more share every product over a slow network
+_FILLED = 4  # ranks: with fewer, a bidirectional schedule has no rank that waits
 _INNER_DATA = ("pp", "dp", "cp", "tp")  # experts of neighbouring replicas are nearest
 
 
@@ -110,7 +111,7 @@ class Space:
         self.request, self.refusals, self._can_run = request, refusals, can_run
         self.costs, self._least = costs.uncorrected
         known = known or KnownShapes()
-        self.shapes, self._work = Shapes(costs, request, refusals, known), known.work
+        self.shapes, self._work, self._fills = Shapes(costs, request, refusals, known), known.work, known.fills
         self._layers = costs.num_blocks
         kept = request.fixed.get("offload", 0)
         offloads = kept is not None and request.allows("offload", kept) and costs.can_offload
@@ -220,23 +221,28 @@ class Space:
         if of not in self._work:
             self._work[of] = sum(map(sum, self.costs.stage_seconds(of)))
         work, share = self._work[of], of.inside.processes / (devices * of.microbatch_size)
-        fill = self._fill(replace(of, pipeline=pipeline, data=devices // of.inside.processes // pipeline))
+        fill = 0.0
+        if pipeline >= _FILLED:
+            key = of, devices, pipeline
+            if key not in self._fills:
+                mesh = replace(of, pipeline=pipeline, data=devices // of.inside.processes // pipeline)
+                self._fills[key] = self._fill(mesh)
+            fill = self._fills[key]
         return self._least * (work * self.request.batch_size * share * self._turns(devices) + fill)
 
     def _fill(self, of: Configuration) -> float:
         """Seconds of a mesh in which a rank waits for others, at least."""
-        waits = max(0, of.pipeline // 2 - 1)
-        return waits * self.shapes.least_way(of) if waits else 0.0
+        return (of.pipeline // 2 - 1) * self.shapes.least_way(of) if of.pipeline >= _FILLED else 0.0
 
     def _least_pipeline(self, of: Configuration, ranks: int) -> int | None:
         """The least pipeline-parallel degree whose states may fit."""
         request, parameters = self.request, self._parameters(of)
         for pipeline in divisors(ranks):
             data = ranks // pipeline
-            if self._why_no_mesh(of, pipeline, data) is not None:
+            if not request.allows("pipeline", pipeline) or self._why_no_mesh(of, pipeline, data) is not None:
                 continue
             microbatches = request.batch_size // (data * of.microbatch_size)
-            if not all(map(request.allows, ("pipeline", "data", "microbatches"), (pipeline, data, microbatches))):
+            if not request.allows("data", data) or not request.allows("microbatches", microbatches):
                 continue
             key = of.precision, data * of.inside.context, microbatches == 1
             if key not in self._least_bytes:

@@ -8,7 +8,6 @@ launcher ──starts──> fork server                      imports torch, onc
 A fork takes some 10 ms; a new interpreter imports torch for seconds, and under load for many.
 """
 
-import ctypes
 import gc
 import json
 import os
@@ -19,13 +18,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from pipeloom.processes.launching.parents import adopting
+
 SERVER = "_PIPELOOM_FORK_SERVER"  # variable: in the fork server, the descriptor of its end of the line
 FORKED_BY = "_PIPELOOM_FORKED_BY"  # variable: in a rank, the process id of the fork server
 _MESSAGE_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 2
 _READY, _GO = b"ready", b"go"
 _FORK_SECONDS = 10.0  # how long a fork may take
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkedProcess:
@@ -88,16 +88,13 @@ class ForkServer:
         """
         if not (self.ready and self.runs):
             return None
-        prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans among the server's descendants become children of this process
-        try:
-            self._line.settimeout(_FORK_SECONDS)
-            socket.send_fds(self._line, [json.dumps(place).encode()], descriptors)
-            answer = self._line.recv(_MESSAGE_BYTES)
-        except OSError:  # it has just ended, or is stopped
-            answer = b""
-        finally:
-            prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        with adopting():
+            try:
+                self._line.settimeout(_FORK_SECONDS)
+                socket.send_fds(self._line, [json.dumps(place).encode()], descriptors)
+                answer = self._line.recv(_MESSAGE_BYTES)
+            except OSError:  # it has just ended, or is stopped
+                answer = b""
         if not answer:
             self.end()
             return None

@@ -1,6 +1,5 @@
 """A rank and the agent of torchrun that has started it: which one ends the other. No torch."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -9,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeloom.common.process_place import stat_fields
+from pipeloom.processes.launching.parents import end_with_parent
 
 RUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
 _PROGRAMS = ("torchrun", "torch.distributed.run", "torch/distributed/run.py", "torch.distributed.launch")
 _REAPERS = ("systemd", "slurmstepd", "tini", "dumb-init")  # besides process 1: adopt processes whose parent has ended
 _TOGETHER_SECONDS = 0.5  # between the starts of a container's process 1 and of the program that it starts
-_PR_SET_PDEATHSIG = 1
 
 
 def end_with_agent(environment: Mapping[str, str]) -> None:
@@ -28,7 +27,7 @@ def end_with_agent(environment: Mapping[str, str]) -> None:
     if not _is_rank(environment):
         return
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent or is_orphan(environment):
         name = f"rank {environment['RANK']}"
         sys.stderr.write(f"pipeloom: error: {name}: the torchrun that started it has ended. Start the run again.\n")

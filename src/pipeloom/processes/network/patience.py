@@ -28,9 +28,8 @@ def telling(
         first_seconds: until the first line.
         limit_seconds: after which `at_limit` is called once, in a thread: the block may be in a call that blocks.
     """
-    over = threading.Event()
 
-    def tell() -> None:
+    def tell(over: threading.Event) -> None:
         began, due = time.monotonic(), first_seconds
         while True:
             if over.wait(max(0.0, began + min(due, limit_seconds) - time.monotonic())):
@@ -42,12 +41,8 @@ def telling(
                 os.write(2, f"pipeloom: after {due:g} s {what()}\n".encode())
             due *= 2
 
-    thread = threading.Thread(target=tell, name="pipeloom-patience", daemon=True)
-    thread.start()
-    try:
+    with _beside("pipeloom-patience", tell):
         yield
-    finally:
-        over.set()
 
 
 @contextmanager
@@ -56,9 +51,8 @@ def noticing_refusals(host: str, port: int, seconds: float, at_end: Callable[[],
 
     Only a refusal counts, which says that no process listens there; a time-out, a reset or an unknown name do not.
     """
-    over = threading.Event()
 
-    def look() -> None:
+    def look(over: threading.Event) -> None:
         refused = 0  # tries on end; the time in which this process was stopped does not count
         gap = min(_REFUSAL_GAP_SECONDS, seconds)
         while not over.wait(gap):
@@ -67,8 +61,15 @@ def noticing_refusals(host: str, port: int, seconds: float, at_end: Callable[[],
                 at_end()
                 return
 
-    thread = threading.Thread(target=look, name="pipeloom-refusals", daemon=True)
-    thread.start()
+    with _beside("pipeloom-refusals", look):
+        yield
+
+
+@contextmanager
+def _beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work` in a thread during the block; its event is set at the end of the block."""
+    over = threading.Event()
+    threading.Thread(target=work, args=(over,), name=name, daemon=True).start()
     try:
         yield
     finally:
@@ -78,10 +79,8 @@ def noticing_refusals(host: str, port: int, seconds: float, at_end: Callable[[],
 def _refuses(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), _PROBE_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 

@@ -15,6 +15,7 @@ from pipeloom.ir.versions import check_drained
 from pipeloom.models.experts.settings import ExpertSettings
 from pipeloom.parallel.options import CPU
 from pipeloom.plan.memory.state_bytes import OPTIMIZERS, NumberBytes
+from pipeloom.processes.launching import torchrun
 from pipeloom.train.checkpoint.directory import in_use
 from pipeloom.train.checkpoint.manifest import Manifest
 from pipeloom.train.checkpoint.resume import find_good
@@ -91,7 +92,7 @@ def check_processes(config: TrainConfig, world_size: int | None) -> None:
             f"--local runs all ranks in one process, but torchrun started {world_size}. Run `pipeloom train --local` "
             "without torchrun, or remove --local."
         )
-    if config.recover and world_size is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if config.recover and world_size is not None and torchrun.RUN not in os.environ:
         raise InputError(
             "recover=true: only pipeloom's own launcher and torchrun start ranks again. Run `pipeloom train` with "
             "torchrun or without srun and mpirun, or remove --recover."

@@ -27,7 +27,7 @@ Waits = Mapping[int, Mapping[Action, float]]
 MessageKey = str | tuple[Op, int]
 MessageTimes = dict[MessageKey, list[float]]
 
-_OPS = (Op.F, Op.B, Op.I, Op.W)
+COMPUTATIONS = (Op.F, Op.B, Op.I, Op.W)
 _MOVES = (Op.OFFLOAD, Op.RELOAD)
 _RECENT_STEPS = 20  # number of steps in a median
 _RECENT_MESSAGES = 5  # number of steps in a median of message times, and in a mean of simulated bubbles
@@ -61,16 +61,18 @@ def cost_numbers(pipeline: Pipeline, records: Records, group: Group) -> Tensor:
     by_rank = torch.zeros(ranks, 3, dtype=torch.float64)  # busy seconds, first to last, live activations
     memory = torch.zeros(group.size, dtype=torch.float64)
     slices = pipeline.schedule.num_slices
-    by_stage = torch.zeros(2, stages, len(_OPS), slices, dtype=torch.float64)  # medians, and how many ranks have one
+    by_stage = torch.zeros(
+        2, stages, len(COMPUTATIONS), slices, dtype=torch.float64
+    )  # medians, and how many ranks have one
     memory[group.place] = peak_memory_bytes()
     for rank, rows in records:
         durations: dict[tuple[int, int, int], list[float]] = {}
         waits = pipeline.waits[rank]
         for action, start, end in rows:
-            if action.op in _OPS:
-                key = (action.stage, _OPS.index(action.op), action.slice or 0)
+            if action.op in COMPUTATIONS:
+                key = (action.stage, COMPUTATIONS.index(action.op), action.slice or 0)
                 durations.setdefault(key, []).append(end - start - waits.get(action, 0.0))
-        counted = [row for row in rows if row[0].op in _OPS or in_background(row[0], pipeline.schedule)]
+        counted = [row for row in rows if row[0].op in COMPUTATIONS or in_background(row[0], pipeline.schedule)]
         by_rank[rank, 0] = sum(map(sum, durations.values()))
         by_rank[rank, 1] = max((end for _, _, end in counted), default=0) - min((s for _, s, _ in counted), default=0)
         by_rank[rank, 2] = pipeline.memory.peak_live_activations[rank]
@@ -83,7 +85,7 @@ def cost_numbers(pipeline: Pipeline, records: Records, group: Group) -> Tensor:
 def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCost:
     """The inverse of `cost_numbers`, after the sum over processes."""
     replicas = max(1, num_processes // schedule.num_ranks)
-    ranks, shape = schedule.num_ranks, (2, schedule.num_stages, len(_OPS), schedule.num_slices)
+    ranks, shape = schedule.num_ranks, (2, schedule.num_stages, len(COMPUTATIONS), schedule.num_slices)
     by_rank, memory, by_stage = torch.split(numbers, [3 * ranks, num_processes, math.prod(shape)])
     busy, seconds, live = by_rank.view(ranks, 3).unbind(1)
     medians, counts = by_stage.view(shape)
@@ -96,26 +98,6 @@ def read_cost(numbers: Tensor, schedule: Schedule, num_processes: int) -> StepCo
         stage_seconds=seconds_of_slices.sum(2),
         slice_factors=both / both.mean(1, keepdim=True).clamp_min(1e-12) if schedule.num_slices > 1 else None,
     )
-
-
-def computing_seconds(pipeline: Pipeline, records: Records, slots: int, place: int) -> Tensor:
-    """Seconds of forwards and of backwards of this process in a step, in its slot; its ranks' if it has all ranks.
-
-    Each is the sum over stages and slices of the lower quartile over micro-batches times their number: what other
-    processes take from a core, which hits some of them, does not count. Shape [2, slots], float64.
-    """
-    found = torch.zeros(2, slots, dtype=torch.float64)
-    for rank, rows in records:
-        durations: dict[tuple[int, Op, int], list[float]] = {}
-        waits = pipeline.waits[rank]
-        for action, start, end in rows:
-            if action.op in _OPS:
-                key = (action.stage, action.op, action.slice or 0)
-                durations.setdefault(key, []).append(end - start - waits.get(action, 0.0))
-        for (_, op, _), seconds in durations.items():
-            quartile = sorted(seconds)[(len(seconds) - 1) // 4]
-            found[int(op is not Op.F), place if len(records) == 1 else rank] += quartile * len(seconds)
-    return found
 
 
 def peak_memory_bytes() -> int:
@@ -154,7 +136,7 @@ class Predictor:
         actions = [row for _, rows in records for row in rows]
         waits = any(in_background(action, program.schedule) for action, _, _ in actions)  # maybe inside computations
         if self._data is None and self._recent and not waits:
-            single = {action: end - start for action, start, end in actions if action.op in _OPS}
+            single = {action: end - start for action, start, end in actions if action.op in COMPUTATIONS}
             costs = replace(self._costs(program), action_seconds=single)
             self._bubbles.append(simulate(program, costs, self._network(program)).bubble_fraction)
 
@@ -248,7 +230,7 @@ def message_times(records: Records) -> MessageTimes:
 def gathered_waits(group: Group, waits: Waits, num_ranks: int) -> list[float]:
     """The waits inside computations per rank of the first replica; a collective call."""
     own = {
-        rank: math.fsum(seconds for action, seconds in found.items() if action.op in _OPS)
+        rank: math.fsum(seconds for action, seconds in found.items() if action.op in COMPUTATIONS)
         for rank, found in waits.items()
         if group.leads
     }

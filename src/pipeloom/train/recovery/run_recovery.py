@@ -133,7 +133,7 @@ class RunRecovery:
         self.samples = run.samples
         if self.agreement is not None:
             self.agreement.begin(step, whole=_is_whole(run))
-        self.copies.note_begun(step + 1)
+        self.copies.note_begun(step)
         if restart is None:  # earlier copies are of before a rewind
             self._drop_after(-1)
         if self._every and step not in self.copies.steps:
@@ -146,9 +146,13 @@ class RunRecovery:
         else:  # copies that replicas lent
             self.copies.release()
 
-    def observe(self, step: int) -> None:
-        """A step is complete, and another one begins."""
-        self.copies.note_begun(step + 1)
+    def step_begins(self, step: int) -> None:
+        """The batch of a step is asked for."""
+        self.copies.note_begun(step)
+
+    def step_ends(self) -> None:
+        """A step is complete."""
+        self.copies.note_time()
 
     def copy_again(self, run: RunParts, step: int) -> None:
         """Copy the state after `step`, where earlier copies were dropped and the run does not go back."""

@@ -25,7 +25,7 @@ from pipeloom.processes.elastic.copy_head import SEAL as _SEAL
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState, like, name_of, unwrapped
 from pipeloom.train.elastic.held_parts import held_parts
 
-_BEGUN, _TIME = 3, 4  # more numbers of a head: of memory 0, which step of the run has begun, and when
+_BEGUN, _TIME = 3, 4  # more numbers of a head: of memory 0, which step of the run has begun last, and the time
 _ALIGNMENT_BYTES = 64
 
 
@@ -137,12 +137,16 @@ class StateCopies:
 
     @property
     def begun_at(self) -> float:
-        """When that was noted (time.monotonic, seconds)."""
+        """When the run last began or completed a step (time.monotonic, seconds)."""
         return self._memories[0].head[_TIME] / 1e9
 
     def note_begun(self, step: int) -> None:
         """A step of the run begins, now."""
         self._memories[0].head[_BEGUN] = step
+        self.note_time()
+
+    def note_time(self) -> None:
+        """A step of the run begins or is complete, now."""
         self._memories[0].head[_TIME] = time.monotonic_ns()
 
     def write(self, step: int, contents: Mapping[str, Any]) -> None:
