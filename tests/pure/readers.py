@@ -300,7 +300,7 @@ def _document_tokens(path: Path) -> None:
 
 
 _SCHEDULES = ("common/json_reader.py", "ir/text.py", "schedules/user_defined.py")
-_CLUSTERS = ("plan/cluster.py", "plan/costs/named_clusters.py", "plan/local/saved.py", "train/auto/run_planner.py")
+_CLUSTERS = ("plan/cluster.py", "plan/costs/named_clusters.py", "plan/local/saved.py", "train/auto/measured_costs.py")
 _PROFILES = ("plan/partition/profile.py", "cli/partition.py", "cli/planned/profile.py")
 _METRICS = (
     *("train/output/directory.py", "integrations/ray/run_files.py", "chaos/campaign.py", "chaos/comparison.py"),

@@ -13,7 +13,7 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layers
 from pipeloom.sim import Costs, Network, simulate
-from pipeloom.train.auto import run_planner
+from pipeloom.train.auto import measured_costs, run_planner
 from pipeloom.train.auto.best_plans import best_plans
 from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.auto.same_losses import same_losses
@@ -167,13 +167,13 @@ def test_a_measurement_that_is_damaged_or_cannot_be_kept(tmp_path, monkeypatch):
     (tmp_path / "pipeloom").mkdir()
     for content in (b"{", b"\xff\xfe", b"{}"):
         (tmp_path / "pipeloom" / "local.json").write_bytes(content)
-        assert run_planner._saved() is None
-    monkeypatch.setattr(run_planner, "measure_machine", machine)
-    found, unsaved = run_planner._measured_now()
+        assert measured_costs._saved() is None
+    monkeypatch.setattr(measured_costs, "measure_machine", machine)
+    found, unsaved = measured_costs._measured_now()
     assert (found, unsaved) == (machine(), None)
     assert find_cluster("local", "--cluster") == machine()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    found, unsaved = run_planner._measured_now()
+    found, unsaved = measured_costs._measured_now()
     assert found == machine()
     assert unsaved.endswith("Not a directory")

@@ -13,6 +13,10 @@ from pipeloom.processes.launching.ranks import Rank
 from pipeloom.processes.recovery.lifeline import PEER_LOST
 
 HUNG = 4  # exit code of ranks that name the one which hangs, in their last words
+_HINTS = {
+    int(signal.SIGKILL): "out of memory?",
+    int(signal.SIGBUS): "is a disk or /dev/shm full, or a file shorter than before?",
+}
 _WATCHDOG_SECONDS = 15.0  # how much longer than a rank's limit its watchdog may take to end the run
 
 
@@ -87,7 +91,7 @@ def ending(ranks: Sequence[Rank], lost: Mapping[int, int]) -> str:
         return f"{name} ended with exit code 0{where}, before the run was complete"
     if code > 0:
         return f"{name} failed{where}: {box.last_words or f'exit code {code}'}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    hint = f" ({_HINTS[-code]})" if -code in _HINTS else ""
     text = f"{name} was killed by {signal_name(-code)}{hint}{where}"
     others = [f"{ranks[each].name} by {signal_name(-lost[each])}" for each in lost if lost[each] < 0 and each != rank]
     return f"{text}; also killed: {listed(others)}" if others else text

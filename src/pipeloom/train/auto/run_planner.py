@@ -4,7 +4,6 @@ import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,14 +12,9 @@ from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import counted, percent_text
 from pipeloom.errors import InputError, PipeloomError
-from pipeloom.ir import DataStrategy, Schedule
-from pipeloom.plan.architecture import Architecture
-from pipeloom.plan.cluster import Cluster, parse_cluster
+from pipeloom.ir import Schedule
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
-from pipeloom.plan.local.layer_times import LayerTimes, mean_layers
-from pipeloom.plan.local.references import MOST_SAMPLES, Shape
-from pipeloom.plan.local.saved import local_path, notices
 from pipeloom.plan.local.trials import ranking, tried
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
@@ -32,6 +26,7 @@ from pipeloom.train.auto.best_schedules import (
     schedule_trials_text,
     schedule_words,
 )
+from pipeloom.train.auto.measured_costs import measured_costs
 from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.auto.same_losses import same_losses
 from pipeloom.train.checkpoint import load
@@ -40,9 +35,6 @@ from pipeloom.train.config.schedule import schedule_name
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.data.written import PLAN_NAME, PLAN_TIMES_NAME
-from pipeloom.train.machine.layers import measure_layers
-from pipeloom.train.machine.measure import measure_machine
-from pipeloom.train.machine.reference_steps import measure_references
 from pipeloom.train.machine.trial_steps import measure_trials
 from pipeloom.train.output.directory import writing
 from pipeloom.train.process_group import Group
@@ -50,7 +42,6 @@ from pipeloom.train.run_parts import RunParts
 
 _COMPARED_AFTER = 10  # steps of this process with a plan; the first one warms up
 _RECENT = 20  # steps whose median is compared
-_CROWDED = 2  # micro-batch sizes that more processes than cores measure at once
 _GAIN = 0.05  # by which another plan must be predicted faster
 
 
@@ -218,56 +209,8 @@ class RunPlanner:
         return None
 
     def _measured_costs(self) -> tuple[CostModel, list[str]]:
-        """Costs of the model on this machine, the same on every process; a collective call."""
-        asked, group, said, text = self._asked, self._group, list[str](), ""
-        if group.rank == 0:
-            cluster = _saved()
-            if cluster is None:
-                self._say("planning: measuring this machine, for a minute or two; it is kept for later runs")
-                cluster, unsaved = _measured_now()
-                said += notices(cluster)
-                if unsaved is not None:
-                    self._say(f"planning: {unsaved}. The measurement is not kept; later runs measure again.")
-            text = cluster.to_json()
-        self._say("planning: measuring the layers of the model")
-        cluster = parse_cluster(group.gather_json(text)[0]).beside(group.size)
-        rates, measured = cluster.rates, cluster.measured
-        assert rates is not None
-        assert measured is not None
-        sizes = asked.gpt(run_tokenizer(asked).vocabulary_size)
-        samples, shapes = self._measured_sizes()
-
-        def measured_by(processes: int, samples: list[int]) -> LayerTimes:
-            mine: LayerTimes | None = None
-            if group.rank < processes:  # others wait
-                mine = measure_layers(sizes, samples, precision=asked.number_format, rates=rates)
-            every = group.gather_json(None if mine is None else mine.to_mapping())
-            return mean_layers([LayerTimes.from_mapping(each) for each in every if each is not None])
-
-        layers = measured_by(measured.cores, samples)
-        if group.size > measured.cores:
-            layers = layers.beside(measured_by(group.size, samples[:_CROWDED]))
-        costs = CostModel(model=Architecture.of_gpt(sizes), cluster=cluster, measured=layers)
-        if group.size > 1:
-            precision, memory = asked.number_format, cluster.device.memory_bytes or inf
-
-            def fits(of: Configuration, plain: CostModel = costs) -> bool:
-                return group.size * max(plain.peak_bytes(of)) <= memory
-
-            references = measure_references(sizes, asked.batch.size, precision=precision, fits=fits, shapes=shapes)
-            costs = costs.corrected_by(references, precision)
-        return costs, said
-
-    def _measured_sizes(self) -> tuple[list[int], list[Shape] | None]:
-        """Samples per micro-batch of the measured layers, and shapes of the reference steps; None: all."""
-        asked = self._asked
-        if asked.parallel.auto:
-            return [1 << power for power in range(MOST_SAMPLES.bit_length()) if 1 << power <= asked.batch.size], None
-        parallel, sharded = asked.parallel, DataStrategy(asked.parallel.data_strategy).shards_optimizer
-        shape = Shape(parallel.pipeline, parallel.data, parallel.tensor, parallel.data > 1 and sharded)
-        plain = parallel.tensor == 1 or (parallel.tensor_layout == "1d" and not asked.model.experts)
-        shapes = [*shape.with_schedules] if plain and parallel.context == 1 else []
-        return [min(asked.microbatch_size, MOST_SAMPLES)], shapes
+        """Costs of the model on this machine, the same on every process, and lines about it; a collective call."""
+        return measured_costs(self._asked, self._group, self._say)
 
     # Steps of the plan
 
@@ -388,23 +331,3 @@ def planned_config(asked: TrainConfig, plan: Plan) -> TrainConfig:
     config = replace(TrainConfig.from_mapping(mapping), processes=None, replan=False)
     validate_settings(config)
     return config
-
-
-def _saved() -> Cluster | None:
-    """The measurement of this machine; None: there is none that fits, or its file is damaged."""
-    try:
-        cluster = parse_cluster(local_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return cluster if len(notices(cluster)) == 1 else None
-
-
-def _measured_now() -> tuple[Cluster, str | None]:
-    """Measure this machine, and save that; and why it cannot be saved."""
-    cluster, path = measure_machine(), local_path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, cluster.to_json() + "\n")
-    except OSError as error:
-        return cluster, f"{path}: {error.strerror or error}"
-    return cluster, None

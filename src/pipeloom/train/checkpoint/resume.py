@@ -56,7 +56,7 @@ def find_good(wanted: str | None, output_dir: Path, *, leads: bool, key: Checkpo
             )
         return found
     if found is None:
-        others = f" None of the {len(damaged)} checkpoints in {output_dir} is whole." if len(damaged) > 1 else ""
+        others = f" None of the {len(damaged)} checkpoints in {output_dir} can be used." if len(damaged) > 1 else ""
         raise CheckpointError(f"{first}{others} To start anew, name another output_dir.") from first
     if wanted == "latest":
         raise CheckpointError(
