@@ -18,7 +18,7 @@ from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layer
 from pipeloom.plan.local.references import References, Shape, reference_shapes
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.space import Space
-from tests.pure.test_local_machine import machine, model
+from tests.pure.test_local_machine import GIGA, machine, model, rates
 from tests.pure.test_plan_bounds import some
 
 FP32 = Precision("fp32")
@@ -190,16 +190,10 @@ def test_steps_of_the_same_order_are_one_reference():
     assert len(set(factors(whole))) == 1
 
 
-def test_bounds_of_the_search_hold_for_corrected_predictions():
-    rng, plain = random.Random(3), CostModel(model=model(), cluster=machine())
-    sizes = GPTConfig(vocabulary_size=256, layers=4, width=64, heads=4, sequence_length=64)
-    shapes = [shape for shape in reference_shapes(sizes, 4) if shape.schedule != "gpipe"]  # with one micro-batch, 1F1B
-    factors = {shape: rng.uniform(0.5, 1.5) for shape in shapes}
-    costs = plain.corrected_by(references(plain, factors), FP32)
-    assert costs.corrections.least < 0.7
-    space = Space(costs, Request(devices=4, batch_size=16), Refusals(), lambda _: None)
-    compared = 0
-    for group, devices in space.groups():
+def compared(costs: CostModel, devices: int, rng: random.Random) -> int:
+    """How many steps the search's bounds are below: those of groups, data strategies and shapes."""
+    space, count = Space(costs, Request(devices=devices, batch_size=16), Refusals(), lambda _: None), 0
+    for group, _ in space.groups():
         for mesh in space.meshes(group, devices):
             ways = list(space.ways(mesh))
             for shape in some(space.shapes.found(mesh), 3, rng):
@@ -211,5 +205,28 @@ def test_bounds_of_the_search_hold_for_corrected_predictions():
                 except PipeloomError:
                     continue
                 assert max(*bounds, *space.shapes.link_bounds(shape, [way.of])) <= seconds * (1 + 1e-9), of
-                compared += 1
-    assert compared > 50
+                count += 1
+    return count
+
+
+def test_bounds_of_the_search_hold_for_corrected_predictions():
+    rng, plain = random.Random(3), CostModel(model=model(), cluster=machine())
+    sizes = GPTConfig(vocabulary_size=256, layers=4, width=64, heads=4, sequence_length=64)
+    shapes = [shape for shape in reference_shapes(sizes, 4) if shape.schedule != "gpipe"]  # with one micro-batch, 1F1B
+    factors = {shape: rng.uniform(0.5, 1.5) for shape in shapes}
+    costs = plain.corrected_by(references(plain, factors), FP32)
+    assert costs.corrections.least < 0.7
+    assert compared(costs, 4, rng) > 50
+
+
+@pytest.mark.parametrize("first", [5.0, 0.2])
+def test_bounds_of_the_search_hold_where_first_microbatches_take_another_time(first):
+    times = LayerTimes(element=4, rows={1: layers(1.0)}, firsts={1: layers(first)})
+    costs = CostModel(model=model(), cluster=machine(), measured=times)
+    assert compared(costs, 2, random.Random(4)) > 20
+
+
+def test_bounds_of_the_search_hold_where_more_processes_are_slower():
+    measured = replace(machine().measured, cores=4, rates=(rates(1), rates(2), rates(4, GIGA / 10)))
+    costs = CostModel(model=model(), cluster=replace(machine(), measured=measured))
+    assert compared(costs, 2, random.Random(5)) > 20

@@ -126,3 +126,17 @@ def test_schedules_with_the_same_order_are_simulated_once():
     assert number("zb-h1", 8) != number("zb-h2", 8)
     assert number("zb-h1", 10_000) is None, "a short step stands for it"
     assert number("zb-auto", 1) is None, "its order follows from costs"
+
+
+def test_the_data_link_counts_however_costs_list_the_degrees_of_experts():
+    class Listed(CostModel):
+        @property
+        def expert_degrees(self):
+            return tuple(super().expert_degrees)
+
+    request, known = Request(devices=8, batch_size=8), []
+    for kind in (CostModel, Listed):
+        costs = kind(model=gpt(4, 2048, 16, sequence=256), cluster=CLUSTERS["p3.16xlarge"])
+        space = Space(costs, request, Refusals(), lambda _: None)
+        known.append([way.seconds for way in space.ways(Configuration(data=8))])
+    assert known[0] == known[1]

@@ -14,6 +14,7 @@ from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Placement
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
@@ -22,7 +23,7 @@ from pipeloom.plan.search.comparison import usual_plan
 from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.request import Refusals, Request, parse_fixed
 from pipeloom.plan.search.shapes import Shapes, shape_of
-from pipeloom.plan.search.simulated import simulated
+from pipeloom.plan.search.simulated import Steps, simulated
 from pipeloom.plan.search.words import against, counts_of, lines_of, usual_text
 from pipeloom.schedules import find
 from pipeloom.train.config.planned import planned_config
@@ -184,6 +185,18 @@ def test_a_search_on_few_devices_ends_too():
     assert ended.least <= whole.plans[0].step_seconds <= ended.plans[0].step_seconds
     assert counts_of(ended)[0].startswith("The search ended early: no plan takes less than ")
     assert ended.refused["not looked at: the search ended"] > 0
+
+
+def test_searches_that_share_steps_simulate_nothing_twice(monkeypatch):
+    costs, simulate, calls = cost_model(MODELS[0], "dgx-a100-80", "pipeloom"), StepCosts.makespan, []
+    monkeypatch.setattr(StepCosts, "makespan", lambda *given: calls.append(given[1]) or simulate(*given))
+    request = Request(devices=4, batch_size=8, memory_bytes=80 * GIB, fixed={"slices": 1, "context": 1}, top=1)
+    steps = Steps(costs)
+    first, number = find_plans(costs, request, steps=steps), len(calls)
+    second = find_plans(costs, request, steps=steps)
+    assert 0 < number == len(calls)
+    assert second.plans == first.plans
+    assert (second.considered, second.refused, second.least) == (first.considered, first.refused, first.least)
 
 
 def test_a_fixed_data_strategy_needs_replicas():

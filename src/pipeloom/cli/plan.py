@@ -20,7 +20,7 @@ from pipeloom.plan.local.saved import notices
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.search import words
 from pipeloom.plan.search.answer import json_of, plan_of, predicted, row_of
-from pipeloom.plan.search.best_first import Answer, find_plans
+from pipeloom.plan.search.best_first import Answer, find_plans, rare_collections
 from pipeloom.plan.search.comparison import USUAL_NAME, more_memory, usual_plan
 from pipeloom.plan.search.request import (
     FIXABLE,
@@ -55,6 +55,7 @@ pipeloom plan --profile profile.json --cluster cluster.json --devices 4 --batch.
 _MOST = {"devices": MOST_DEVICES, "batch.size": MOST_SAMPLES, "top": 10_000}
 
 
+@rare_collections()
 def main(argv: Sequence[str]) -> int:
     """Search, and print the best plans; returns the exit code."""
     options = _parser().parse_args(list(argv))

@@ -55,8 +55,8 @@ def total(tables: Iterable[Table]) -> dict[tuple[str, str], Sent]:
     found: dict[tuple[str, str], Sent] = {}
     for table in tables:
         for key, sent in table.items():
-            before = found.get(key, Sent(0, 0))
-            found[key] = Sent(before.calls + sent.calls, before.num_bytes + sent.num_bytes)
+            before = found.get(key)
+            found[key] = sent if before is None else Sent(before[0] + sent[0], before[1] + sent[1])
     return found
 
 

@@ -47,11 +47,11 @@ class Seconds(NamedTuple):
     backward_weight: float
 
     def __add__(self, other: "Seconds") -> "Seconds":  # type: ignore[override]  # by component
-        return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
+        return Seconds(self[0] + other[0], self[1] + other[1], self[2] + other[2])
 
     def times(self, factor: float) -> "Seconds":
         """All of them so many times as long."""
-        return Seconds(*(factor * each for each in self))
+        return Seconds(factor * self[0], factor * self[1], factor * self[2])
 
 
 def messages_in_turn(collective: str, degree: int) -> int:

@@ -105,7 +105,7 @@ class EventRun:
         found = numbered(pipeline)
         slowness = costs.slowness(schedule) or (1.0,) * schedule.num_ranks
         self.ranks = [_Rank(runs, self._seconds(runs, costs, slowness[rank])) for rank, runs in enumerate(found.ranks)]
-        self._latency = network.latency(schedule.num_ranks)
+        self._latency, self._receive_seconds = network.latency(schedule.num_ranks), network.receive_seconds
         self._bytes_sent = costs.bytes_sent(schedule) if network.limited else None
         self._messages = messages_of(pipeline) if network.limited else []
         skips = pipeline.skips if isinstance(pipeline, Program) and network.limited else ()
@@ -170,47 +170,48 @@ class EventRun:
 
         No other rank waits for a receive, nor for most computations of a program.
         """
-        rank, results, latency = self.ranks[number], self._results, self._latency
+        rank, results, latency, of_links = self.ranks[number], self._results, self._latency, self.background
         actions, kinds, numbers, needs, _, _, background = rank.runs
-        at, delivers, inside, there = rank.position, self._delivers, self.background.inside, self.background.there
+        all_seconds, starts, ends = rank.seconds, rank.starts, rank.ends
+        at, clock, delivers, inside = rank.position, rank.clock, self._delivers, of_links.inside
         while True:
             if at in background and rank.begun <= at:
                 for action in background[at]:
-                    self.background.begin(number, action, rank.clock)
+                    of_links.begin(number, action, clock)
                 rank.begun = at + 1
-            kind, ready = kinds[at], rank.clock
+            kind, ready = kinds[at], clock
             if kind == ENDS:
                 break
             if delivers and kind != RECEIVES_RESULT:
-                for action in actions[at : at + 2] if kind == PAIRED else actions[at : at + 1]:
-                    if action.op in _FROM_LINKS:
-                        ready = there(number, action, ready)
+                for index in (at, at + 1) if kind == PAIRED else (at,):
+                    if actions[index][1] in _FROM_LINKS:
+                        ready = of_links.there(number, actions[index], ready)
             for need in needs[at]:
                 result = results[need]
                 if result is None:
                     self._waiting.setdefault(need, []).append(number)
-                    rank.position = at
+                    rank.position, rank.clock = at, clock
                     return
                 source, when, taking = result
                 if source != number:
-                    ready = max(ready, when + latency[source][number]) + taking
+                    arrival = when + latency[source][number]
+                    ready = (arrival if arrival > ready else ready) + taking
             if kind == RUNS:
-                start, seconds = ready, rank.seconds[at]
-                end = self._end(number, at, ready, seconds) if inside else ready + seconds
+                start = ready
+                clock = self._end(number, at, ready, all_seconds[at]) if inside else ready + all_seconds[at]
             elif kind == RECEIVES_RESULT:
-                start, end = rank.clock, ready + self.network.receive_seconds
-                results[numbers[at]] = number, end, 0.0
+                start, clock = clock, ready + self._receive_seconds
+                results[numbers[at]] = number, clock, 0.0
             else:
-                rank.running = running = (
-                    (ready, ready + rank.seconds[at]) if kind == PUBLISHES else self._running(number, kind, at, ready)
+                rank.running = (
+                    (ready, ready + all_seconds[at]) if kind == PUBLISHES else self._running(number, kind, at, ready)
                 )
-                heappush(self._moments, (running[-1], number))
+                heappush(self._moments, (rank.running[-1], number))
                 break
-            rank.starts.append(start)
-            rank.ends.append(end)
-            rank.clock = end
+            starts.append(start)
+            ends.append(clock)
             at += 1
-        rank.position = at
+        rank.position, rank.clock = at, clock
 
     def _running(self, number: int, kind: int, at: int, ready: float) -> tuple[float, ...]:
         """The times of a meeting or an overlapped pair that starts at `ready`."""
@@ -240,17 +241,17 @@ class EventRun:
             return
         rank.clock = now
         woken: list[int] = []
-        messages = self._messages[number] if self._messages else None
-        for index in (at, at + 1) if kind == PAIRED else (at,):
+        messages, count = self._messages[number] if self._messages else None, len(times) - 1
+        for index in range(at, at + count):
             message, own = None if messages is None else messages[index], rank.runs.results[index]
             self._results[own] = (number, now, 0.0) if message is None else self._publish(message, number, now)
             if own in waiting:
                 woken += waiting.pop(own)
         rank.starts += times[:-1]
         rank.ends += times[1:]
-        if now < rank.clock and rank.runs.actions[at].op in SENDS:
+        if now < rank.clock and rank.runs.actions[at][1] in SENDS:
             rank.ends[-1] = rank.clock
-        rank.position = at + len(times) - 1
+        rank.position = at + count
         for other in woken:
             self._begin(other)
         self._begin(number)

@@ -43,6 +43,11 @@ class StepCosts(ABC):
         """Expert-parallel degrees that divide the experts."""
 
     @property
+    def has_experts(self) -> bool:
+        """Whether processes can share experts of the model."""
+        return max(self.expert_degrees) > 1
+
+    @property
     @abstractmethod
     def merges_backwards(self) -> bool:
         """Whether I and W that follow each other run as a whole backward, which is faster."""
@@ -79,7 +84,7 @@ class StepCosts(ABC):
         return self, 1.0
 
     def same_seconds(self, of: Configuration) -> Hashable:
-        """What seconds of single blocks depend on, beside recomputation."""
+        """What seconds of single blocks depend on, beside recomputation and blocks per stage."""
         return of
 
     @abstractmethod

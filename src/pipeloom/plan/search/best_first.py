@@ -94,14 +94,16 @@ def find_plans(
         search.run()
         return search, best
 
-    with _rare_collections():
+    with rare_collections():
         best = list(known)
         if not known and not exhaustive:
             for few in _first_looks(request, costs.num_blocks):
                 look = BestPlans(request, accept, best)
-                search = TreeSearch(steps, few, look, exhaustive=False, can_run=can_run, part=_FIRST_LOOK)
-                search.run()
-                simulated, best = simulated + search.simulated, look.plans
+                first_look = TreeSearch(
+                    steps, few, look, exhaustive=False, can_run=can_run, part=_FIRST_LOOK, counts=False
+                )
+                first_look.run()
+                simulated, best = simulated + first_look.simulated, look.plans
         search, found = searched(first, best)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
         if coarse and far:  # finer granularities need less memory, and hide less
@@ -139,7 +141,7 @@ def _first_looks(request: Request, layers: int) -> Iterator[Request]:
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
+def rare_collections() -> Iterator[None]:
     """A search makes millions of objects, few of them in cycles: looking for these would take a quarter of its time."""
     usual = gc.get_threshold()
     gc.set_threshold(_COLLECTED, *usual[1:])

@@ -47,8 +47,15 @@ def link_bound(
     network, data, formats = costs.network(of), of.data_axis(), NumberBytes.of(of.precision)
     units = costs.stage_units(of)
     sizes = [size / number for size, number in zip(costs.parameters(of), units, strict=True)]  # of one unit
-    gathers = [n * gather_seconds(data, formats.compute * size, network) for n, size in zip(units, sizes, strict=True)]
-    sums = [n * reduce_seconds(data, formats.gradient * size, network) for n, size in zip(units, sizes, strict=True)]
+    pairs = list(zip(units, sizes, strict=True))
+    links = {
+        (n, size): (
+            n * gather_seconds(data, formats.compute * size, network),
+            n * reduce_seconds(data, formats.gradient * size, network),
+        )
+        for n, size in set(pairs)  # most stages are alike
+    }
+    gathers, sums = [links[each][0] for each in pairs], [links[each][1] for each in pairs]
     stages = stages if split else whole_backwards(stages)
     backwards = [each.backward_input + each.backward_weight for each in stages]
     sends = [*(message * moves for moves in moves_of(placement)), 0.0]

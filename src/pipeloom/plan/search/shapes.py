@@ -1,6 +1,6 @@
 """Schedules, virtual stages, slices, orders of mesh axes, and blocks per stage of a mesh. No torch here."""
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import permutations, product
@@ -12,13 +12,14 @@ from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.ir import Placement
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration, even_blocks
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_bound import message_seconds, pipeline_bound
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.balance import balanced_blocks
-from pipeloom.plan.search.bounds import schedule_seconds
+from pipeloom.plan.search.bounds import Recomputed, schedule_seconds
 from pipeloom.plan.search.link_bound import link_bound
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.stage_times import Seconds
@@ -47,18 +48,22 @@ class KnownShapes:
     """What searches with the same costs share.
 
     Attributes:
+        groups: of requests, and why there are no others.
+        sizes: elements of the parameters of one pipeline on one process of each stage.
+        work: seconds of one micro-batch of groups, at least: of its computations, and of a way through a block.
         single: seconds of single blocks, and of the shortest way through one and back.
+        recomputed: work and held activations of meshes.
         blocks: per stage.
         bounds: of shapes.
-        work: seconds of the computations of one micro-batch, by group.
-        fills: seconds in which a rank waits for others, at least, by group, devices and pipeline-parallel degree.
     """
 
+    groups: dict[Hashable, Sequence[tuple[Configuration, int] | str]] = field(default_factory=dict)
+    sizes: dict[InsideStage, float] = field(default_factory=dict)
+    work: dict[tuple[Configuration, int], tuple[float, float]] = field(default_factory=dict)
     single: dict[Hashable, tuple[list[Seconds], float]] = field(default_factory=dict)
+    recomputed: dict[Hashable, Recomputed] = field(default_factory=dict)
     blocks: dict[Hashable, list[tuple[int, ...]]] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
-    work: dict[Configuration, float] = field(default_factory=dict)
-    fills: dict[tuple[Configuration, int, int], float] = field(default_factory=dict)
 
 
 class Shapes:
@@ -89,11 +94,10 @@ class Shapes:
         return self._of_single(of)[1]
 
     def _of_single(self, of: Configuration) -> tuple[list[Seconds], float]:
-        single = replace(of, pipeline=self._layers, chunks=1, blocks=None, recompute=Recompute.NONE)
-        key = self._costs.same_seconds(single)
+        key = self._costs.same_seconds(of)
         found = self._known.single.get(key)
         if found is None:
-            blocks = self._costs.stage_seconds(single)
+            blocks = self._costs.stage_seconds(replace(single_blocks(of, self._layers), recompute=Recompute.NONE))
             found = self._known.single[key] = blocks, min(each.forward + each.backward_input for each in blocks)
         return found
 
@@ -184,7 +188,7 @@ class Shapes:
             return list(dict.fromkeys((even, balanced_blocks(seconds, placement))))
         if len(even) == 1:
             return [even]
-        apart = replace(of, pipeline=self._most_stages, chunks=1, blocks=None, recompute=Recompute.NONE)
+        apart = replace(of, chunks=1, blocks=(0, *[1] * self._layers, 0), recompute=Recompute.NONE)
         seconds = [sum(each) for each in self._costs.stage_seconds(apart)]
         first, *inner, last = balanced_blocks(seconds, placement)  # of embedding, blocks, and head
         return list(dict.fromkeys((even, (first - 1, *inner, last - 1))))
@@ -244,6 +248,11 @@ class Shapes:
                 bounds[key] = self._least * (link_seconds(self._costs, shape._replace(of=each)) + update)
             found.append(bounds[key])
         return found
+
+
+def single_blocks(of: Configuration, layers: int) -> Configuration:
+    """The configuration with a stage for each block."""
+    return replace(of, chunks=1, blocks=(1,) * layers)
 
 
 def _same_layers(of: Configuration) -> Hashable:

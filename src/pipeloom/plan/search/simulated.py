@@ -85,6 +85,7 @@ class Steps:
         self._lowered: dict[Hashable, Program] = {}
         self._programs: dict[Hashable, Program] = {}
         self._peaks: dict[Hashable, tuple[float, ...]] = {}
+        self._makespans: dict[Hashable, tuple[float, float]] = {}
 
     def program(self, of: Configuration, limit: float | None) -> Program:
         """What every replica runs. Raises ScheduleError where the schedule does not support the sizes."""
@@ -105,6 +106,24 @@ class Steps:
         if key not in self._peaks:
             self._peaks[key] = find()
         return self._peaks[key]
+
+    def makespan(self, of: Configuration, limit: float | None, *, replicas: bool) -> tuple[float, float]:
+        """Seconds of a step without the update, and of its computations, mean of the ranks.
+
+        Args:
+            of: the configuration.
+            limit: of the schedule, see `Simulated`.
+            replicas: whether data parallelism takes time.
+        """
+        key = of, limit, replicas
+        if schedules.find(of.schedule).to_measure or key not in self._makespans:
+            network = self.costs.network(of)
+            if not replicas:
+                network = replace(
+                    network, data_bytes_per_second=None, data_sum_bytes_per_second=None, data_latency_seconds=0.0
+                )
+            self._makespans[key] = self.costs.makespan(of, self.program(of, limit), network)
+        return self._makespans[key]
 
 
 def _kept(known: dict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
@@ -193,19 +212,11 @@ class Step:
 
     def _makespan(self, *, replicas: bool = True) -> tuple[float, float]:
         """Seconds of the step, without the update, and of the computations of its short step, mean of the ranks."""
-        seconds, busy = self._simulated(self._short, replicas)
+        seconds, busy = self._steps.makespan(self._short, self._limit, replicas=replicas)
         if self._times:
-            less, _ = self._simulated(self._shorter, replicas)
+            less, _ = self._steps.makespan(self._shorter, self._limit, replicas=replicas)
             seconds += self._times * (seconds - less)
         return seconds, busy
-
-    def _simulated(self, of: Configuration, replicas: bool) -> tuple[float, float]:
-        network = self._costs.network(of)
-        if not replicas:
-            network = replace(
-                network, data_bytes_per_second=None, data_sum_bytes_per_second=None, data_latency_seconds=0.0
-            )
-        return self._costs.makespan(of, self._program(of), network)
 
 
 def simulated(costs: StepCosts, of: Configuration, *, whole: bool = False) -> Simulated:

@@ -27,8 +27,7 @@ from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
 from pipeloom.plan.search.data_ways import way_bytes, ways_of, without_effect
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import LEAST_TOKENS, KnownShapes, Shapes
-from pipeloom.sim import Network
+from pipeloom.plan.search.shapes import LEAST_TOKENS, KnownShapes, Shapes, single_blocks
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
 CanRun = Callable[[Configuration], str | None]  # why a configuration cannot run; None: it can
@@ -36,6 +35,9 @@ PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBAT
 _MOST_TENSOR = 8  # processes, or those of a larger node: more share every product over a slow network
 _FILLED = 4  # ranks: with fewer, a bidirectional schedule has no rank that waits
 _INNER_DATA = ("pp", "dp", "cp", "tp")  # experts of neighbouring replicas are nearest
+_OF_GROUPS = frozenset(  # keys of `Request.fixed` and `Request.forbidden` on which groups depend
+    {"tensor", "context", "context_kind", "sequence", "expert", "microbatch_size", "precision", "gradients", "order"}
+)
 
 
 class Way(NamedTuple):
@@ -110,8 +112,8 @@ class Space:
     ) -> None:
         self.request, self.refusals, self._can_run = request, refusals, can_run
         self.costs, self._least = costs.uncorrected
-        known = known or KnownShapes()
-        self.shapes, self._work, self._fills = Shapes(costs, request, refusals, known), known.work, known.fills
+        self._known = known or KnownShapes()
+        self.shapes = Shapes(costs, request, refusals, self._known)
         self._layers = costs.num_blocks
         kept = request.fixed.get("offload", 0)
         offloads = kept is not None and request.allows("offload", kept) and costs.can_offload
@@ -120,20 +122,40 @@ class Space:
             offloads and request.allows("offload_states", True) and OPTIMIZERS[request.optimizer] > 0
         )
         self._of_replicas = without_effect(request)
-        self._by_kind: dict[object, Recomputed] = {}
-        self._sizes: dict[InsideStage, float] = {}
         self._least_bytes: dict[object, float] = {}
+        self._degrees: dict[int, list[tuple[int, int]]] = {}  # by ranks of all replicas, see `_degrees_of`
 
     def groups(self) -> Iterator[tuple[Configuration, int]]:
         """Configurations with degrees inside a stage and a micro-batch size, and their number of devices."""
+        request, fixed = self.request, self.request.fixed
+        sizes = request.devices, request.batch_size, request.optimizer, request.objective == "cost", request.precisions
+        given = tuple((name, fixed[name]) for name in sorted(_OF_GROUPS & fixed.keys()))
+        key = self._can_run, sizes, given, _OF_GROUPS & request.forbidden
+        found = self._known.groups.get(key)
+        if found is None:
+            found = self._known.groups[key] = list(self._groups())
+        for each in found:
+            if isinstance(each, str):
+                self.refusals.add(each)
+            else:
+                yield each
+
+    def _groups(self) -> Iterator[tuple[Configuration, int] | str]:
+        """`groups`, and why there are no others."""
         request, node = self.request, self.costs.cluster.devices_per_node
         numbers = divisors(request.devices) if request.objective == "cost" else [request.devices]
         sizes = [n for n in divisors(request.batch_size) if request.allows("microbatch_size", n)]
-        for precision, inside in self._with_precisions(node):
-            for devices in numbers:
-                if devices % inside.processes:
+        for precision in self._precisions():
+            if isinstance(precision, str):
+                yield precision
+                continue
+            for inside in self._insides(node, precision):
+                if isinstance(inside, str):
+                    yield inside
                     continue
-                for size in sizes:
+                for devices, size in product(numbers, sizes):
+                    if devices % inside.processes:
+                        continue
                     of = Configuration(
                         microbatch_size=size,
                         inside=inside,
@@ -141,31 +163,27 @@ class Space:
                         optimizer=request.optimizer,
                         order=request.fixed.get("order", _INNER_DATA if inside.expert > 1 else ORDER),
                     )
-                    if (unknown := self.costs.unknown(of)) is None:
-                        yield of, devices
-                    else:
-                        self.refusals.add(unknown)
+                    unknown = self.costs.unknown(of)
+                    yield (of, devices) if unknown is None else unknown
 
-    def _with_precisions(self, node: int) -> Iterator[tuple[Precision, InsideStage]]:
-        """Number formats, with the degrees inside a stage of each."""
+    def _precisions(self) -> Iterator[Precision | str]:
+        """Number formats, and why there are no others."""
         request = self.request
         names: tuple[Any, ...] = request.precisions or (request.fixed.get("precision", self._precision()),)
         for name in names:
             try:
-                precision = Precision(name, request.fixed.get("gradients", "float32"))
+                yield Precision(name, request.fixed.get("gradients", "float32"))
             except InputError as error:
                 if len(names) == 1:
                     raise
-                self.refusals.add(str(error).partition(":")[0])
-                continue
-            for inside in self._insides(node, precision):
-                yield precision, inside
+                yield str(error).partition(":")[0]
 
     def _precision(self) -> str:
         """Tensor cores compute with 16-bit numbers."""
         return "fp32" if self.costs.cluster.device.multiprocessors is None else "bf16"
 
-    def _insides(self, node: int, precision: Precision) -> Iterator[InsideStage]:
+    def _insides(self, node: int, precision: Precision) -> Iterator[InsideStage | str]:
+        """The processes of a stage, and why there are no others."""
         request = self.request
         for tensor, context in product(divisors(request.devices), repeat=2):
             if request.devices % (tensor * context):
@@ -173,10 +191,10 @@ class Space:
             if not request.allows("tensor", tensor) or not request.allows("context", context):
                 continue
             if tensor > max(_MOST_TENSOR, node) and "tensor" not in request.fixed:
-                self.refusals.add("tensor parallelism over many nodes")
+                yield "tensor parallelism over many nodes"
                 continue
             if context > 1 and self.costs.tokens < context * LEAST_TOKENS and "context" not in request.fixed:
-                self.refusals.add(f"context parallelism with fewer than {LEAST_TOKENS} tokens per process")
+                yield f"context parallelism with fewer than {LEAST_TOKENS} tokens per process"
                 continue
             experts = [n for n in self.costs.expert_degrees if request.allows("expert", n)]
             kinds = [kind for kind in ("ring", "ulysses") if request.allows("context_kind", kind)]
@@ -190,20 +208,17 @@ class Space:
                     context_kind="ulysses" if kind == "ulysses" else "ring",
                     expert=expert,
                 )
-                if self._can_share(inside, precision):
-                    yield inside
+                refusal = self._why_not_shared(inside, precision)
+                yield inside if refusal is None else refusal
 
-    def _can_share(self, inside: InsideStage, precision: Precision) -> bool:
+    def _why_not_shared(self, inside: InsideStage, precision: Precision) -> str | None:
+        """Why processes cannot share a stage; None: they can."""
         of = Configuration(inside=inside, data=inside.expert, precision=precision, optimizer=self.request.optimizer)
         try:
             self.costs.check(of)
         except InputError as error:
-            self.refusals.add(f"{str(error).partition('=')[0]} cannot be divided")
-            return False
-        if (reason := self._can_run(of)) is not None:
-            self.refusals.add(reason)
-            return False
-        return True
+            return f"{str(error).partition('=')[0]} cannot be divided"
+        return self._can_run(of)
 
     def _turns(self, devices: int) -> float:
         """Processes per core of a machine with fewer cores."""
@@ -218,31 +233,31 @@ class Space:
         pipeline = self._least_pipeline(of, devices // of.inside.processes)
         if pipeline is None:
             return inf
-        if of not in self._work:
-            self._work[of] = sum(map(sum, self.costs.stage_seconds(of)))
-        work, share = self._work[of], of.inside.processes / (devices * of.microbatch_size)
-        fill = 0.0
-        if pipeline >= _FILLED:
-            key = of, devices, pipeline
-            if key not in self._fills:
-                mesh = replace(of, pipeline=pipeline, data=devices // of.inside.processes // pipeline)
-                self._fills[key] = self._fill(mesh)
-            fill = self._fills[key]
-        return self._least * (work * self.request.batch_size * share * self._turns(devices) + fill)
+        work, way = self._work(of)
+        share = of.inside.processes / (devices * of.microbatch_size)
+        return self._least * (work * self.request.batch_size * share * self._turns(devices) + _fill(pipeline, way))
 
-    def _fill(self, of: Configuration) -> float:
-        """Seconds of a mesh in which a rank waits for others, at least."""
-        return (of.pipeline // 2 - 1) * self.shapes.least_way(of) if of.pipeline >= _FILLED else 0.0
+    def _work(self, of: Configuration) -> tuple[float, float]:
+        """Seconds of one micro-batch of a group, at least: of its computations, and of its way through a block and back.
+
+        On a measured machine, the first micro-batch of a step may take another time than the others.
+        """
+        key, known = (of, self.request.batch_size), self._known.work
+        if key not in known:
+            most = replace(of, microbatches=self.request.batch_size // of.microbatch_size)
+            extremes = {self.costs.same_seconds(each): each for each in (of, most)}.values()
+            work = min(sum(map(sum, self.costs.stage_seconds(each))) for each in extremes)
+            known[key] = work, min(map(self.shapes.least_way, extremes))
+        return known[key]
 
     def _least_pipeline(self, of: Configuration, ranks: int) -> int | None:
         """The least pipeline-parallel degree whose states may fit."""
-        request, parameters = self.request, self._parameters(of)
-        for pipeline in divisors(ranks):
-            data = ranks // pipeline
-            if not request.allows("pipeline", pipeline) or self._why_no_mesh(of, pipeline, data) is not None:
+        request = self.request
+        for pipeline, data in self._degrees_of(ranks):
+            if self._why_no_mesh(of, pipeline, data) is not None:
                 continue
             microbatches = request.batch_size // (data * of.microbatch_size)
-            if not request.allows("data", data) or not request.allows("microbatches", microbatches):
+            if not request.allows("microbatches", microbatches):
                 continue
             key = of.precision, data * of.inside.context, microbatches == 1
             if key not in self._least_bytes:
@@ -251,9 +266,16 @@ class Space:
                 self._least_bytes[key] = min(
                     (way_bytes(each, *way[:2], offload_states=way[2])[1] for way in ways), default=inf
                 )
-            if self._least_bytes[key] * parameters / pipeline < request.memory_bytes:
+            if self._least_bytes[key] * self._parameters(of) / pipeline < request.memory_bytes:
                 return pipeline
         return None
+
+    def _degrees_of(self, ranks: int) -> list[tuple[int, int]]:
+        """The pipeline- and data-parallel degrees that so many ranks may have."""
+        if ranks not in self._degrees:
+            allows, both = self.request.allows, [(pipeline, ranks // pipeline) for pipeline in divisors(ranks)]
+            self._degrees[ranks] = [each for each in both if allows("pipeline", each[0]) and allows("data", each[1])]
+        return self._degrees[ranks]
 
     def _why_no_mesh(self, of: Configuration, pipeline: int, data: int) -> str | None:
         """Why a group has no mesh of these degrees; None: it has."""
@@ -269,12 +291,8 @@ class Space:
 
     def meshes(self, of: Configuration, devices: int) -> Iterator[Configuration]:
         """The configurations of a group, with pipeline-parallel and data-parallel degrees."""
-        request, inside = self.request, of.inside
-        ranks = devices // inside.processes
-        for pipeline in divisors(ranks):
-            data = ranks // pipeline
-            if not request.allows("pipeline", pipeline) or not request.allows("data", data):
-                continue
+        request = self.request
+        for pipeline, data in self._degrees_of(devices // of.inside.processes):
             if (reason := self._why_no_mesh(of, pipeline, data)) is not None:
                 self.refusals.add(reason)
             else:
@@ -285,15 +303,17 @@ class Space:
     def ways(self, of: Configuration) -> Iterator[Way]:
         """The configurations of a mesh, with a data strategy each; those whose states do not fit are left out."""
         share = self._parameters(of) / of.pipeline
-        fill, turns = self._fill(of), self._turns(of.devices)
-        kinds, sizes = self._recomputed(of), {"microbatches": of.microbatches, "ranks": of.pipeline}
-        fastest = replace(of, order=("pp", "dp", "cp", "tp"), pipeline=1)  # links
+        sizes, turns = {"microbatches": of.microbatches, "ranks": of.pipeline}, self._turns(of.devices)
+        kinds: Recomputed | None = None  # found for the first strategy whose states fit
+        fill = 0.0
         for strategy, granularity, offload_states in ways_of(of, self.request, offloads_states=self._offloads_states):
             between, least = way_bytes(of, strategy, granularity, offload_states=offload_states)
             states = least * share
             if states >= self.request.memory_bytes:
                 self.refusals.too_large(states)
                 continue
+            if kinds is None:
+                kinds, fill = self._recomputed(of), _fill(of.pipeline, self.shapes.least_way(of))
             # Gradients are not there yet while the first activations are.
             room = of.pipeline * (self.request.memory_bytes - share * between)
             work = turns * mixed_seconds(kinds.points(**sizes, room=room))
@@ -306,35 +326,41 @@ class Space:
                 continue
             each = replace(of, strategy=strategy, granularity=granularity, offload_states=offload_states)
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
-            link = self._link_bound(each, share, self.costs.network(replace(fastest, strategy=strategy)))
+            link = self._link_bound(each, share)
             without, with_offload = (self._least * max(busy + fill + update, link) for busy in (work, other))
             yield Way(of=each, seconds=without, peak=states, offloaded=with_offload)
 
     def _parameters(self, of: Configuration) -> float:
         """Elements of the parameters of one pipeline on one process of each stage."""
-        if of.inside not in self._sizes:
-            self._sizes[of.inside] = sum(self.costs.parameters(replace(of, pipeline=1, blocks=None)))
-        return self._sizes[of.inside]
+        sizes = self._known.sizes
+        if of.inside not in sizes:
+            sizes[of.inside] = sum(self.costs.parameters(replace(of, pipeline=1, blocks=None)))
+        return sizes[of.inside]
 
     def _recomputed(self, of: Configuration) -> Recomputed:
-        kinds = self.request.kinds
-        key = of.inside, of.microbatch_size, of.element, of.tensor_stride, of.devices
-        found = self._by_kind.get(key)
-        if found is None:
-            single = replace(of, pipeline=self._layers, chunks=1, blocks=None)
-            found = self._by_kind[key] = Recomputed(
+        kinds, known = self.request.kinds, self._known.recomputed
+        key = kinds, self.costs.same_seconds(of)
+        if key not in known:
+            single = single_blocks(of, self._layers)
+            known[key] = Recomputed(
                 {kind: self.costs.stage_seconds(replace(single, recompute=kind)) for kind in kinds},
                 {kind: self.costs.kept_bytes(replace(single, recompute=kind)) for kind in kinds},
             )
-        return found
+        return known[key]
 
-    def _link_bound(self, of: Configuration, parameters: float, network: Network) -> float:
+    def _link_bound(self, of: Configuration, parameters: float) -> float:
         """Seconds for which the data link of a rank is busy."""
-        if of.replicas == 1 or self.costs.expert_degrees != [1]:
+        if of.replicas == 1 or self.costs.has_experts:
             return 0.0
+        network = self.costs.network(replace(of, order=_INNER_DATA, pipeline=1))  # the fastest links
         formats, data = NumberBytes.of(of.precision), of.data_axis()
         gathers = gather_seconds(data, formats.compute * parameters, network)
         sums = reduce_seconds(data, formats.gradient * parameters, network)
         if of.granularity is not Granularity.MICROBATCH:
             return gathers + sums
         return of.microbatches * ((2 * gathers if of.strategy.shards_parameters else 0.0) + sums)
+
+
+def _fill(ranks: int, way: float) -> float:
+    """Seconds in which a rank of so many waits for others, at least; `way` are those through a block and back."""
+    return (ranks // 2 - 1) * way if ranks >= _FILLED else 0.0

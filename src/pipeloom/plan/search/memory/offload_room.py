@@ -36,8 +36,9 @@ class OffloadRoom:
             for kind, sizes in kept.items()
         }
         self._of_kinds: dict[Recompute, list[float]] = {}
+        self._of_stages: dict[tuple[Recompute, ...], tuple[list[float], list[float]]] = {}
 
-    def number(self, fixed: Sequence[Sequence[float]], recompute: Sequence[Recompute], most: float) -> int | None:
+    def number(self, fixed: Sequence[Sequence[float]], recompute: tuple[Recompute, ...], most: float) -> int | None:
         """The most activations that every rank has room for, of those that are smallest; None: for all.
 
         Args:
@@ -47,35 +48,33 @@ class OffloadRoom:
         """
         if self.least(fixed, recompute) > most:
             return 0
+        kept, inside = self._bytes_of_stages(recompute)
         found: int | None = None
         for rank, sizes in enumerate(fixed):
             for size, moment in zip(sizes, self._moments[rank], strict=True):
-                fit = self._fitting(moment, recompute, most - self._beside(size, moment, recompute))
+                fit = _fitting(_live(moment, kept), most - self._beside(size, moment, inside))
                 if fit is not None:
                     found = fit if found is None else min(found, fit)
         return found
 
-    def least(self, fixed: Sequence[Sequence[float]], recompute: Sequence[Recompute]) -> float:
+    def least(self, fixed: Sequence[Sequence[float]], recompute: tuple[Recompute, ...]) -> float:
         """Bytes of the fullest rank in its largest computation, with no activation but the one that it reads."""
-        kept = self._kept
-        computing = max(
-            min(sizes) + max(kept[recompute[s]][s] + self._inside(recompute[s])[s] for s in stages)
-            for sizes, stages in zip(fixed, self._shape.placement.stages_of, strict=True)
-        )
-        backwards = (
-            self._beside(size, moment, recompute) + kept[recompute[moment.stage]][moment.stage]
-            for sizes, moments in zip(fixed, self._moments, strict=True)
-            for size, moment in zip(sizes, moments, strict=True)
-        )
-        return max(computing, *backwards)
+        kept, inside = self._bytes_of_stages(recompute)
+        most = 0.0
+        for sizes, moments, stages in zip(fixed, self._moments, self._shape.placement.stages_of, strict=True):
+            most = max(most, min(sizes) + max(kept[stage] + inside[stage] for stage in stages))
+            for size, moment in zip(sizes, moments, strict=True):
+                most = max(most, self._beside(size, moment, inside) + kept[moment.stage])
+        return most
 
-    def bytes(self, fixed: Sequence[Sequence[float]], recompute: Sequence[Recompute], number: int) -> float:
+    def bytes(self, fixed: Sequence[Sequence[float]], recompute: tuple[Recompute, ...], number: int) -> float:
         """Bytes of the fullest rank that keeps `number` activations, the smallest ones."""
         most = self.least(fixed, recompute)
+        kept, inside = self._bytes_of_stages(recompute)
         for rank, sizes in enumerate(fixed):
             for size, moment in zip(sizes, self._moments[rank], strict=True):
-                held, left = self._beside(size, moment, recompute), number
-                for each, count in self._live(moment, recompute):
+                held, left = self._beside(size, moment, inside), number
+                for each, count in _live(moment, kept):
                     held += min(left, count) * each
                     left -= min(left, count)
                 most = max(most, held)
@@ -90,24 +89,18 @@ class OffloadRoom:
         model = self._costs.memory_model(of)
         return [model.slice_bytes(stage, of.slices)[0] for stage in range(of.stages)]
 
-    def _live(self, moment: Moment, recompute: Sequence[Recompute]) -> list[tuple[float, int]]:
-        """Bytes and number of the live activations of each stage, the smallest first."""
-        return sorted((self._kept[recompute[stage]][stage], count) for stage, count in moment.live.items())
+    def _bytes_of_stages(self, recompute: tuple[Recompute, ...]) -> tuple[list[float], list[float]]:
+        """By stage, bytes of an activation, and `_inside`."""
+        if recompute not in self._of_stages:
+            kept = [self._kept[kind][stage] for stage, kind in enumerate(recompute)]
+            self._of_stages[recompute] = kept, [self._inside(kind)[stage] for stage, kind in enumerate(recompute)]
+        return self._of_stages[recompute]
 
-    def _beside(self, size: float, moment: Moment, recompute: Sequence[Recompute]) -> float:
+    def _beside(self, size: float, moment: Moment, inside: Sequence[float]) -> float:
         """Bytes of a moment beside activations that can leave: `size`, what slices share, and what is computed."""
         if self._shape.of.slices > 1:
             size += sum(ceil(count / self._shape.of.slices) * self._shared[s] for s, count in moment.live.items())
-        return size + (self._inside(recompute[moment.stage])[moment.stage] if moment.op is not Op.W else 0.0)
-
-    def _fitting(self, moment: Moment, recompute: Sequence[Recompute], room: float) -> int | None:
-        """How many of the live activations fit into `room` bytes, the smallest first; None: all."""
-        fit = 0
-        for size, count in self._live(moment, recompute):
-            if count * size > room:
-                return fit + max(0, int(room // size))
-            fit, room = fit + count, room - count * size
-        return None
+        return size + (inside[moment.stage] if moment.op is not Op.W else 0.0)
 
     def _inside(self, kind: Recompute) -> list[float]:
         """Bytes of each stage inside a forward or backward, beside activations at its start and gradients."""
@@ -125,3 +118,18 @@ class OffloadRoom:
                 found.append(known[alike])
             self._of_kinds[kind] = found
         return self._of_kinds[kind]
+
+
+def _live(moment: Moment, kept: Sequence[float]) -> list[tuple[float, int]]:
+    """Bytes and number of the live activations of each stage, the smallest first."""
+    return sorted((kept[stage], count) for stage, count in moment.live.items())
+
+
+def _fitting(live: Sequence[tuple[float, int]], room: float) -> int | None:
+    """How many of the live activations fit into `room` bytes, the smallest first; None: all."""
+    fit = 0
+    for size, count in live:
+        if count * size > room:
+            return fit + max(0, int(room // size))
+        fit, room = fit + count, room - count * size
+    return None

@@ -41,6 +41,7 @@ class TreeSearch:
         exhaustive: whether to simulate all configurations.
         can_run: see `find_plans`.
         part: of the steps after which a search ends.
+        counts: whether to find out why groups have no mesh.
 
     Attributes:
         refusals: configurations that were refused.
@@ -49,10 +50,19 @@ class TreeSearch:
     """
 
     def __init__(
-        self, steps: Steps, request: Request, best: BestPlans, *, exhaustive: bool, can_run: CanRun, part: float
+        self,
+        steps: Steps,
+        request: Request,
+        best: BestPlans,
+        *,
+        exhaustive: bool,
+        can_run: CanRun,
+        part: float,
+        counts: bool = True,
     ) -> None:
         self._steps, self._costs, self._request, self._best = steps, steps.costs, request, best
-        self._exhaustive, self.refusals, self.simulated, self.least = exhaustive, Refusals(), 0, inf
+        self._exhaustive, self._counts = exhaustive, counts
+        self.refusals, self.simulated, self.least = Refusals(), 0, inf
         self._left = inf if exhaustive else part * _steps(request.devices)
         self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes)
         self._patient = exhaustive or request.devices <= MANY_DEVICES
@@ -65,7 +75,8 @@ class TreeSearch:
         for of, devices in self._space.groups():
             least = self._space.group_bound(of, devices)
             if least == inf:
-                self._meshes(of, devices)  # which says why it has none
+                if self._counts:
+                    self._meshes(of, devices)  # which says why it has none
                 continue
             self._push(Node(0, self._best.score(least, 0.0, devices), self._meshes, (of, devices)))
         while self._open:
