@@ -238,7 +238,7 @@ class Space:
         return self._least * (work * self.request.batch_size * share * self._turns(devices) + _fill(pipeline, way))
 
     def _work(self, of: Configuration) -> tuple[float, float]:
-        """Seconds of one micro-batch of a group, at least: of its computations, and of its way through a block and back.
+        """Seconds of one micro-batch of a group, at least: of its computations, and of a way through a block and back.
 
         On a measured machine, the first micro-batch of a step may take another time than the others.
         """
