@@ -134,9 +134,9 @@ def test_the_data_link_counts_however_costs_list_the_degrees_of_experts():
         def expert_degrees(self):
             return tuple(super().expert_degrees)
 
-    request, known = Request(devices=8, batch_size=8), []
+    request, known = Request(devices=64, batch_size=64), []
     for kind in (CostModel, Listed):
         costs = kind(model=gpt(4, 2048, 16, sequence=256), cluster=CLUSTERS["p3.16xlarge"])
         space = Space(costs, request, Refusals(), lambda _: None)
-        known.append([way.seconds for way in space.ways(Configuration(data=8))])
+        known.append([way.seconds for way in space.ways(Configuration(data=64))])
     assert known[0] == known[1]
