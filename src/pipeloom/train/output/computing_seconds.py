@@ -13,7 +13,6 @@ from pipeloom.train.output.step_metrics import COMPUTATIONS, Records
 from pipeloom.training import Pipeline
 
 _THREADS = Path("/proc/self/task")
-_LEAST_PART = 0.05  # of its time that computing spends without a core before it is asked why
 
 
 class CoreWaits:
@@ -60,10 +59,9 @@ def computing_seconds(
     """
     found = torch.zeros(2, slots, dtype=torch.float64)
     own = {rank: _own_seconds(pipeline, rank, rows) for rank, rows in records}
-    whole = math.fsum(each.seconds for computations in own.values() for each in computations)
-    without_core = whole - math.fsum(each.on_core for computations in own.values() for each in computations)
+    without_core = math.fsum(each.seconds - each.on_core for computations in own.values() for each in computations)
     counted = 1.0  # the part of the time without a core that the ranks chose, such as a sleep
-    if without_core > _LEAST_PART * whole:
+    if without_core > 0:  # never on GPUs; else in each step, so that these are the waits of this one
         counted -= min(1.0, core_waits() / without_core)
     for rank, computations in own.items():
         durations: dict[tuple[int, Op, int], list[float]] = {}
