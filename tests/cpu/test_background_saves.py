@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from torch import Tensor
 from pipeloom.cli import main
 from pipeloom.train.checkpoint import OptimizerState, writer
 from pipeloom.train.checkpoint.manifest import verify
-from pipeloom.train.output.saves import HostCopies, _Save
+from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.output import saves
+from pipeloom.train.output.directory import Journal
+from pipeloom.train.output.saves import HostCopies, Saves, _Save
 from tests.cpu.train_runs import local, metrics_so_far, run, story, text, words  # noqa: F401
 
 BACKGROUND = "--background_saves=true"
@@ -75,6 +79,19 @@ def test_ranks_save_in_the_background(text: Path, reference: Path, tmp_path: Pat
         assert_same(tmp_path / f"checkpoint-{step}", reference / f"checkpoint-{step}")
     assert story(tmp_path) == story(reference)
     assert not list(tmp_path.glob(".checkpoint-*"))
+
+
+def test_the_save_of_the_last_step_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a recovery makes it, behind the steps."""
+    given = {"model": {"weight": torch.ones(3)}, "optimizer": OptimizerState("SGD")}
+    monkeypatch.setattr(saves, "contents", lambda _: given)
+    config = TrainConfig(background_saves=True, steps=6)
+    run: Any = SimpleNamespace(
+        config=config, group=SimpleNamespace(size=1), journal=Journal(None, None), output_dir=tmp_path
+    )
+    own = Saves(run)
+    assert own.save(3) == []
+    assert own.save(6) == [f"step {step}  saved {tmp_path}/checkpoint-{step}" for step in (3, 6)]
 
 
 @pytest.fixture

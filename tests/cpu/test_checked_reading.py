@@ -184,3 +184,28 @@ def test_copied_checkpoints_and_pipes_are_passed_over(tmp_path):
     assert "Name it checkpoint-1, or remove it. It is passed over for checkpoint-2" in copied
     assert f"checkpoint-7/{MANIFEST_NAME} is no regular file." in pipe
     assert find_good(str(tmp_path / "checkpoint-9.damaged"), tmp_path, leads=True).manifest.step == 1
+
+
+def test_links_to_directories_that_are_gone_are_told(tmp_path):
+    link = tmp_path / "checkpoint-7"
+    link.symlink_to("gone")
+    for wanted in ("latest", "auto"):
+        with pytest.raises(CheckpointError, match=r"checkpoint-7 is a link to 'gone', which is not there\. Make"):
+            find_good(wanted, tmp_path, leads=True)
+    saved_run(tmp_path, (1,))
+    with pytest.raises(CheckpointError, match=r"or remove the link\. The newest good one: --.*checkpoint-1; auto"):
+        find_good("latest", tmp_path, leads=True)
+    for number in ("", "1"):
+        found = find_good("auto", tmp_path, leads=True)
+        assert found.path == tmp_path / "checkpoint-1"
+        assert f"passed over for checkpoint-1, and kept as checkpoint-7.damaged{number}." in found.notices[0]
+        link.symlink_to("gone")
+
+
+def test_of_links_to_surplus_checkpoints_nothing_is_left(tmp_path):
+    saved_run(tmp_path / "elsewhere", (1,))
+    saved_run(tmp_path / "run", (2,))
+    (tmp_path / "run" / "checkpoint-1").symlink_to(tmp_path / "elsewhere" / "checkpoint-1")
+    checkpoint.save(tmp_path / "run", 3, model={"weight": torch.ones(3)}, total_limit=1)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-3"]
+    verify(tmp_path / "elsewhere" / "checkpoint-1")

@@ -35,6 +35,7 @@ from pipeloom.split import split
 from pipeloom.split.chain_partition import partition
 from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.optimizers import make_optimizer
+from pipeloom.train.trainer import Trainer
 from tests.cpu.ranks import run_ranks
 
 
@@ -282,7 +283,10 @@ def test_lion_is_algorithm_2_of_its_paper():
         torch.testing.assert_close(parameter.detach(), value, rtol=1e-12, atol=1e-15)
 
 
-def test_a_run_writes_down_what_it_takes(tmp_path, capsys):
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_run_writes_down_what_it_takes(ends, tmp_path, capsys, monkeypatch):
+    if not ends:  # it is killed in its report
+        monkeypatch.setattr(Trainer, "report", lambda *_: None)
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from pipeloom.processes.launching.fork_server import FORKED_BY
 from pipeloom.processes.recovery.keeper import Keeper
 from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
-from pipeloom.train import checkpoint
+from pipeloom.train import checkpoint, run_checkpoints
 from pipeloom.train.config import validate
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic.source import Source, newest
@@ -78,12 +79,13 @@ def saved(tmp_path: Path, *steps: int) -> None:
 @pytest.mark.parametrize(
     ("first", "copied", "on_disk", "begun", "step", "words", "unsaved"),
     [
-        (0, (4, 6), (), 7, 6, "the copies in memory of step 6", False),
+        (0, (4, 6), (), 7, 6, "the copies in memory of step 6", True),  # the save of step 5 was in the background
         (0, (4, 6), (5,), 7, 6, "the copies in memory of step 6", False),
         (0, (3, 4), (5,), 7, 5, "{out}/checkpoint-5", False),  # a checkpoint that is newer than the copies
         (0, (4, 5), (5,), 7, 5, "the copies in memory of step 5", False),
         (0, (4, 5), (), 6, 5, "the copies in memory of step 5", True),  # the save of step 5 was cut short
         (5, (5,), (), 6, 5, "the copies in memory of step 5", False),  # a run that began there has not saved it
+        (5, (9,), (), 10, 9, "the copies in memory of step 9", False),
         (0, (), (5, 10), 12, 10, "{out}/checkpoint-10", False),  # copy_steps=0
         (0, (), (), 3, 0, "the beginning", False),
     ],
@@ -179,6 +181,27 @@ def test_other_ranks_pass_over_damaged_checkpoints(whole: bool, tmp_path: Path) 
     assert (found.step, found.checkpoint) == ((5, tmp_path / "checkpoint-5") if whole else (3, before.checkpoint))
     assert damaged.name in notice
     assert "It is passed over" in notice
+
+
+def test_a_state_inside_an_update_or_before_a_rewind_is_not_kept(
+    tmp_path: Path, memories: list[Memories], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"output_dir": str(tmp_path), "recover": True, "parallel": {"pipeline": 1, "data": 2}}
+    own = RunRecovery(TrainConfig.from_mapping(row), dict(enumerate(memories)), 0, ())
+    monkeypatch.setattr(run_checkpoints, "contents", lambda _: Run().contents())
+    run: Any = SimpleNamespace(samples_seen=0)
+    assert own.agreement is not None
+    own.agreement.begin(4, whole=True)
+    own.agreement.sum(torch.zeros(1, dtype=torch.float64), lambda values: values)
+    own.keep(run, lambda step: step)  # the optimizer ran out of memory
+    assert own.copies.steps == []
+    own.agreement.finish(5, {})
+    own.forget()
+    own.keep(run, lambda step: step)  # a rank was lost before all went back
+    assert own.copies.steps == own.agreement.random_steps == []
+    own.agreement.begin(5, whole=True)
+    own.keep(run, lambda step: step)
+    assert (own.copies.steps, run.samples_seen) == ([5], 5)
 
 
 def test_an_evaluation_that_was_lost_is_made_again(tmp_path: Path, memories: list[Memories]) -> None:

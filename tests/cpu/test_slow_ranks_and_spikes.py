@@ -104,6 +104,17 @@ def test_a_rank_is_not_slow_where_it_waits_for_a_core(core_waits: float, seconds
     assert found[:, 0].tolist() == [seconds, 0.0]
 
 
+def test_waits_for_a_core_count_in_their_own_step() -> None:
+    """Threads waited for a core for 10 s in the first step; in the second one, the rank sleeps."""
+    waited = iter([10.0, 0.0])
+    found = []
+    for on_core in (3.9, 1.0):
+        rows = [(Action(0, Op.F, number), 5.0 * number, 5.0 * number + 4) for number in range(4)]
+        pipeline: Any = SimpleNamespace(waits={0: {}}, processor_seconds={0: {row[0]: on_core for row in rows}})
+        found.append(float(computing_seconds(pipeline, [(0, rows)], 2, 0, lambda: next(waited))[0, 0]))
+    assert found == pytest.approx([15.6, 16.0])
+
+
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not count waits for a core")
 def test_waits_for_a_core_are_those_of_this_process() -> None:
     waits = CoreWaits()

@@ -240,6 +240,7 @@ def test_a_run_drains_so_training_goes_on_from_there() -> None:
         second = stream.run(batches[10:])
         assert [update.batch for update in first + second] == list(range(24))
         final = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
+        assert not any(whole.processor_seconds.values())  # of each micro-batch, which nobody reads
     with pl.Pipeline(make_stages(2), schedule, loss_fn=mse) as resumed:
         optimizer = OPTIMIZERS["adamw"](list(resumed.parameters()))
         resumed.load_state_dict(weights)

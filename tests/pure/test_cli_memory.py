@@ -202,7 +202,7 @@ def test_a_run_shows_predicted_beside_measured(capsys, tmp_path):
     assert measured.split() == ["measured", "1", "KiB", "1", "KiB", "-"]
     assert main(["memory", "--run", str(tmp_path / "none")]) == 2
     assert (
-        "has no memory.json: `pipeloom train` writes it when a run ends. Pass the output directory"
+        "has no memory.json: `pipeloom train` writes it after its second step and when it ends. Pass"
         in capsys.readouterr().err
     )
 

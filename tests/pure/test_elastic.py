@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +16,18 @@ import pytest
 from pipeloom.errors import InputError, PeerLost
 from pipeloom.processes import preemption
 from pipeloom.processes.black_box import BlackBox
-from pipeloom.processes.elastic.copy_head import SEAL, common_step, write_number
-from pipeloom.processes.elastic.generation import Generation
+from pipeloom.processes.elastic.copy_head import BEGUN, SEAL, common_step, write_number
+from pipeloom.processes.elastic.generation import End, Generation
 from pipeloom.processes.launcher import HUNG
 from pipeloom.processes.preemption import GROW, PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline, Rerouted
-from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tethers
+from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tether, Tethers
 from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
+from pipeloom.train.elastic import run as elastic_run
 from pipeloom.train.elastic.layouts import fit, fit_torchrun
 from pipeloom.train.elastic.rerouting import keeps_stages, rerouted, survivors
+from pipeloom.train.elastic.source import ENTRY, Source
 
 
 def job(
@@ -161,10 +166,12 @@ def generation(
     first: int = 1,
     reroute: Callable[[Collection[int]], Rerouting | None] = lambda _: None,
 ) -> Generation:
-    return Generation(
+    found = Generation(
         range(count), num_more=num_more, grow_seconds=grow_seconds, grown=grown, before=(), variables={}, first=first,
         lends=False, survives=lambda lost: lost < count, copied=lambda: None, reroute=reroute,
     )  # fmt: skip
+    write_number(found.tethers.by_rank[-1].memories.copies[0], BEGUN, 7)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -199,15 +206,20 @@ def test_a_run_goes_on_without_the_ranks_that_were_killed(
     ended.tethers.close()
 
 
-@pytest.mark.parametrize("phase", ["step 7, update", "checkpoint after step 7", "evaluation after step 7"])
-def test_a_step_that_was_complete_has_begun(phase: str) -> None:
-    running, found = ranks(3), generation(3)
-    for each in running:
-        each.black_box.enter(phase, patient=True)
-    found.note(running, (None, -9, None), "how", request())
-    assert found.end is not None
-    assert found.end.begun == 7
-    found.tethers.close()
+def test_steps_count_again_from_where_the_lost_ranks_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks are lost in step 7, in step 5 and as they start; each time, all go back to step 4."""
+    source, counted = Source(4, (Tether(),)), list[int]()
+    monkeypatch.setattr(elastic_run, "newest", lambda *_: (source, []))
+    with ExitStack() as stack:
+        found = elastic_run._ElasticRun(replace(job(pipeline=4), output_dir=str(tmp_path)), stack)
+        for begun in (7, 5, 0):
+            lost = generation(len(found._usable))
+            found._next(lost, End((0,), "rank 0 was killed", begun, False))
+            counted.append(json.loads(found._source.variables(found._begun)[ENTRY])["again"])
+    assert counted == [3, 1, 1]
+    assert capsys.readouterr().err.count("the run goes on from the copies in memory of step 4 with ") == 3
 
 
 @pytest.mark.parametrize(("first", "lost"), [(0, None), (6, (1,))])
@@ -333,6 +345,22 @@ def test_ranks_go_on_without_others_that_are_lost_one_after_another(capsys: pyte
     assert capsys.readouterr().err.splitlines() == [
         "pipeloom: warning: lost [1]; 3 go on",
         "pipeloom: warning: lost [2]; 2 go on",
+    ]
+    tethers.close()
+
+
+def test_ranks_that_are_lost_at_once_are_one_recovery(capsys: pytest.CaptureFixture[str]) -> None:
+    tethers, running = Tethers(3), ranks(3)
+    recoveries = Recoveries(2, tethers, lambda *_: ranks(1)[0])
+    assert recoveries.recovers(running, [-9, None, -9], lambda _: "lost")
+    for each in running:
+        each.black_box.ready = 1.0
+    assert recoveries.recovers(running, [None] * 3, lambda _: "")
+    assert recoveries.recovers(running, [-9] * 3, lambda _: "lost")
+    assert capsys.readouterr().err.splitlines() == [
+        "pipeloom: warning: lost; 2 ranks are started again, and the other ranks keep their processes (recovery 1 of "
+        "at most 2)",
+        "pipeloom: warning: lost; 3 ranks are started again (recovery 2 of at most 2)",
     ]
     tethers.close()
 

@@ -406,7 +406,7 @@ def test_memory_of_a_run_reads_back(tmp_path):
     (tmp_path / "memory.json").write_text("{}")
     with pytest.raises(InputError, match=r"memory.json: missing key .kinds.\. Add it \(keys kinds, processes\)"):
         read_memory(tmp_path)
-    with pytest.raises(InputError, match=r"has no memory\.json: `pipeloom train` writes it when a run ends\. Pass the"):
+    with pytest.raises(InputError, match=r"has no memory\.json: `pipeloom train` writes it after its second step"):
         read_memory(tmp_path / "nowhere")
 
 

@@ -55,7 +55,7 @@ def clean(paths: Iterable[Path], names: re.Pattern[str]) -> None:
                 os.rename(path, target)
                 fsync_directory(target.parent)
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                delete(path)
 
 
 @contextmanager
@@ -90,10 +90,19 @@ def put_in_place(partial: Path, target: Path, *, replaces: bool) -> None:
             os.rename(target, old)
             os.rename(partial, target)
             fsync_directory(target.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            delete(old)
     else:
         os.rename(partial, target)
         fsync_directory(target.parent)
+
+
+def delete(path: Path) -> None:
+    """Delete a directory, or a link to one; what cannot be deleted stays."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def fsync_directory(path: Path) -> None:

@@ -89,8 +89,8 @@ class Worker:
         rank, stages: the rank, and its modules by stage.
         state: values that this rank holds while it runs.
         overlap: when its collectives and transfers were in flight.
-        processor_seconds: of each computation when it ran last, in one cell: of the thread that ran it. None on a
-            device that computes while the host goes on.
+        processor_seconds: of each computation of a training step when it ran last, in one cell: of the thread that ran
+            it. Empty on a device that computes while the host goes on, and in streams.
     """
 
     def __init__(
@@ -119,6 +119,8 @@ class Worker:
         """Turn this rank's part of `program` into functions, each of them as `wrap` returns it."""
         self.state.to_offload = moved_keys(program, self.rank)
         steps = ((action, step) for action in program.orders[self.rank] for step in self.steps(action, program))
+        if not (self.state.wiring.device.is_asynchronous or program.schedule.forward_only):
+            steps = ((action, self._timed(action, step)) for action, step in steps)
         if self._graphs is not None and not program.schedule.forward_only:
             steps = ((action, self._graphs.around(self.state, action, step)) for action, step in steps)
         if wrap is not None:
@@ -164,12 +166,13 @@ class Worker:
         if action.op not in _COMPUTE_OPS:
             return [step]
         run, ready = self._store.around(action, step, program)
-        if not self.state.wiring.device.is_asynchronous:
-            run = self._timed(action, run)
         return [(self.overlap.running(action, run) if self._overlaps(program) else run, ready)]
 
-    def _timed(self, action: Action, run: Callable[[], None]) -> Callable[[], None]:
-        """`run`, which notes its processor seconds: fewer than those of the clock where it waits, also for a core."""
+    def _timed(self, action: Action, step: Step) -> Step:
+        """A computation notes its processor seconds: fewer than those of the clock where it waits, also for a core."""
+        if action.op not in _COMPUTE_OPS:
+            return step
+        run, ready = step
         cell = self.processor_seconds.setdefault(action, [0.0])
 
         def timed() -> None:
@@ -177,7 +180,7 @@ class Worker:
             run()
             cell[0] = thread_time() - began
 
-        return timed
+        return timed, ready
 
     @contextmanager
     def evaluating(self, bound: Bound, batch: Batch, call: int) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeloom.errors import RunError
 from pipeloom.sim import Timeline, measured_timeline
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.memory_probe import MemoryProbe
+from pipeloom.train.memory_probe import LOOKED_AT, MemoryProbe
 from pipeloom.train.optimizers import learning_rate, learning_rates, set_learning_rates
 from pipeloom.train.output.computing_seconds import CoreWaits, computing_seconds
 from pipeloom.train.output.directory import write_timelines
@@ -242,6 +242,8 @@ class FlushSteps:
         # and message times cost a collective.
         if 2 <= self._steps_here <= 6 or self._steps_here % 20 == 0 or self._links.suspects:
             self._look_at_messages(step)
+        if self._steps_here == LOOKED_AT:  # runs that are killed, or recover after their last step, have it too
+            self._probe.write(needed=False)
         if not (update.applied or update.left_out) and not (update.skipped and scale >= LEAST_LOSS_SCALE):
             raise RunError(f"step {step} has loss {loss} and gradient norm {norm}{stopped_words(update.rerun)}")
         return row

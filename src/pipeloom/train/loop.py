@@ -255,13 +255,13 @@ def _steps_until(
             for line in trainer.saves.finish():
                 shown.say(line)
             if recovery is not None:
-                recovery.copies.drop_after(-1)  # they are of steps that the run goes back over
+                recovery.forget()
             target, line = rewind(trainer.run, trainer.done, row["spike"])
             shown.say(line)
             if target is not None:
                 return target
             if recovery is not None:
-                recovery.copy_again(trainer.run, trainer.done)
+                recovery.remember(trainer.run, trainer.done)
     return None
 
 
@@ -301,7 +301,7 @@ def _steps(
             shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
         if saves:
             lines = trainer.saves.save(last)
-            if last == config.steps or (planner is not None and planner.plans_again):
+            if planner is not None and planner.plans_again:
                 lines += trainer.saves.finish(retry=last)
             for line in lines:
                 shown.say(line)

@@ -210,7 +210,7 @@ class Trainer:
             if recovered and self.group.rank == 0 and (self.run.output_dir / "metrics.jsonl").exists():
                 shown.say(f"report: {write_report(self.run.output_dir)}")
             return
-        self._probe.write()
+        self._probe.write(needed=True)
         timelines = self._steps.timelines()
         if timelines is not None:
             write_timelines(self.run.output_dir, *timelines)

@@ -400,8 +400,9 @@ class Pipeline:
 
     @property
     def processor_seconds(self) -> dict[int, dict[Action, float]]:
-        """For each rank of this process, the processor seconds of the computations of the last run, of the thread that
-        runs the rank: less than their time in `records` where they wait or other programs use the core. Empty on GPUs.
+        """For each rank of this process, the processor seconds of the computations of the last step, of the thread that
+        runs the rank: less than their time in `records` where they wait or other programs use the core. Empty on GPUs,
+        and in streams.
         """
         workers = self.executor.workers.items()
         return {rank: {action: cell[0] for action, cell in each.processor_seconds.items()} for rank, each in workers}

@@ -61,8 +61,8 @@ def read_memory(directory: Path) -> list[MemoryRow]:
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, FileNotFoundError):
             raise InputError(
-                f"{directory} has no {FILE}: `pipeloom train` writes it when a run ends. Pass the output directory of "
-                "a finished run."
+                f"{directory} has no {FILE}: `pipeloom train` writes it after its second step and when it ends. Pass "
+                "the output directory of such a run."
             ) from error
         reason = error.strerror or error if isinstance(error, OSError) else "not a text file"
         raise InputError(f"{path} cannot be read ({reason}). Check the file.") from error

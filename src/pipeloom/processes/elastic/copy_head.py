@@ -5,7 +5,9 @@ import struct
 from collections.abc import Iterable
 
 HEAD_BYTES = 4096
-SEAL, LENGTH, FIRST = range(3)  # the step + 1 of a complete copy, else 0; bytes of its text; first step of the run + 1
+# The step + 1 of a complete copy, else 0; bytes of its text; of memory 0 also: the step + 1 after which the run began,
+# and the step that has begun last.
+SEAL, LENGTH, FIRST, BEGUN = range(4)
 _NUMBER = struct.Struct("=q")
 
 

@@ -1,6 +1,5 @@
 """`Generation`: the ranks of an elastic run from one start of all of them to the next. No torch."""
 
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -8,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from pipeloom.common.quantities import counted
 from pipeloom.processes.black_box import BlackBox
-from pipeloom.processes.elastic.copy_head import FIRST, common_step, read_number, write_number
+from pipeloom.processes.elastic.copy_head import BEGUN, FIRST, common_step, read_number, write_number
 from pipeloom.processes.preemption import GROW, PREEMPTED, Request
 from pipeloom.processes.recovery.lifeline import PEER_LOST
 from pipeloom.processes.recovery.recoveries import Rerouting, Tether, Tethers
@@ -38,7 +37,7 @@ class End(NamedTuple):
     Attributes:
         lost: the ranks that were lost.
         text: which of them failed first, how and where.
-        begun: the last step that had begun; 0: none.
+        begun: the last step that these ranks had begun; 0: none.
         grows: whether the ranks have saved, so that more of them go on.
     """
 
@@ -163,8 +162,7 @@ class Generation:
         if self._grows and PREEMPTED in codes and all(code in (0, PREEMPTED) for code in codes):
             self.end = None if request.received else End((), text, 0, True)
             return
-        begins = [re.search(r"\bstep (\d+)", each.black_box.phase) for each in ranks]  # also in saves after it
-        begun = max((int(match[1]) for match in begins if match), default=0)
+        begun = max(read_number(tether.memories.copies[0], BEGUN) for tether in self.tethers.by_rank)
         starts = not all(each.black_box.steps for each in ranks)  # an error of a slot that is not usable again
         lost = tuple(
             rank

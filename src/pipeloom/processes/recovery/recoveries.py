@@ -112,7 +112,8 @@ class Recoveries(Generic[R]):
     """The recoveries of a run.
 
     Args:
-        limit: how many there may be.
+        limit: how many there may be. Ranks that are lost at once count once, and a rank that is lost again before all
+            have met counts once more.
         tethers: of all ranks.
         start: starts a rank for a generation.
         met: called when the ranks have met anew.
@@ -186,7 +187,7 @@ class Recoveries(Generic[R]):
                     return False
                 self._left -= 1
             if told := {rank: code for rank, code in ended.items() if rank not in self._killed}:
-                _warn(f"{explain(told)}; it is started again {self._count}")
+                _warn(f"{explain(told)}; {_again(len(told))} {self._count}")
         for rank in ended if self._order is None else ():
             self._killed.discard(rank)
             self._again[rank] = time.monotonic() + _START_SECONDS
@@ -205,7 +206,8 @@ class Recoveries(Generic[R]):
         self._again.clear()
         self._killed.clear()
         self._loss, self._deadline = Loss(text, time.monotonic()), time.monotonic() + _READY_SECONDS
-        _warn(f"{text}; it is started again, and the other ranks keep their processes {self._count}")
+        others = ", and the other ranks keep their processes" if len(ended) < len(ranks) else ""
+        _warn(f"{text}; {_again(len(ended))}{others} {self._count}")
         for rank in {*range(len(ranks))} - ended.keys():
             self._tethers[rank].send({"generation": self._generation})
 
@@ -252,6 +254,10 @@ class Recoveries(Generic[R]):
         os.close(meeting)
         self._loss = self._order = None
         self._met()
+
+
+def _again(count: int) -> str:
+    return "it is started again" if count == 1 else f"{count} ranks are started again"
 
 
 def _warn(text: str) -> None:

@@ -5,7 +5,6 @@ A directory `checkpoint-N` is always complete, even if a process is killed. Oper
 """
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeloom.common import atomic_directory
-from pipeloom.common.atomic_directory import hidden_names, hidden_path, locked
+from pipeloom.common.atomic_directory import delete, hidden_names, hidden_path, locked
 from pipeloom.errors import CheckpointError, InputError
-from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, NAME, SEAL_NAME
+from pipeloom.train.checkpoint.manifest import MANIFEST_NAME, NAME, SEAL_NAME, leads_nowhere
 
 OWN_CHECKPOINT = ("latest", "auto")  # values of resume_from_checkpoint: in the run's own output directory
 
@@ -42,7 +41,10 @@ class CheckpointEntry:
 
 
 def list_checkpoints(output_dir: Path) -> list[CheckpointEntry]:
-    """All checkpoints, ascending by step, with the hidden directories of running or killed saves."""
+    """All checkpoints, ascending by step, with the hidden directories of running or killed saves.
+
+    A link to a directory that is gone is a checkpoint that is not complete.
+    """
     found = []
     for path in _entries(output_dir):
         visible, hidden = NAME.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
@@ -142,7 +144,7 @@ def keep_at_most(output_dir: Path, limit: int | None, newest: Path) -> None:
         deleted = hidden_path(checkpoint_path(output_dir, entry.step), "deleted")
         with suppress(FileNotFoundError):  # another process deleted it first
             os.rename(entry.path, deleted)
-        shutil.rmtree(deleted, ignore_errors=True)
+        delete(deleted)
 
 
 @contextmanager
@@ -163,7 +165,12 @@ def in_use(directory: Path) -> Iterator[None]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether pipeloom wrote this directory. It was complete when it got its name, so missing files are a damage."""
+    """Whether pipeloom wrote this directory. It was complete when it got its name, so missing files are a damage.
+
+    So is a directory that is gone, where a link to it is left.
+    """
+    if leads_nowhere(path):
+        return True
     if (path / SEAL_NAME).is_file() or (path / MANIFEST_NAME).is_file():
         return True
     return any(path.glob("optimizer-?????-of-?????.safetensors"))  # both are gone
@@ -171,7 +178,7 @@ def is_ours(path: Path) -> bool:
 
 def _entries(output_dir: Path) -> list[Path]:
     try:
-        return sorted(path for path in output_dir.iterdir() if path.is_dir())
+        return sorted(path for path in output_dir.iterdir() if path.is_dir() or leads_nowhere(path))
     except FileNotFoundError:
         return []
     except OSError as error:

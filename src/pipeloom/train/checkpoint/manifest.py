@@ -22,6 +22,7 @@ Reading and verification need no torch, so a damaged checkpoint is reported befo
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -168,6 +169,11 @@ def read_manifest(checkpoint: Path, key: CheckpointKey | None = None) -> Manifes
         CheckpointError: it is missing, damaged, not signed with the key, or of an unsupported version, or a signed
             checkpoint has the name of another step; the message has the file.
     """
+    if leads_nowhere(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is a link to {folded(os.readlink(checkpoint))}, which is not there. Make that directory "
+            "available again, or remove the link."
+        )
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} is not a directory. Pass a checkpoint-N directory that pipeloom wrote.")
     if not (checkpoint / MANIFEST_NAME).is_file() and not (checkpoint / SEAL_NAME).is_file():
@@ -210,6 +216,11 @@ def read_manifest(checkpoint: Path, key: CheckpointKey | None = None) -> Manifes
             f"checkpoint-{manifest.step}, or use another checkpoint."
         )
     return manifest
+
+
+def leads_nowhere(path: Path) -> bool:
+    """Whether a path is a symbolic link to what does not exist."""
+    return path.is_symlink() and not path.exists()
 
 
 def is_misnamed(checkpoint: Path, step: int) -> bool:

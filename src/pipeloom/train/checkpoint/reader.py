@@ -136,7 +136,9 @@ class Checkpoint:
                 checkpoint is an error too.
 
         Raises:
-            CheckpointError: a name, shape or dtype differs. No tensor is changed then.
+            CheckpointError: a name, shape or dtype differs: no tensor is changed then. Or a file is damaged or cannot
+                be read: each tensor is compared with its hashes before it is copied, and earlier ones have been copied
+                then. Build the model anew.
         """
         if all_names is not None:
             known = {self._stored_name(name) for name in all_names}
@@ -178,7 +180,8 @@ class Checkpoint:
 
         Raises:
             CheckpointError: the checkpoint was saved with another optimizer, or has state of full parameters (row and
-                column sums) for a parameter that is sharded here. Nothing is changed then.
+                column sums) for a parameter that is sharded here: nothing is changed then. Or a file is damaged or
+                cannot be read, as for `load_model`.
         """
         optimizer, parts = unwrapped(optimizer), _parts(ranges, blocks)
         saved_class = ", ".join(sorted({part.optimizer_class for part in self.manifest.parts if part.optimizer_class}))

@@ -82,7 +82,7 @@ def _own(path: Path, key: CheckpointKey | None) -> Manifest:
 def _set_aside(path: Path) -> Path:
     """Give a damaged checkpoint a name that no run resumes from."""
     names: Iterator[Path] = (path.with_name(f"{path.name}.damaged{n or ''}") for n in range(1_000_000))
-    kept = next(name for name in names if not name.exists())
+    kept = next(name for name in names if not os.path.lexists(name))
     with suppress(FileNotFoundError):
         os.rename(path, kept)
         fsync_directory(path.parent)

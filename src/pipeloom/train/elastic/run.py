@@ -128,7 +128,7 @@ class _ElasticRun:
             lost = {slots[rank] for rank in end.lost}
             self._usable = [slot for slot in self._usable if slot not in lost]
             why = end.text
-        self._grown, self._begun = end.grows, max(self._begun, end.begun)  # none began where ranks died as they started
+        self._grown, self._begun = end.grows, end.begun or self._begun  # none began where ranks died as they started
         before_layout, self._layout = self._layout, fit(self._config, len(self._usable), exact=False)
         if end.lost and self._layout.config.num_processes < self._most:
             self._layout = rerouted(before_layout.config, end.lost) or self._layout

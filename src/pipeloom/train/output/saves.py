@@ -48,7 +48,8 @@ class Saves:
         self._failures = 0  # background saves in a row
 
     def save(self, step: int) -> list[str]:
-        """Save the state after `step`; in the background, this waits only for the save before.
+        """Save the state after `step`. In the background, this waits for the save before; after the last
+        step, for this one too.
 
         Raises:
             CheckpointError: a rank failed. In the background, more than ``save_errors`` saves in a row have failed, and
@@ -63,7 +64,7 @@ class Saves:
         given = self._copies.of_contents(contents(self._run))
         given |= {"exchange": self._exchange, "on_tensor": lambda: saves_tensor(self._run)}
         self._pending = _Save(self._run.output_dir, step, given)
-        return lines
+        return [*lines, *self.finish(retry=step)] if step == self._config.steps else lines
 
     def poll(self) -> list[str]:
         """The result of the background save, once."""

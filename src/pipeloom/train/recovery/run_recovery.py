@@ -35,7 +35,7 @@ class Restart(NamedTuple):
         source: a copy, a checkpoint (of ranks of another layout also one in memory), or None for the beginning.
         step: that is complete there.
         again: how many steps that had begun are trained once more.
-        unsaved: whether the checkpoint that is due after `step` was lost while it was written.
+        unsaved: whether the newest checkpoint that was due by `step` was lost while it was written.
         unevaluated: whether the evaluation that is due after `step` was lost.
         row: the metrics of `step`, which rank 0 may have lost; empty: it has not.
         words: the source in a sentence.
@@ -154,8 +154,16 @@ class RunRecovery:
         """A step is complete."""
         self.copies.note_time()
 
-    def copy_again(self, run: RunParts, step: int) -> None:
-        """Copy the state after `step`, where earlier copies were dropped and the run does not go back."""
+    def forget(self) -> None:
+        """The run is about to go back: neither copies count nor the states that ranks have now."""
+        self._drop_after(-1)
+        if self.agreement is not None:
+            self.agreement.forget()
+
+    def remember(self, run: RunParts, step: int) -> None:
+        """After `forget`, the run does not go back: its state after `step` counts."""
+        if self.agreement is not None:
+            self.agreement.begin(step, whole=_is_whole(run))
         if self._every:
             self._copy(run, step)
 
@@ -188,7 +196,8 @@ class RunRecovery:
         self.agreement.stop()
         random = self.agreement.random(step)
         self.agreement.keep_row()
-        if self.agreement.whole and random is not None and step not in self.copies.steps:
+        known = self.agreement.whole and not self.agreement.updating and random is not None
+        if known and step not in self.copies.steps:
             run.samples_seen = samples_seen(step)
             with suppress(RunError):  # there is no memory for it: older copies and checkpoints remain
                 contents = {**run_checkpoints.contents(run), "random": random, "row": dict(self.agreement.row)}
@@ -213,7 +222,7 @@ class RunRecovery:
         step = max(common, saved_step)
         source: Path | StateCopy | Checkpoint | None
         if self.entry is not None and step < self.entry.step:
-            return self.entry
+            return self.enter(group)
         if step < 0:  # neither copies nor checkpoints yet
             source = run_checkpoints.agreed_checkpoint(self._config, group)
             step = 0 if source is None else read_manifest(source).step
@@ -227,12 +236,11 @@ class RunRecovery:
             words = str(source)
         row_of_copy = source.row if isinstance(source, StateCopy) else {}
         self._drop_after(step)
-        due = bool(self._save_steps) and (step % self._save_steps == 0 or step == self._config.steps)
         return Restart(
             source,
             step,
             max(0, begun - step),
-            unsaved=due and max(first, saved_step) < step,
+            unsaved=self._unsaved(step, max(first, saved_step)),
             unevaluated=self._unevaluated(group, first, step),
             row=next((row.row for row in rows if row.row.get("step") == step), row_of_copy),
             words=words,
@@ -243,10 +251,7 @@ class RunRecovery:
 
         Damaged ones are passed over, with a line each, and kept under other names.
         """
-        found = latest(self._output_dir)
-        if found is None:
-            return -1
-        newest = int(found.name.rpartition("-")[2])
+        newest = _step_of(latest(self._output_dir))
         if newest <= common:
             return newest
         try:
@@ -276,11 +281,10 @@ class RunRecovery:
         if entry is None:
             return None
         self.entered = True
-        path = checkpoint_path(self._output_dir, entry.step)
-        first, saved = group.gather_json([self.copies.first_step, path.exists()])[0]
-        due = bool(self._save_steps) and (entry.step % self._save_steps == 0 or entry.step == self._config.steps)
+        newest = latest(self._output_dir) if group.rank == 0 else None
+        first, saved_step = group.gather_json([self.copies.first_step, _step_of(newest)])[0]
         return entry._replace(
-            unsaved=due and first < entry.step and not saved,
+            unsaved=self._unsaved(entry.step, max(first, saved_step)),
             unevaluated=self._unevaluated(group, first, entry.step),
         )
 
@@ -301,6 +305,13 @@ class RunRecovery:
         more = f" and {counted(len(lent) - 1, 'more rank')} likewise" if len(lent) > 1 else ""
         return f"the end of step {step}, {names[rank]} with the state of {names[other]}{more}"
 
+    def _unsaved(self, step: int, known: int) -> bool:
+        """Whether a checkpoint was due by `step`, after step `known` that has one or needs none."""
+        if not self._save_steps:
+            return False
+        due = step if step == self._config.steps else step - step % self._save_steps
+        return due > known
+
     def _unevaluated(self, group: Group, first: int, step: int) -> bool:
         every = self._config.eval_steps
         due = bool(every) and step > first and (step % every == 0 or step == self._config.steps)
@@ -318,6 +329,11 @@ class RunRecovery:
             f"step {restart.step}  recovered: {self.loss.text}; all ranks went back to {restart.words}; "
             f"{again} again, {time.monotonic() - self.loss.at:.1f} s",
         ]
+
+
+def _step_of(saved: Path | None) -> int:
+    """The step of a checkpoint; -1: there is none."""
+    return -1 if saved is None else int(saved.name.rpartition("-")[2])
 
 
 def _is_whole(run: RunParts) -> bool:

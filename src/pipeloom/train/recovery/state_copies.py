@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
+from pipeloom.processes.elastic.copy_head import BEGUN as _BEGUN
 from pipeloom.processes.elastic.copy_head import FIRST as _FIRST
 from pipeloom.processes.elastic.copy_head import HEAD_BYTES as _HEAD_BYTES
 from pipeloom.processes.elastic.copy_head import LENGTH as _LENGTH
@@ -25,7 +26,7 @@ from pipeloom.processes.elastic.copy_head import SEAL as _SEAL
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState, like, name_of, unwrapped
 from pipeloom.train.elastic.held_parts import held_parts
 
-_BEGUN, _TIME = 3, 4  # more numbers of a head: of memory 0, which step of the run has begun last, and the time
+_TIME = 4  # one more number of the head of memory 0: when the run last began or completed a step
 _ALIGNMENT_BYTES = 64
 
 

@@ -43,6 +43,7 @@ class StepAgreement:
 
     Attributes:
         complete: the last step of which this process has the whole result.
+        updating: whether it has the sum of the next step, so that its state may be before, in or behind the update.
     """
 
     def __init__(self, notes: Sequence[Notes], rank: int, cut: Callable[[], None]) -> None:
@@ -50,7 +51,7 @@ class StepAgreement:
         self._others = [each for other, each in enumerate(notes) if other != rank]
         self._run = 0
         self._row: Mapping[str, Any] = {}
-        self.complete = 0
+        self.complete, self.updating = 0, False
 
     def begin(self, step: int, *, whole: bool) -> None:
         """This process goes on after `step`; notes of earlier steps do not count.
@@ -65,11 +66,16 @@ class StepAgreement:
             self._own.write(_WHOLE, 0)
         self._own.write(_RUNS, os.getpid())
         self._note_random(step)
-        self.complete, self._row, self._run = step, {}, 0
+        self.complete, self._row, self._run, self.updating = step, {}, 0, False
+
+    def forget(self) -> None:
+        """Until `begin`, neither copies of this state count nor those of replicas for this rank."""
+        for part in (*_RANDOM, _WHOLE):
+            self._own.clear(part)
 
     def finish(self, step: int, row: Mapping[str, Any]) -> None:
         """A step is complete, its metrics are written."""
-        self.complete, self._row, self._run = step, row, 0
+        self.complete, self._row, self._run, self.updating = step, row, 0, False
 
     def keep_row(self) -> None:
         """Note the metrics of the last complete step, which process 0 may have lost."""
@@ -110,6 +116,7 @@ class StepAgreement:
                 raise
             summed = torch.frombuffer(bytearray(found), dtype=values.dtype)
         self._own.write(_RESULT, key, summed.numpy().tobytes())
+        self.updating = True
         return summed
 
     @property
