@@ -166,10 +166,9 @@ def test_an_installed_wheel_trains_and_reports(environment: Path, tmp_path: Path
     job = ["launch", "torchrun", "--nodes", "2", "--processes_per_node", "1", "--", "own.py"]
     assert "own.py" in _run([environment / "pipeloom", *job], tmp_path)
     (tmp_path / "text.txt").write_text("the loom weaves micro-batches through the ranks\n" * 60)
-    small = "--parallel.pipeline 1 --model.layers 2 --model.width 16 --model.heads 2 --model.sequence_length 16"
-    short = "--batch.size 8 --steps 2 --eval_steps 0 --save_steps 0 --sample_tokens 0"
-    words = f"{small} {short} --data.path text.txt --output_dir run".split()
-    printed = _run([environment / "pipeloom", "train", *words], tmp_path, OMP_NUM_THREADS="1")
+    small = "--model.layers 2 --model.width 16 --model.heads 2 --model.sequence_length 16 --batch.size 8"
+    short = "--steps 2 --eval_steps 0 --save_steps 0 --sample_tokens 0 --data.path text.txt --output_dir run"
+    printed = _run([environment / "pipeloom", "train", *small.split(), *short.split()], tmp_path, OMP_NUM_THREADS="1")
     assert "step 2/2  loss " in printed
     report = tmp_path / "run" / "report.html"
     report.unlink()
