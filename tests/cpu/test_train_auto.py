@@ -67,7 +67,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("measured")
 def test_a_run_plans_itself(text: Path, tmp_path: Path) -> None:
-    out, auto = tmp_path / "run", ("--parallel=auto", "--processes=2", "--steps=11")
+    out, auto = tmp_path / "run", ("--parallel=auto", "--processes=2", "--steps=11", "--batch.size=4")
     done = run(text, out, *TINY, *auto)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -79,7 +79,7 @@ def test_a_run_plans_itself(text: Path, tmp_path: Path) -> None:
     assert sum(line.startswith("plan after 10 steps: step ") for line in lines) == 1
     plan = pl.Plan.load(out / "plan.json")
     assert plan.num_processes == 2
-    assert plan.batch_size == 8
+    assert plan.batch_size == 4
     times = json.loads((out / "plan_times.json").read_text())
     assert times["predicted"]["step"] == plan.predicted_step_seconds
     assert all(times["measured"][name] >= 0 for name in ("step", "forward", "backward", "waits"))
@@ -90,7 +90,7 @@ def test_a_run_plans_itself(text: Path, tmp_path: Path) -> None:
     assert re.search("^plan as in .*checkpoint-11: no step is left$", resumed.stdout, re.MULTILINE)
 
     again = tmp_path / "again"
-    options = ("--steps=11", f"--plan={out / 'plan.json'}")
+    options = ("--steps=11", "--batch.size=4", f"--plan={out / 'plan.json'}")
     repeated = run(text, again, *TINY, *options)
     assert repeated.returncode == 0, repeated.stderr
     assert story(again) == story(out)
