@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 
 from pipeloom.cli import checkpoint as cli
 from pipeloom.common import tensor_file
+from pipeloom.engine.stores.parameter_range import Range
 from pipeloom.errors import CheckpointError, InputError
 from pipeloom.processes.exchange import DistributedExchange
 from pipeloom.train import checkpoint as ck
@@ -581,83 +584,64 @@ def test_nothing_is_ever_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch)
 
 # --- interrupted saves ------------------------------------------------------------------------------------------------
 
-# Saves steps 1, then 2 (over an older 2, and in pieces by two ranks, or not) and is killed at the k-th call that
-# changes the disk, for every k.
-KILLER = """
-import itertools, json, os, shutil, signal, sys, threading
-from pathlib import Path
-import torch
-from pipeloom.engine.stores.parameter_range import Range
-from pipeloom.train import checkpoint as ck
-from tests.cpu.thread_exchange import ThreadExchange
-from pipeloom.common.tensor_file import HashingFile
 
-base, overwrite = Path(sys.argv[1]), sys.argv[2] == "overwrite"
-parts = [(0, 400), (400, 1000)] if overwrite else [(0, 1000)]
+def save_by_ranks(directory: Path, step: int, value: int, parts: list[tuple[int, int]]) -> None:
+    """Save as several ranks would, each with its part of the 1000 elements of a tensor."""
 
-def save(directory, step, value):
-    def one(exchange):
+    def one(exchange: ThreadExchange) -> None:
         start, stop = parts[exchange.rank]
         model = {"x": torch.full((stop - start,), float(value)), "y": torch.tensor(value)}
-        ck.save(directory, step, model=model, ranges={"x": Range(start, stop, (1000,))}, exchange=exchange,
-                random=ck.random_state(), state={"value": value}, total_limit=2)
-    ranks = [threading.Thread(target=one, args=(exchange,)) for exchange in ThreadExchange.group(len(parts))]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+        ck.save(
+            directory, step, model=model, ranges={"x": Range(start, stop, (1000,))}, exchange=exchange,
+            random=ck.random_state(), state={"value": value}, total_limit=2,
+        )  # fmt: skip
 
-def arm(k):
-    numbers = itertools.count(1)  # two ranks count, each in its thread
-    def counted(function):
-        def call(*args, **options):
-            if next(numbers) == k:
+    assert on_threads(one, len(parts)) == [None] * len(parts)
+
+
+def killed_at_call(number: int) -> None:
+    """From now on, this process is killed at its call of that number that changes the disk, in whichever thread."""
+    numbers = itertools.count(1)
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if next(numbers) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **options)
+
         return call
+
     for name in ("fsync", "rename", "mkdir", "unlink", "rmdir", "open"):
         setattr(os, name, counted(getattr(os, name)))
-    HashingFile.write = counted(HashingFile.write)
-
-before = base / "before"
-save(before, 1, 1)
-save(before, 2, 2)
-k = 0
-while True:
-    k += 1
-    directory = base / str(k)
-    shutil.copytree(before, directory)
-    child = os.fork()
-    if child == 0:
-        arm(k)
-        save(directory, 2 if overwrite else 3, 3)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    print(json.dumps({"k": k, "killed": os.WIFSIGNALED(status), "exit": status}), flush=True)
-    if not os.WIFSIGNALED(status):
-        break
-"""
+    tensor_file.HashingFile.write = counted(tensor_file.HashingFile.write)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("mode", ["new", "overwrite"])
 def test_a_save_killed_anywhere_leaves_a_good_checkpoint(mode: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path), mode],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[2],  # where the package of tests is
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    runs = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(runs) > 15
-    assert runs[-1]["exit"] == 0
+    """Of a third step, or over an older second one and in pieces by two ranks; killed at every call in turn."""
+    overwrite = mode == "overwrite"
+    parts = [(0, 400), (400, 1000)] if overwrite else [(0, 1000)]
+    for step in (1, 2):
+        save_by_ranks(tmp_path / "before", step, step, parts)
+    statuses: list[int] = []
+    while not statuses or os.WIFSIGNALED(statuses[-1]):
+        directory = tmp_path / str(len(statuses) + 1)
+        shutil.copytree(tmp_path / "before", directory)
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                killed_at_call(len(statuses) + 1)
+                save_by_ranks(directory, 2 if overwrite else 3, 3, parts)
+                code = 0
+            finally:
+                os._exit(code)
+        statuses.append(os.waitpid(child, 0)[1])
+    assert len(statuses) > 15
+    assert statuses[-1] == 0
     outcomes, leftovers = set(), 0
-    for run in runs:
-        directory = tmp_path / str(run["k"])
+    for number in range(1, len(statuses) + 1):
+        directory = tmp_path / str(number)
         leftovers += any(path.name.startswith(".") for path in directory.iterdir())
         for path in directory.glob("checkpoint-*"):
             ck.verify(path)  # whatever is visible is whole, before any cleaning
@@ -665,7 +649,7 @@ def test_a_save_killed_anywhere_leaves_a_good_checkpoint(mode: str, tmp_path: Pa
         assert found is not None
         opened = ck.load(found)
         ck.verify(found)
-        assert opened.state["value"] in (2, 3), run
+        assert opened.state["value"] in (2, 3), number
         assert set(opened.tensor("x").tolist()) == {opened.tensor("y").item()} == {opened.state["value"]}
         outcomes.add(opened.state["value"])
         assert not [path.name for path in directory.iterdir() if path.name.startswith(".")], "the next start cleans up"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 
 from pipeloom import cli
 from tests.cpu.ranks import run_ranks
@@ -95,19 +97,26 @@ def test_the_notebook_runs_in_jupyter(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "loss " in "".join(output.text for output in outputs if output.output_type == "stream")
 
 
+def _agent(words: list[str], directory: Path, streams: tuple[int, int]) -> None:
+    """What ``torchrun WORDS`` does, in this process, which ends with it."""
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream, number)
+    os.chdir(directory)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    torch.distributed.run.main(words)
+
+
 def _torchrun(script: Path, options: list[str], directory: Path) -> str:
-    """What a script prints as two processes."""
-    done = subprocess.run(
-        [*TORCHRUN, "2", str(script), *options],
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """What a script prints as two processes, which are new interpreters; torchrun itself is a fork."""
+    words = ["--standalone", "--nproc-per-node", "2", str(script), *options]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        streams = out.fileno(), errors.fileno()
+        agent = multiprocessing.get_context("fork").Process(target=_agent, args=(words, directory, streams))
+        agent.start()
+        agent.join(400)
+        out.seek(0), errors.seek(0)
+        assert agent.exitcode == 0, errors.read()
+        return out.read()
 
 
 def _blocks(page: str) -> list[str]:
@@ -183,7 +192,7 @@ def _as_rank_without_holes(rank: int, script: Path, options: list[str]) -> str:
 def test_a_training_state_over_the_cap_of_memory_trains_with_zero3_alone() -> None:
     script = ROOT / "examples" / "train_under_cap.py"
     torch.optim.SGD([torch.zeros(1)])  # loads torch._dynamo, which would count under the cap
-    small = ["--width", "768", "--cap", "390", "--steps", "2"]
+    small = ["--width", "512", "--cap", "190", "--steps", "2"]
     assert "step 2  loss" in run_ranks(_as_rank_without_holes, 4, script, small)[0]
     with pytest.raises(AssertionError, match="can't allocate memory"):
         run_ranks(_as_rank_without_holes, 4, script, [*small, "--data", "ddp"])

@@ -292,12 +292,15 @@ def test_an_update_that_is_lost_is_one_line_and_no_other_numbers(tmp_path: Path,
 
 
 SCRIPT = """
-    import resource, sys, threading, torch
+    import os, resource, sys, threading, torch
     from torch import nn
     import pipeloom as pl
     torch.set_num_threads(1)
     threading.stack_size(1 << 20)
-    directory, parameters = sys.argv[1], sys.argv[2] == "parameters"
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch._dynamo
+    directory, parameters = sys.argv[1], bool(os.fork())
+    if parameters:
+        os.wait()  # the run without is over
     schedule = pl.schedules.gpipe(num_ranks=1, num_microbatches=2)
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(32)])
     for parameter in model.parameters():
@@ -306,18 +309,24 @@ SCRIPT = """
     pipe = pl.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss, data=data, transport="loopback")
     optimizer = pl.OffloadedOptimizer(torch.optim.Adam(pipe.parameters(), foreach=False), f"disk:{directory}",
                                       portion_bytes=4 << 20)
+    held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
+    if not parameters:
+        held -= 32 << 20  # as if they were in a file
+    resource.setrlimit(resource.RLIMIT_DATA, (held + (72 << 20),) * 2)
+    x = torch.ones(4, 512)
+    try:
+        for _ in range(2):
+            pipe.step(x, 0 * x)
+            optimizer.step()
+            optimizer.zero_grad()
+    except (RuntimeError, MemoryError, OSError) as error:
+        print("does not fit" if "memory" in f"{error!r}".lower() else repr(error), flush=True)
+    else:
+        offloaded = pipe.memory.offloaded_parameters
+        print("fits", f"{float(pipe.step(x, 0 * x)):.3f}", offloaded.num_bytes >> 20, flush=True)
+    while parameters:
+        pipe.step(x, 0 * x)
 """
-
-
-def _start(directory: Path, what: str, more: str) -> subprocess.Popen[str]:
-    mapped = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is gone at once, heap without holes
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT) + textwrap.dedent(more), str(directory), what],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=mapped,
-    )
 
 
 def test_a_model_that_does_not_fit_into_memory_trains_from_a_file(tmp_path: Path) -> None:
@@ -326,36 +335,22 @@ def test_a_model_that_does_not_fit_into_memory_trains_from_a_file(tmp_path: Path
     Of these 128 MiB a file has the states of both runs. Where it has the parameters too, the 72 that there are take
     gradients, two layers, three portions of 4 and what threads take. Then it is killed.
     """
-    more = """
-        held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) << 10
-        if not parameters:
-            held -= 32 << 20  # as if they were in a file
-        resource.setrlimit(resource.RLIMIT_DATA, (held + (72 << 20),) * 2)
-        x = torch.ones(4, 512)
+    mapped = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is gone at once, heap without holes
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=mapped,
+    ) as process:
         try:
-            for _ in range(2):
-                pipe.step(x, 0 * x)
-                optimizer.step()
-                optimizer.zero_grad()
-        except (RuntimeError, MemoryError, OSError) as error:
-            print("does not fit" if "memory" in f"{error!r}".lower() else repr(error), flush=True)
-        else:
-            offloaded = pipe.memory.offloaded_parameters
-            print("fits", f"{float(pipe.step(x, 0 * x)):.3f}", offloaded.num_bytes >> 20, flush=True)
-        while parameters:
-            pipe.step(x, 0 * x)
-    """
-    lines = []
-    for what in ("parameters", "states"):
-        with _start(tmp_path, what, more) as process:
-            try:
-                lines.append(process.stdout.readline().split())
-                process.send_signal(signal.SIGKILL)
-            finally:
-                process.kill()
-            lines[-1] = lines[-1] or process.stderr.read()
-    assert lines[0][0] == "fits", lines
-    assert lines[0][2] == "32"
-    assert float(lines[0][1]) < 1.0
-    assert lines[1] == ["does", "not", "fit"]
+            lines = [process.stdout.readline().split() for _ in range(2)]
+            process.send_signal(signal.SIGKILL)
+        finally:
+            process.kill()
+        states, parameters = (line or process.stderr.read() for line in lines)
+    assert parameters[0] == "fits", parameters
+    assert parameters[2] == "32"
+    assert float(parameters[1]) < 1.0
+    assert states == ["does", "not", "fit"]
     assert not list(tmp_path.iterdir())

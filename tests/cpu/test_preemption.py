@@ -134,31 +134,40 @@ def test_a_run_without_a_step_in_time_ends_and_keeps_its_checkpoint(
     assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-3"]
 
 
-@pytest.mark.parametrize(
-    ("torchrun", "signals", "code"),
-    [
-        (False, "U", 0),  # behind the agreement of all ranks, in which another one had the signal first
-        (False, "UU", 128 + signal.SIGUSR1),
-        (False, "UT", 128 + signal.SIGTERM),
-        (True, "UU", 0),  # from the scheduler, and passed on by the agent
-        (True, "UT", 128 + signal.SIGTERM),
-    ],
-)
-def test_which_signal_is_the_second_one(torchrun: bool, signals: str, code: int) -> None:
-    script = f"""
-import os, signal, time
+SECOND_SIGNALS = [  # under torchrun or not; U for SIGUSR1, T for SIGTERM; the exit code
+    (False, "U", 0),  # behind the agreement of all ranks, in which another one had the signal first
+    (False, "UU", 128 + signal.SIGUSR1),
+    (False, "UT", 128 + signal.SIGTERM),
+    (True, "UU", 0),  # from the scheduler, and passed on by the agent
+    (True, "UT", 128 + signal.SIGTERM),
+]
+SIGNALLED = """
+import os, signal, sys, time
 from pipeloom.processes import preemption
 preemption._REPEATED_SECONDS = 0.1
 with preemption.Preemption(60.0, rank=0) as found:
     found.agree()
-    for name in {signals!r}:
+    for name in sys.argv[1]:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGUSR1 if name == "U" else signal.SIGTERM)
     time.sleep(0.3)
     assert found.asked
 """
+
+
+def test_which_signal_is_the_second_one() -> None:
+    """All cases at once: their processes mostly sleep."""
     place = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
-    place |= {"TORCHELASTIC_RUN_ID": "x"} if torchrun else {}
-    done = subprocess.run([sys.executable, "-c", script], env=place, check=False, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert ("rank 0: ended by a second signal, SIG" in done.stderr) == (code != 0)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SIGNALLED, signals],
+            env=place | ({"TORCHELASTIC_RUN_ID": "x"} if torchrun else {}),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for torchrun, signals, _ in SECOND_SIGNALS
+    ]
+    errors = [process.communicate()[1] for process in processes]
+    for case, process, error in zip(SECOND_SIGNALS, processes, errors, strict=True):
+        assert process.returncode == case[-1], (case, error)
+        assert ("rank 0: ended by a second signal, SIG" in error) == (case[-1] != 0), (case, error)

@@ -17,6 +17,7 @@ import yaml
 
 from pipeloom.chaos.fault import VARIABLE, Fault, Order
 from pipeloom.cli import main
+from pipeloom.processes import launcher
 from pipeloom.sim import Timeline
 from pipeloom.train.checkpoint import verify
 
@@ -361,18 +362,26 @@ def test_a_loss_that_is_not_finite_is_shown_and_ends_the_run(
     assert None in (last["loss"], last["grad_norm"])
 
 
-def test_a_damaged_checkpoint_is_refused_before_any_rank_starts(text: Path, reference: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_before_any_rank_starts(
+    text: Path,
+    reference: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launcher, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     damaged = tmp_path / "checkpoint-9"
     shutil.copytree(reference / "checkpoint-9", damaged)
+    resumed = words(text, tmp_path / "out", f"--resume_from_checkpoint={damaged}")
     for file in sorted(damaged.iterdir()):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        done = run(text, tmp_path / "out", f"--resume_from_checkpoint={damaged}")
-        assert done.returncode == 2, file
-        assert done.stderr.count("\n") == 1
-        assert done.stdout == ""
+        assert main(resumed) == 2, file
+        said = capsys.readouterr()
+        assert said.err.count("\n") == 1
+        assert said.out == ""
         file.write_bytes(content)
-    done = run(text, tmp_path / "out", f"--resume_from_checkpoint={damaged}", "--model.width=32")
-    assert done.returncode == 2
-    assert "model.width=32: checkpoint " in done.stderr
-    assert "checkpoint-9 has 16; both must be equal. Change the option" in done.stderr
+    assert main([*resumed, "--model.width=32"]) == 2
+    error = capsys.readouterr().err
+    assert "model.width=32: checkpoint " in error
+    assert "checkpoint-9 has 16; both must be equal. Change the option" in error

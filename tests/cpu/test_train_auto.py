@@ -6,6 +6,7 @@ import json
 import platform
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.loop import train_group
 from pipeloom.train.machine import layers
 from pipeloom.train.machine.exchanges import measure_collectives
+from pipeloom.train.machine.layers import measure_layers
 from pipeloom.train.machine.reference_steps import measure_references
 from pipeloom.train.machine.trial_steps import measure_trials
 from pipeloom.train.process_group import Group
@@ -41,6 +43,16 @@ from .test_train import metrics, run, story, text, words
 __all__ = ["text"]  # a fixture
 
 TINY = ("--eval_steps=0", "--sample_tokens=0", "--batch.size=8", "--save_steps=4")
+
+
+@pytest.fixture(autouse=True)
+def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time is measured once: how often plans take turns is tested in `test_trials.py`."""
+    for name in ("PASSES", "MOST_PASSES"):
+        monkeypatch.setattr(f"pipeloom.plan.local.trials.{name}", 1)
+    costs = "pipeloom.train.auto.measured_costs"
+    monkeypatch.setattr(f"{costs}.measure_layers", partial(measure_layers, rounds=1))
+    monkeypatch.setattr(f"{costs}.measure_references", partial(measure_references, passes=1))
 
 
 @pytest.fixture
@@ -55,7 +67,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("measured")
 def test_a_run_plans_itself(text: Path, tmp_path: Path) -> None:
-    out, auto = tmp_path / "run", ("--parallel=auto", "--processes=2", "--steps=11")
+    out, auto = tmp_path / "run", ("--parallel=auto", "--processes=2", "--steps=11", "--batch.size=4")
     done = run(text, out, *TINY, *auto)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -67,7 +79,7 @@ def test_a_run_plans_itself(text: Path, tmp_path: Path) -> None:
     assert sum(line.startswith("plan after 10 steps: step ") for line in lines) == 1
     plan = pl.Plan.load(out / "plan.json")
     assert plan.num_processes == 2
-    assert plan.batch_size == 8
+    assert plan.batch_size == 4
     times = json.loads((out / "plan_times.json").read_text())
     assert times["predicted"]["step"] == plan.predicted_step_seconds
     assert all(times["measured"][name] >= 0 for name in ("step", "forward", "backward", "waits"))
@@ -78,7 +90,7 @@ def test_a_run_plans_itself(text: Path, tmp_path: Path) -> None:
     assert re.search("^plan as in .*checkpoint-11: no step is left$", resumed.stdout, re.MULTILINE)
 
     again = tmp_path / "again"
-    options = ("--steps=11", f"--plan={out / 'plan.json'}")
+    options = ("--steps=11", "--batch.size=4", f"--plan={out / 'plan.json'}")
     repeated = run(text, again, *TINY, *options)
     assert repeated.returncode == 0, repeated.stderr
     assert story(again) == story(out)
@@ -179,7 +191,9 @@ def _with_trials(rank: int, argv: list[str]) -> list[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks")
-def test_trial_steps_choose_between_near_plans(text: Path, tmp_path: Path) -> None:
+def test_trial_steps_choose_between_near_plans(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PASSES", "MOST_PASSES"):  # the plans take turns
+        monkeypatch.setattr(f"pipeloom.plan.local.trials.{name}", 2)
     options = ("--parallel=auto", "--processes=2", "--steps=9")
     notes, others = run_ranks(_with_trials, 2, words(text, tmp_path / "run", *TINY, *options)[1:])
     assert notes == others

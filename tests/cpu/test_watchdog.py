@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -252,21 +251,25 @@ def test_a_rank_that_only_works_longer_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_rank_whose_parent_has_ended_ends(tmp_path: Path) -> None:
     note = tmp_path / "process"
-    code = (
-        "import os, time\n"
-        "from pipeloom.processes.watchdog import Watchdog\n"
-        "if os.fork(): time.sleep(1000)\n"
-        "with Watchdog(0.5):\n"
-        f"    open({str(note)!r}, 'w').write(str(os.getpid()))\n"
-        "    time.sleep(1000)\n"
-    )
-    agent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    reader, writer = os.pipe()
+    if not (agent := os.fork()):
+        try:
+            os.dup2(writer, 2)
+            os.close(writer)
+            if os.fork():
+                time.sleep(1000)
+            with Watchdog(0.5):
+                note.write_text(str(os.getpid()))
+                time.sleep(1000)
+        finally:
+            os._exit(0)
+    os.close(writer)
     while not (note.exists() and note.read_text()):
-        assert agent.poll() is None
         time.sleep(0.01)
-    agent.kill()
-    _, error = agent.communicate(timeout=300)  # the pipe is closed when the rank has ended
-    assert error == "pipeloom: rank 0: its parent process has ended, and this process ends too\n"
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    with open(reader) as errors:  # the pipe is closed when the rank has ended
+        assert errors.read() == "pipeloom: rank 0: its parent process has ended, and this process ends too\n"
 
 
 def test_a_rank_whose_parent_had_ended_before_it_watched_ends(

@@ -72,16 +72,14 @@ def test_small_clusters(model, devices, batch, memory):
     compare(model, devices, batch, memory, "")
 
 
-def test_the_best_plan_is_found_where_memory_is_short():
+@pytest.mark.parametrize("pipeline", [1, pytest.param(2, marks=pytest.mark.whole_grid), 8])
+def test_the_best_plan_is_found_where_memory_is_short(pipeline):
     """Where memory is short, plans that offload look better than they are, and are looked at first."""
     model = gpt(32, 4096, 32, sequence=8192, vocabulary=128256)
     case = {"model": model, "devices": 64, "batch": 256, "cluster": "dgx-h100", "top": 1}
     best = search(**case)
-    for pipeline in (1, 2, 8):
-        found = search(
-            **case, fixed=f"pipeline={pipeline}", forbidden=frozenset({"offload", "offload_states", "slices"})
-        )
-        assert best.plans[0].step_seconds <= 1.005 * found.plans[0].step_seconds
+    found = search(**case, fixed=f"pipeline={pipeline}", forbidden=frozenset({"offload", "offload_states", "slices"}))
+    assert best.plans[0].step_seconds <= 1.005 * found.plans[0].step_seconds
 
 
 def test_the_memory_that_a_plan_needs_is_enough():
