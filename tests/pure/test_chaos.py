@@ -243,6 +243,8 @@ def test_the_table_has_what_differs_and_what_is_left() -> None:
     slow = replace(fault, kind="slow", times=2.0)
     factors = [Result(1, slow, *known[1:], equal, (), named) for named in (1.7, 2.5, None)]
     assert summary(factors)[0].endswith("; 1 of 2 factors within 20% of the injected one")
+    factors[1] = replace(factors[1], measured_factor=2.4)
+    assert summary(factors)[0].endswith("injected one; 1 of 1 factors within 20% of the measured one")
     page = markdown("Fault campaign", ["seed 1"], results)
     assert (
         "| 3 | kill | 1 | step 2, action 1B0 | launcher | 0.10 s | 0.30 s | 4.00 s | resumed | yes | process 7 |"
@@ -283,3 +285,28 @@ def test_the_rank_that_a_run_named_as_slow_comes_from_its_metrics(tmp_path: Path
     for count, named in ((1, None), (2, ("rank 2 of replica 1", 1.4)), (4, ("rank 2 of replica 1", 2.5))):
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:count]))
         assert campaign._named(tmp_path) == named
+
+
+@pytest.mark.parametrize(
+    ("others", "factor"),
+    [
+        (1.0, 3.0),
+        (1.5, 2.0),  # the whole machine became slower
+        (0.5, 3.0),  # beside a slow rank others wait, and have more of a core that they share
+        (None, None),
+    ],
+)
+def test_how_much_slower_a_rank_became_is_measured(tmp_path: Path, others: float | None, factor: float | None) -> None:
+    rows: list[dict[str, Any]] = []
+    for rank, growth in ((0, 3.0), (1, others)):
+        for step in range(1, 21):
+            seconds = {} if growth is None else {"forward_seconds": 0.01 * (growth if step > 11 else 1.0)}
+            base = {"rank": rank, "at": float(step), "actions": 8 * step, "files": 0, "steps": step - 1}
+            rows.append({**base, "phase": f"step {step}", **({"forward_seconds": 0.0} if seconds else {})})
+            rows.append({**base, "at": step + 0.9, "phase": f"step {step}, update", **seconds})
+    rows.append({"rank": 0, "at": 11.95, "struck": "action 0F0", "phase": "step 10"})
+    path = tmp_path / "record"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert Record(path).slower() == (None if factor is None else pytest.approx(factor))
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows[:-1]))
+    assert Record(path).slower() is None

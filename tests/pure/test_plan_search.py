@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import product
 from math import inf
 
@@ -19,7 +20,7 @@ from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.bounds import mixed_seconds
-from pipeloom.plan.search.comparison import usual_plan
+from pipeloom.plan.search.comparison import plain_of, usual_plan, with_plain
 from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.request import Refusals, Request, parse_fixed
 from pipeloom.plan.search.shapes import Shapes, shape_of
@@ -462,3 +463,16 @@ def test_plans_keep_the_rules_of_the_optimizer(optimizer, tmp_path, capsys):
     sizes = {"layers": 4, "width": 512, "heads": 8}
     asked = {"model": sizes, "batch": {"size": 8}, "optimizer": {"name": optimizer}}
     planned_config(TrainConfig.from_mapping(asked), Plan.load(out))
+
+
+def test_plans_that_steps_compare_include_a_plain_one():
+    costs = cost_model(MODELS[0], "dgx-a100-80", "pipeloom")
+    fixed = parse_fixed("pipeline=4,tensor=1,context=1,microbatches=8,slices=1,recompute=none")
+    request = Request(devices=4, batch_size=16, memory_bytes=80 * GIB, fixed=fixed, top=2)
+    found = find_plans(costs, request).plans
+    assert plain_of(found) is None
+    first, plain = with_plain(costs, request, found)
+    assert (first, plain.of.schedule, plain.of.chunks, plain.of.pipeline) == (found[0], "1f1b", 1, 4)
+    assert with_plain(costs, request, [first, plain]) == [first, plain]
+    other = replace(request, fixed={**fixed, "schedule": "zb-h1"})
+    assert with_plain(costs, other, found) == found

@@ -2,7 +2,19 @@
 
 import pytest
 
-from pipeloom.plan.local.trials import CLOSE, MOST_PASSES, MOST_PLANS, PASSES, STEPS, ranking, tried, turn
+from pipeloom.plan.local.trials import (
+    CLOSE,
+    MOST_PASSES,
+    MOST_PLANS,
+    PASSES,
+    STEPS,
+    in_order,
+    plain_ones,
+    ranking,
+    tried,
+    turn,
+)
+from pipeloom.plan.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -68,3 +80,52 @@ def test_the_fastest_is_the_one_that_is_least_disturbed():
 
 def test_a_plan_that_was_left_out_is_not_the_fastest():
     assert ranking([[0.9] * 5, [1.1] * 10, [1.0] * 10, []]) == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "plain", "expected"),
+    [
+        ([0.3, 0.1, 0.105, 0.2], 0.3, ([0.1, 0.105, 0.3, 0.2], 3)),  # far slower, and tried
+        ([0.105, 0.1, 0.2], 0.105, ([0.1, 0.105, 0.2], 2)),
+        ([0.1, 0.2], None, ([0.1, 0.2], 1)),
+        ([0.1, 9.0], 9.0, ([0.1, 9.0], 1)),  # its steps would take too long
+        ([60.0, 61.0], 61.0, ([60.0, 61.0], 0)),
+        ([0.1, 0.11, 0.12, 0.13, 0.14, 0.15, 0.9], 0.9, ([0.1, 0.11, 0.9, 0.12, 0.13, 0.14, 0.15], 3)),
+    ],
+)
+def test_a_plain_plan_runs_steps_too(seconds, plain, expected):
+    assert in_order(seconds, float, plain) == expected
+
+
+FAST, SLOW = [0.1] * STEPS, [0.11] * STEPS
+
+
+@pytest.mark.parametrize(
+    ("trials", "expected"),
+    [
+        ([FAST * 4, SLOW * 4], [0, 1]),
+        ([FAST * 3 + SLOW, SLOW * 3 + FAST], [0, 1]),  # faster in three of four turns
+        ([FAST * 2 + [0.12] * STEPS * 2, SLOW * 4], [1, 0]),  # in two of four, which may be luck
+        ([FAST * 4, SLOW * 3], [0, 1]),  # the plain one was left out
+        ([SLOW * 4, FAST * 4], [1, 0]),
+    ],
+)
+def test_a_plain_plan_is_left_for_one_that_is_faster_in_most_turns(trials, expected):
+    assert ranking(trials, {0: 1}) == expected
+
+
+def test_plans_that_are_not_steadily_faster_come_behind_the_plain_one_in_their_order():
+    lucky = [FAST * 2 + SLOW * 2, [0.101] * 2 * STEPS + SLOW * 2, [0.105] * 4 * STEPS, [0.106] * 4 * STEPS]
+    assert ranking(lucky, {0: 3, 1: 3, 2: 3}) == [2, 3, 0, 1]
+    assert ranking(lucky) == [0, 1, 2, 3]
+
+
+def test_a_plan_is_compared_with_the_plain_one_of_its_degrees():
+    def plan(schedule, pipeline, data=1, **options):
+        return Plan(schedule=schedule, pipeline=pipeline, data=data, microbatches=4, **options)
+
+    plans = [
+        *(plan("zb-h1", 2), plan("interleaved", 2, virtual_stages=2), plan("gpipe", 1, 2)),
+        *(plan("1f1b", 2), plan("1f1b", 4), plan("1f1b", 2, cut=(3, 5))),
+    ]
+    assert plain_ones(plans) == {0: 3, 1: 3}

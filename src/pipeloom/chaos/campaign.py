@@ -85,6 +85,8 @@ class Result:
         outcome: comparison with the reference run; None: the run was never completed.
         left: what the attempts left behind.
         named_factor: of `slow`: how many times slower the run said that the rank computes forwards; None: it did not.
+        measured_factor: of `slow`: how many times slower it did, as the injector measured it: beside a slow rank others
+            wait, so it has more of a core that they share.
     """
 
     number: int
@@ -100,6 +102,7 @@ class Result:
     outcome: Outcome | None
     left: tuple[str, ...]
     named_factor: float | None = None
+    measured_factor: float | None = None
 
     @property
     def good(self) -> bool:
@@ -206,6 +209,7 @@ def _result(
         return Result(number, fault, None, "", None, "", None, "not reached", None, len(attempts), outcome, tuple(left))
     attempt = attempts[hurt]
     found = next((line for each in attempts if (line := each.first_line(KINDS[fault.kind].notice, strike.at))), None)
+    slower = attempt.record.slower() if fault.kind == "slow" else None
     again = next((at for each in attempts[hurt + 1 :] if (at := each.record.first_step()) is not None), None)
     if (restarted := attempt.record.restarted(strike.at)) is not None:
         again = attempt.record.first_step(restarted) or again
@@ -218,12 +222,14 @@ def _result(
         notice="" if found is None else found.text,
         ended_seconds=attempt.ended_at - strike.at if attempt.code != 0 else None,
         recovered=_recovered(attempts, hurt, strike)
-        + (f"; {named[0]} named, {named[1]:.1f} of {fault.times:g} times" if named else ""),
+        + (f"; {named[0]} named, {named[1]:.1f} of {fault.times:g} times" if named else "")
+        + (f"; {slower:.1f} times measured" if slower else ""),
         again_seconds=None if again is None else again - strike.at,
         attempts=len(attempts),
         outcome=outcome,
         left=tuple(left),
         named_factor=named[1] if named else None,
+        measured_factor=slower,
     )
 
 

@@ -55,6 +55,8 @@ class Injector(ActionObserver):
         self._actions = self._files = 0
         self._limited = False
         self._loading = Path()
+        # Of every rank: whether a slow one stands out depends on the others too.
+        self._forwards = Forwards() if fault is not None and fault.kind == "slow" else None
 
     def begins(self, action: str) -> None:
         self._box.action, self._box.clock = action, time.perf_counter()
@@ -64,6 +66,8 @@ class Injector(ActionObserver):
 
     def enters(self, phase: str) -> None:
         row = {"phase": phase, "actions": self._actions, "files": self._files, "steps": int(self._box.steps)}
+        if self._forwards is not None:
+            row["forward_seconds"] = self._forwards.seconds()
         self._write(row)
         if self._loads and phase.startswith("loading "):
             self._loading = Path(phase.removeprefix("loading "))
@@ -137,7 +141,8 @@ class Injector(ActionObserver):
             case "lock":
                 ctypes.PyDLL(None).sleep(_FOREVER_SECONDS)  # PyDLL: the call keeps the interpreter lock
             case "slow":
-                _slow_down(fault.times)
+                assert self._forwards is not None
+                self._forwards.times = fault.times
             case "preempt":
                 os.kill(os.getppid() if fault.parent else os.getpid(), fault.signal)
             case "full-disk":
@@ -162,20 +167,33 @@ def _loop() -> NoReturn:
         time.sleep(0.05)
 
 
-def _slow_down(times: float) -> None:
-    """From now on, each call of a module that no other module calls computes `times` as long."""
-    from torch.nn.modules.module import (  # here: this module is not for torch alone
-        register_module_forward_hook,
-        register_module_forward_pre_hook,
-    )
+class Forwards:
+    """The calls of modules that no other module calls, in seconds of processor time: other load slows all alike.
 
-    began: list[float] = []  # of the calls that run, in seconds of processor time: other load slows all of it alike
+    Attributes:
+        times: how many times as long each takes from now on.
+    """
 
-    def ends(*_: Any) -> None:
-        start = began.pop()
-        end = start + times * (time.thread_time() - start)
-        while not began and time.thread_time() < end:
-            pass
+    def __init__(self) -> None:
+        from torch.nn.modules.module import (  # here: this module is not for torch alone
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        )
 
-    register_module_forward_pre_hook(lambda *_: began.append(time.thread_time()))
-    register_module_forward_hook(ends, always_call=True)
+        self.times, self._seconds = 1.0, 0.0
+        self._began: list[float] = []  # of the calls that run
+        register_module_forward_pre_hook(lambda *_: self._began.append(time.thread_time()))
+        register_module_forward_hook(self._ends, always_call=True)
+
+    def seconds(self) -> float:
+        """Those of all calls since it was asked last."""
+        found, self._seconds = self._seconds, 0.0
+        return found
+
+    def _ends(self, *_: Any) -> None:
+        start = self._began.pop()
+        if not self._began:
+            end = start + self.times * (time.thread_time() - start)
+            while self.times > 1 and time.thread_time() < end:
+                pass
+            self._seconds += time.thread_time() - start

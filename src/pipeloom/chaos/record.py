@@ -1,6 +1,7 @@
 """`Record`: what the ranks of one attempt have recorded: actions per phase, file operations, steps and the strike."""
 
 import itertools
+import statistics
 from collections.abc import Iterator
 from contextlib import suppress
 from math import inf
@@ -22,6 +23,7 @@ class Strike(NamedTuple):
 
 
 _MOST_DIGITS = 19  # of a step
+_LEAST_STEPS = 3  # before and after a strike
 _KINDS: dict[str, dict[str, type]] = {  # the first key of a row that is here tells what else it has
     "struck": {"struck": str, "phase": str},
     "phase": {"phase": str, "actions": int, "files": int, "steps": int},
@@ -105,11 +107,32 @@ class Record:
                 found.append(range(row["actions"] + 1, after["actions"] + 1))
         return [each for each in found if each]
 
+    def slower(self) -> float | None:
+        """How many times as long forwards of the struck rank took in a step after the strike as before.
+
+        Where all ranks took longer, beside the one that took least longer: the machine was slower. None: there are too
+        few steps, or the ranks did not record this.
+        """
+        strike, grown = self.strike, dict[int, float]()
+        if strike is None:
+            return None
+        for rank in self.ranks:
+            sides: tuple[list[float], list[float]] = [], []
+            for row, after in self._phases(rank, STEPS):
+                seconds = after.get("forward_seconds")
+                if type(seconds) is float and seconds > 0:  # an update is a phase of its own
+                    sides[row["at"] > strike.at].append(seconds)
+            if min(map(len, sides)) < _LEAST_STEPS:
+                return None
+            grown[rank] = statistics.median(sides[1]) / statistics.median(sides[0])
+        others = [factor for rank, factor in grown.items() if rank != strike.rank]
+        return grown[strike.rank] / max(1.0, min(others, default=1.0))
+
     def files(self, rank: int) -> dict[int, str]:
         """The file operations of a rank's saves by number, from 1."""
         return {row["number"]: row["file"] for row in self._rows if "file" in row and row["rank"] == rank}
 
-    def _phases(self, rank: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Each phase of a rank with the next one."""
+    def _phases(self, rank: int, begin: str = "") -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each phase of a rank, of those whose names begin so, with the next one."""
         rows = [row for row in self._rows if row["rank"] == rank and "phase" in row and "struck" not in row]
-        return itertools.pairwise(rows)
+        return (pair for pair in itertools.pairwise(rows) if pair[0]["phase"].startswith(begin))

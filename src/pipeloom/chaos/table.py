@@ -42,10 +42,7 @@ def summary(results: Sequence[Result]) -> list[str]:
         for name, key in (("noticed", "noticed_seconds"), ("step again", "again_seconds")):
             times = [seconds for result in of_kind if (seconds := getattr(result, key)) is not None]
             text += f"; {name} within {max(times):.1f} s ({len(times)})" if times else ""
-        named = [abs(each.named_factor / each.fault.times - 1) <= _CLOSE for each in of_kind if each.named_factor]
-        text += (
-            f"; {sum(named)} of {len(named)} factors within {_CLOSE:.0%} of the injected one" if kind == "slow" else ""
-        )
+        text += _factors(of_kind) if kind == "slow" else ""
         missed = Counter(result.where is None for result in of_kind)[True]
         lines.append(text + (f"; {missed} not reached" if missed else ""))
     return lines
@@ -70,6 +67,20 @@ def to_json(result: Result) -> dict[str, Any]:
     """A result as a JSON object, with whether it is good."""
     outcome = None if result.outcome is None else result.outcome._asdict()
     return {**asdict(result), "outcome": outcome, "good": result.good}
+
+
+def _factors(results: Sequence[Result]) -> str:
+    """How many of the factors that runs named are near those that were injected, and those that were measured."""
+    text = ""
+    for words, key in (("injected", "times"), ("measured", "measured_factor")):
+        known = [getattr(each.fault if key == "times" else each, key) for each in results]
+        near = [
+            abs(each.named_factor / factor - 1) <= _CLOSE
+            for each, factor in zip(results, known, strict=True)
+            if each.named_factor and factor
+        ]
+        text += f"; {sum(near)} of {len(near)} factors within {_CLOSE:.0%} of the {words} one" if near else ""
+    return text
 
 
 def _bitwise(result: Result) -> str:

@@ -21,6 +21,7 @@ from pipeloom.plan.plan import Plan
 from pipeloom.plan.profiled_costs import WHOLE, ProfiledCosts, Unit, UnitRow, check_whole, together
 from pipeloom.plan.search.answer import plan_of, predicted, why_not
 from pipeloom.plan.search.best_first import Answer, find_plans
+from pipeloom.plan.search.comparison import with_plain
 from pipeloom.plan.search.request import (
     MOST_DEVICES,
     MOST_SAMPLES,
@@ -128,6 +129,7 @@ def plans(
 ) -> list[Plan]:
     """The fastest plans of `plan_module`, best first: with other degrees, schedules, chunks or micro-batches each.
 
+    Where none of them is plain, of 1F1B with one stage per rank, the last one is, for `fastest_plan` to compare with.
     ``pipeloom.plans(...)`` calls this function. `pipeloom.fastest_plan` compares them by steps.
 
     Args:
@@ -165,8 +167,10 @@ def plans(
         ends_alone=False,
         names=PYTHON,
     )
-    answer = find_plans(costs, request, accept=lambda found: why_not(costs, found))
-    return [_plan(costs, each, samples, answer, units if traced else None) for each in answer.plans]
+    asked: dict[str, Any] = {"accept": lambda found: why_not(costs, found)}
+    answer = find_plans(costs, request, **asked)
+    found = with_plain(costs, request, answer.plans, **asked)
+    return [_plan(costs, each, samples, answer, units if traced else None) for each in found]
 
 
 def _plan(costs: ProfiledCosts, found: Simulated, samples: int, answer: Answer, traced: Sequence[Unit] | None) -> Plan:

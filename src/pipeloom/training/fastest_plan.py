@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import InputError
-from pipeloom.plan.local.trials import STEPS, WARM_UP, measured, ranking, tried
+from pipeloom.plan.local.trials import STEPS, WARM_UP, in_order, measured, plain_ones, ranking
 from pipeloom.plan.plan import Plan
 from pipeloom.processes.members import Members, current_members
 
@@ -22,6 +22,8 @@ def fastest_plan(
 
     Predictions of plans that are nearly as fast differ by less than their errors. Where the steps take longer than
     another plan is predicted to, that one runs some too. Plans take turns of 7 steps, for at most about half a minute.
+    A plain plan, of 1F1B with one stage per rank, is left only for one with the same degrees that was faster in three
+    quarters of the turns.
     Every process of a run calls this, and gets the same plan.
 
     Args:
@@ -41,11 +43,12 @@ def fastest_plan(
             plans = [Plan.from_json(each) for each in json.loads(texts[0])]
         if not plans:
             raise InputError("fastest_plan got no plans. Pass those of pipeloom.plans.")
-        ordered = sorted(plans, key=_predicted)
+        plain = plain_ones(ordered := sorted(plans, key=_predicted)).get(0)
+        ordered, first = in_order(ordered, _predicted, None if plain is None else ordered[plain])
+        first = first if len(ordered) > 1 else 0
         predicted = [*map(_predicted, ordered)]
-        first = tried(predicted) if len(ordered) > 1 else 0
         found = measured(predicted, lambda number: _seconds(members, start(ordered[number]), step), first)
-        return ordered[(ranking(found) or [0])[0]]
+        return ordered[(ranking(found, plain_ones(ordered)) or [0])[0]]
     finally:
         if members is not None:
             members.close()

@@ -1,13 +1,16 @@
-"""What the best plan is compared with: plans with more memory, and the usual choice. No torch here."""
+"""What the best plan is compared with: plans with more memory, the usual choice, and a plain one. No torch here."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, inf
 from typing import Any
 
 from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
+from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.step_costs import StepCosts
+from pipeloom.plan.local.trials import is_plain
 from pipeloom.plan.search.best_first import find_plans
 from pipeloom.plan.search.request import Request
 from pipeloom.plan.search.simulated import Simulated
@@ -70,3 +73,38 @@ def usual_plan(costs: CostModel, request: Request, **asked: Any) -> Simulated | 
         except InputError:
             continue
     return None
+
+
+def plain_of(plans: Sequence[Simulated]) -> Simulated | None:
+    """The first plain plan with the degrees of the best one, `plans[0]`: 1F1B with one stage per rank."""
+    degrees = _degrees(plans[0].of)
+    alike = (each for each in plans if _degrees(each.of) == degrees)
+    return next((each for each in alike if is_plain(each.of.schedule, each.of.chunks)), None)
+
+
+def with_plain(costs: StepCosts, request: Request, plans: Sequence[Simulated], **asked: Any) -> list[Simulated]:
+    """Plans with a plain one, see `plain_of`, which replaces the last of `request.top` where there is none.
+
+    Steps show whether others are faster than it.
+
+    Args:
+        costs: of the model on its cluster.
+        request: what is planned.
+        plans: those that were found, best first.
+        asked: arguments of `find_plans`.
+    """
+    if request.top == 1 or plain_of(plans) is not None:
+        return list(plans)
+    of = plans[0].of
+    degrees = {"pipeline": of.pipeline, "data": of.data, "tensor": of.inside.tensor, "sequence": of.inside.sequence}
+    degrees |= {"context": of.inside.context, "expert": of.inside.expert}
+    fixed = {**degrees, "schedule": "1f1b", "chunks": 1, **request.fixed}
+    try:
+        found = find_plans(costs, replace(request, fixed=fixed, top=1), **asked).plans
+    except InputError:
+        return list(plans)
+    return [*plans[: request.top - 1], *found] if plain_of([plans[0], *found]) else list(plans)
+
+
+def _degrees(of: Configuration) -> tuple[object, ...]:
+    return of.pipeline, of.data, of.inside

@@ -10,10 +10,11 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.references import lower_quartile
-from pipeloom.plan.local.trials import MOST_PLANS, ranking, tried
+from pipeloom.plan.local.trials import MOST_PLANS, in_order
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.answer import plan_of, predicted
 from pipeloom.plan.search.best_first import find_plans
+from pipeloom.plan.search.comparison import plain_of, with_plain
 from pipeloom.plan.search.request import TRAIN, Request
 from pipeloom.plan.search.simulated import Simulated
 from pipeloom.train.auto.plan_times import PlanTimes
@@ -33,12 +34,14 @@ class Chosen:
         of: its configuration.
         times: predicted.
         words: one line about it.
+        first: whether it runs trial steps first.
     """
 
     plan: Plan
     of: Configuration
     times: PlanTimes
     words: str
+    first: bool
 
 
 def best_plans(
@@ -49,7 +52,8 @@ def best_plans(
     fixed: dict[str, Any] | None = None,
 ) -> list[Chosen]:
     """Search for the best plans: those that run trial steps first, the one with the least predicted seconds before all
-    others, then those that may run some too, the best one with each mesh and schedule before others like it.
+    others and a plain one (`pipeloom.plan.search.comparison.plain_of`) among them, then those that may run some too,
+    the best one with each mesh and schedule before others like it.
 
     Schedules of the same orders, such as 1f1b and gpipe with one micro-batch, are one plan.
 
@@ -70,15 +74,21 @@ def best_plans(
         except PipeloomError as error:
             return str(error)
 
-    answer = find_plans(costs, _request(asked, costs, processes, fixed or {}), accept=accept)
+    request = _request(asked, costs, processes, fixed or {})
+    answer = find_plans(costs, request, accept=accept)
     plans = list({_orders_of(found): found for found in reversed(answer.plans)}.values())[::-1]
-    first = tried([found.step_seconds for found in plans]) or 1
+    plans = with_plain(costs, request, plans, accept=accept)
+    plans, number = in_order(plans, lambda found: found.step_seconds, plain_of(plans))
+    first = number or 1
     kinds, others = {_kind_of(found.of) for found in plans[:first]}, list[Simulated]()
     for found in plans[first:]:
         others += [found] if _kind_of(found.of) not in kinds else []
         kinds.add(_kind_of(found.of))
     others += [found for found in plans[first:] if found not in others]
-    return [_chosen(costs, found, plans, answer.considered) for found in (*plans[:first], *others)]
+    return [
+        _chosen(costs, found, plans, answer.considered, first=at < number)
+        for at, found in enumerate((*plans[:first], *others))
+    ]
 
 
 def _kind_of(of: Configuration) -> Hashable:
@@ -92,7 +102,7 @@ def _orders_of(found: Simulated) -> tuple[Any, ...]:
     return of.pipeline, of.data, of.inside, of.strategy, of.microbatches, of.chunks, found.step_seconds
 
 
-def _chosen(costs: CostModel, found: Simulated, plans: Sequence[Simulated], considered: int) -> Chosen:
+def _chosen(costs: CostModel, found: Simulated, plans: Sequence[Simulated], considered: int, *, first: bool) -> Chosen:
     words = (
         f"{words_of(found.of)}: {seconds_text(found.step_seconds)} per step predicted, bubble "
         f"{percent_text(found.timeline.bubble_fraction)}"
@@ -104,15 +114,15 @@ def _chosen(costs: CostModel, found: Simulated, plans: Sequence[Simulated], cons
         before = f"next of {considered:,}" if others[0] is not plans[0] else "predicted best"
         words += f"; {before}: {words_of(others[0].of)}, {by} {'slower' if ratio >= 1 else 'faster'}"
     plan = plan_of(costs, found.of, found.schedule_limit, why=(f"{words}.",), **predicted(found))
-    return Chosen(plan=plan, of=found.of, times=predicted_times(costs, found.of), words=words)
+    return Chosen(plan=plan, of=found.of, times=predicted_times(costs, found.of), words=words, first=first)
 
 
-def trials_text(best: Sequence[Chosen], trials: Sequence[Sequence[float]]) -> str:
-    """What trial steps of some of the best plans took: ``1f1b: 5.2 ms, predicted 5.0; ..``, fastest first."""
+def trials_text(best: Sequence[Chosen], trials: Sequence[Sequence[float]], ranked: Sequence[int]) -> str:
+    """What trial steps of plans took, in the order `ranked`: ``1f1b: 5.2 ms, predicted 5.0; ..``."""
     return "; ".join(
         f"{words_of(best[number].of)}: {seconds_text(lower_quartile(trials[number]))}, predicted "
         f"{seconds_text(best[number].times.step)}"
-        for number in ranking(trials)
+        for number in ranked
     )
 
 

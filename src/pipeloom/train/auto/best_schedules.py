@@ -13,7 +13,7 @@ from pipeloom.passes import merge_backwards
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.references import lower_quartile
-from pipeloom.plan.local.trials import MOST_PLANS, ranking, tried
+from pipeloom.plan.local.trials import in_order
 from pipeloom.plan.train_options import plan_of_options
 from pipeloom.schedules import FAMILIES
 from pipeloom.train.auto.best_plans import Chosen
@@ -86,13 +86,14 @@ def best_schedules(asked: TrainConfig, costs: CostModel, vocabulary_size: int) -
             f"{bytes_text(memory)}. Use --memory.recompute full, or a smaller model or batch."
         )
     usual = next((each for each in found.values() if each.schedule.name == usual_schedule(asked)), None)
-    ranked = sorted(found.values(), key=lambda each: each.times.step * (1 - _TOLERANCE if each is usual else 1))
-    near = ranked[: tried([each.times.step for each in ranked]) or 1]
-    if usual is not None and usual not in near:
-        room = tried([usual.times.step] * MOST_PLANS)
-        near = [*near[: room - 1], usual] if room > 1 else near
+
+    def seconds(each: _Candidate) -> float:
+        return each.times.step * (1 - _TOLERANCE if each is usual else 1)
+
+    ranked, first = in_order([*found.values()], seconds, usual)
     other = next((each for each in ranked if each is not usual), None)
-    return [_chosen(each, other if each is usual else usual, len(found)) for each in near]
+    near = ranked[: first or 1]
+    return [_chosen(each, other if each is usual else usual, len(found), first=first > 0) for each in near]
 
 
 def _candidate(config: TrainConfig, schedule: Schedule, costs: CostModel, vocabulary_size: int) -> _Candidate:
@@ -108,7 +109,7 @@ def _candidate(config: TrainConfig, schedule: Schedule, costs: CostModel, vocabu
     )
 
 
-def _chosen(candidate: _Candidate, other: _Candidate | None, number: int) -> Chosen:
+def _chosen(candidate: _Candidate, other: _Candidate | None, number: int, *, first: bool) -> Chosen:
     seconds = candidate.times.step
     words = f"{_words_of(candidate)}: {seconds_text(seconds)} per step predicted"
     if other is not None:
@@ -126,7 +127,7 @@ def _chosen(candidate: _Candidate, other: _Candidate | None, number: int) -> Cho
         predicted_memory_bytes=candidate.peaks,
         why=(f"Schedule {words}.",),
     )
-    return Chosen(plan=plan, of=candidate.of, times=candidate.times, words=words)
+    return Chosen(plan=plan, of=candidate.of, times=candidate.times, words=words, first=first)
 
 
 def _words_of(candidate: _Candidate) -> str:
@@ -139,13 +140,13 @@ def schedule_words(name: str, chunks: int | None) -> str:
     return name if own or (chunks or 1) == 1 else f"{name} with {chunks} chunks"
 
 
-def schedule_trials_text(best: Sequence[Chosen], trials: Sequence[Sequence[float]]) -> str:
+def schedule_trials_text(best: Sequence[Chosen], trials: Sequence[Sequence[float]], ranked: Sequence[int]) -> str:
     """What trial steps of schedules took, as `pipeloom.train.auto.best_plans.trials_text`."""
     return "; ".join(
         f"{schedule_words(best[number].of.schedule, best[number].of.chunks)}: "
         f"{seconds_text(lower_quartile(trials[number]))}, predicted "
         f"{seconds_text(best[number].times.step)}"
-        for number in ranking(trials)
+        for number in ranked
     )
 
 

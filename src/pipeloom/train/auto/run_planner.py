@@ -15,7 +15,7 @@ from pipeloom.errors import InputError, PipeloomError
 from pipeloom.ir import Schedule
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
-from pipeloom.plan.local.trials import ranking, tried
+from pipeloom.plan.local.trials import plain_ones, ranking
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
 from pipeloom.train.auto.best_plans import Chosen, best_plans, plan_of_checkpoint, predicted_times, trials_text
@@ -105,15 +105,15 @@ class RunPlanner:
             self._say(f"planning: trial steps of {counted(first, 'plan' if whole else 'schedule')}")
         trials = self._trials(plans, first)
         if self._group.rank == 0:
-            number, *slower = ranking(trials) or [0]
+            number, *slower = ranked = ranking(trials, plain_ones(plans)) or [0]
             self._slower = [options_of_plan(plans[each]) for each in slower]
             begin = f"plan for {_processes(self._group.size)}:" if whole else "schedule"
             said.append(f"{begin} {best[number].words}")
             if slower:
                 said.append(
-                    f"plan trials: {trials_text(best, trials)}"
+                    f"plan trials: {trials_text(best, trials, ranked)}"
                     if whole
-                    else f"schedule trials: {schedule_trials_text(best, trials)}"
+                    else f"schedule trials: {schedule_trials_text(best, trials, ranked)}"
                 )
             found = self._answer(best[number], said)
         return self._taken(found)
@@ -164,7 +164,7 @@ class RunPlanner:
         """How many of the best plans run trial steps first: none where a first step compiles or captures for long."""
         if self._asked.compile or self._asked.graphs or len(best) < 2:
             return 0
-        return tried([each.times.step for each in best]) if self._asked.parallel.auto else len(best)
+        return sum(each.first for each in best)
 
     def _trials(self, plans: Sequence[Plan], first: int) -> list[list[float]]:
         """Seconds of trial steps of each plan, of which so many run some first; a collective call."""
