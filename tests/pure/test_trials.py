@@ -73,6 +73,11 @@ def test_they_take_turns_as_often_as_time_allows(seconds, plans, expected):
     assert len(turns([seconds] * plans, [seconds] * plans)) == expected
 
 
+def test_where_time_is_short_the_fastest_take_turns_alone():
+    """A turn of all takes 21 s of 30."""
+    assert turns([0.5] * 6, [0.52, 0.51, 0.5, 0.49, 0.5, 0.5]) == [[*range(6)], [2, 3]]
+
+
 def test_the_fastest_is_the_one_that_is_least_disturbed():
     """Other load only ever makes a step longer, so neither a lucky nor a disturbed step decides."""
     assert ranking([[1.1] * 8, [1.0, 1.0, 1.0, 1.1, 5.0, 5.0, 9.0, 9.0], [0.9, *[1.2] * 7]])[0] == 1

@@ -69,12 +69,15 @@ def turn(predicted: Sequence[float], trials: Sequence[Sequence[float]], first: i
         chosen = [plan for plan, each in enumerate(predicted) if plan not in passes and each < least][:1]
     else:
         chosen = []
-    if not chosen and len(begun) > 1 and number < MOST_PASSES:
-        chosen = [plan for plan in begun if number < PASSES or seconds[plan] <= CLOSE * least]
-        chosen = chosen if len(chosen) > 1 else []
+    few = 1
+    if not chosen and number < MOST_PASSES:
+        left = sorted((plan for plan in begun if passes[plan] == number), key=lambda plan: seconds[plan])
+        chosen, few = [plan for plan in left if number < PASSES or seconds[plan] <= CLOSE * least], 2
     spent = sum(seconds[plan] * passes[plan] for plan in begun)
-    spent += sum(seconds.get(plan, predicted[plan]) for plan in chosen)
-    return chosen if spent * (WARM_UP + STEPS) <= _MOST_SECONDS else []
+    room = _MOST_SECONDS / (WARM_UP + STEPS) - spent
+    while chosen and sum(seconds.get(plan, predicted[plan]) for plan in chosen) > room:
+        chosen.pop()  # the slowest: there is time for fewer
+    return sorted(chosen) if len(chosen) >= few else []
 
 
 def measured(predicted: Sequence[float], run: Callable[[int], Sequence[float]], first: int) -> list[list[float]]:
