@@ -241,7 +241,7 @@ class StateCopies:
         self.keep({each: recovery for each, recovery in self.made.items() if each <= step})
 
     def keep(self, made: Mapping[int, int]) -> None:
-        """Forget other copies than these: their steps, and the number of the last recovery before each was made."""
+        """Keep these copies alone: their steps, and the number of the last recovery before each was made."""
         for memory in self._memories:
             if made.get(memory.head[_SEAL] - 1) != memory.head[_RECOVERY]:
                 memory.head[_SEAL] = 0
