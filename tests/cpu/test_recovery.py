@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,23 +26,29 @@ import torch.distributed as dist
 
 from pipeloom.chaos.comparison import compare
 from pipeloom.cli import main
+from pipeloom.cli.train import parse
 from pipeloom.common.process_place import stat_fields
-from pipeloom.errors import PeerLost, RunError
+from pipeloom.errors import InputError, PeerLost, RunError
 from pipeloom.processes import launcher, rendezvous
 from pipeloom.processes.elastic.generation import Generation
 from pipeloom.processes.launching.fork_server import FORKED_BY
+from pipeloom.processes.preemption import Preemption
 from pipeloom.processes.recovery.keeper import Keeper
 from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
-from pipeloom.train import checkpoint, run_checkpoints
+from pipeloom.processes.waits import waited_for
+from pipeloom.train import checkpoint, loop, run_checkpoints
 from pipeloom.train.config import validate
 from pipeloom.train.config.train_config import TrainConfig
-from pipeloom.train.elastic.source import Source, newest
+from pipeloom.train.elastic.entry import entry_of
+from pipeloom.train.elastic.source import ENTRY, Source, newest
 from pipeloom.train.machine.compile_cache import without_empty_cache
+from pipeloom.train.recovery import partner_copies
 from pipeloom.train.recovery.partner_copies import PartnerCopies, receivers_of
-from pipeloom.train.recovery.run_recovery import RunRecovery
-from pipeloom.train.recovery.state_copies import StateCopies
+from pipeloom.train.recovery.run_recovery import Restart, RunRecovery
+from pipeloom.train.recovery.state_copies import StateCopies, StateCopy
 from pipeloom.train.recovery.step_agreement import StepAgreement
+from pipeloom.training import optimizer_step
 from tests.cpu.ranks import run_ranks
 from tests.cpu.test_state_copies import Run
 from tests.cpu.train_runs import Fork, launched, metrics, printed, started, text, words  # noqa: F401
@@ -193,6 +202,10 @@ def test_a_state_inside_an_update_or_before_a_rewind_is_not_kept(
     assert own.agreement is not None
     own.agreement.begin(4, whole=True)
     own.agreement.sum(torch.zeros(1, dtype=torch.float64), lambda values: values)
+    own.keep(run, lambda step: step)  # a rank was lost while the step ran once more, since it was not finite
+    assert own.copies.steps == [4]
+    own.copies.drop_after(-1)
+    own.agreement.begin_update()
     own.keep(run, lambda step: step)  # the optimizer ran out of memory
     assert own.copies.steps == []
     own.agreement.finish(5, {})
@@ -202,6 +215,14 @@ def test_a_state_inside_an_update_or_before_a_rewind_is_not_kept(
     own.agreement.begin(5, whole=True)
     own.keep(run, lambda step: step)
     assert (own.copies.steps, run.samples_seen) == ([5], 5)
+    own.copies.drop_after(-1)
+
+    def fails(_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(run_checkpoints, "contents", fails)
+    own.keep(run, lambda step: step)  # the error that comes first is told
+    assert own.copies.steps == []
 
 
 def test_an_evaluation_that_was_lost_is_made_again(tmp_path: Path, memories: list[Memories]) -> None:
@@ -273,7 +294,9 @@ def test_where_nobody_has_the_sum_no_rank_updates(memories: list[Memories]) -> N
 def loses_a_machine(rank: int) -> tuple[list[int], list[float], bool]:
     """Three machines of one rank; that of rank 1 is replaced by a new one."""
     own, held = (StateCopies([os.memfd_create("copy") for _ in range(2)]) for _ in range(2))
-    on_next = PartnerCopies(rank, 3, 1, own, held)
+    before, after, waits = (rank - 1) % 3, (rank + 1) % 3, partner_copies._wait
+    on_next, awaited = PartnerCopies(rank, 3, 1, own, {before: held}), list[Any]()
+    partner_copies._wait = lambda *works: [awaited.append(waited_for(sys._getframe())), waits(*works)]  # type: ignore
     torch.manual_seed(rank)
     state = Run()
     for step in (3, 6):
@@ -281,12 +304,13 @@ def loses_a_machine(rank: int) -> tuple[list[int], list[float], bool]:
         own.write(step, state.contents())
         on_next.exchange(step)
     on_next.exchange(6)  # once more
-    assert on_next.held_steps == [6]
+    assert on_next.held_steps == {before: [6]}
+    assert {*awaited} == {tuple(sorted((before, after)))}  # for the watchdog
     if rank == 1:
         own.drop_after(-1)
         held.drop_after(-1)
     rows: list[Any] = [None] * 3
-    dist.all_gather_object(rows, (own.steps, {on_next.held_rank: on_next.held_steps}))
+    dist.all_gather_object(rows, (own.steps, on_next.held_steps))
     on_next.give_back(6, receivers_of(6, [steps for steps, _ in rows], [each for _, each in rows]))
     found = Run()
     own.read(6).load_model(found.model.state_dict())
@@ -300,6 +324,213 @@ def test_a_new_machine_gets_the_copies_that_the_next_one_holds() -> None:
     assert [steps for steps, _, _ in found] == [[3, 6], [6], [3, 6]]
     assert len({str(weights) for _, weights, _ in found}) == 3
     assert all(same for _, _, same in found)
+
+
+def takes_other_places(rank: int) -> tuple[list[int], bool, list[int]]:
+    """Three machines of one rank: the first and the third have each other's neighbour's place, the second is new.
+
+    The copies of rank 1 are where neither that rank is now nor the one that holds its copies.
+    """
+    kept_before = ({2, 1}, {0, 2}, set[int]())[rank]
+    states = []
+    for each in range(3):
+        torch.manual_seed(each)
+        states.append(Run())
+    memories = {each: [os.memfd_create("copy") for _ in range(2)] for each in {rank, (rank - 1) % 3, *kept_before}}
+    copies = {each: StateCopies(found) for each, found in memories.items()}
+    for each in kept_before:
+        copies[each].write(6, states[each].contents())
+    own = copies.pop(rank)
+    on_next = PartnerCopies(rank, 3, 1, own, copies)
+    rows: list[Any] = [None] * 3
+    dist.all_gather_object(rows, (own.steps, on_next.held_steps))
+    on_next.give_back(6, receivers_of(6, [steps for steps, _ in rows], [each for _, each in rows]))
+    on_next.exchange(6)
+    on_next.release_others()
+    found = Run()
+    own.read(6).load_model(found.model.state_dict())
+    pairs = zip(found.model.parameters(), states[rank].model.parameters(), strict=True)
+    same = all(one.equal(other) for one, other in pairs)
+    others = kept_before - {rank, (rank - 1) % 3}
+    sizes = [os.fstat(memory).st_size for each in others for memory in memories[each]]
+    return [*on_next.held_steps], same, sizes
+
+
+def test_copies_of_the_ranks_that_a_machine_had_before_come_back_and_are_freed() -> None:
+    found = run_ranks(takes_other_places, 3)
+    assert [held for held, _, _ in found] == [[2], [0], [1]]
+    assert all(same for _, same, _ in found)
+    assert [len(sizes) for _, _, sizes in found] == [2, 2, 0]
+    assert all(size <= 4096 for _, _, sizes in found for size in sizes)
+
+
+class Both(Alone):
+    """One of two processes of a run."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, payload)
+        return found
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [json.loads(each) for each in self.all_gather(json.dumps(value).encode())]
+
+
+def comes_back(rank: int, out: str) -> tuple[int, bool]:
+    """Two machines of one rank. A third one takes the place of the second, and the run goes back behind step 6 and
+    trains it again with other samples. Then the second machine comes back, with its copy of the first time.
+    """
+    row = {"output_dir": out, "recover": True, "copy_steps": 3, "eval_steps": 0, "parallel": {"pipeline": 2}}
+    config, state, group = TrainConfig.from_mapping(row), Run(), Both(rank)
+    first, third = (
+        {each: Memories((os.memfd_create("copy"), os.memfd_create("copy")), -1) for each in range(2)} for _ in range(2)
+    )
+    run: Any = SimpleNamespace(samples=None, group=group, journal=SimpleNamespace(enter=lambda _: None))
+    run_checkpoints.contents = lambda _: state.contents()  # type: ignore[assignment]
+
+    def joins(machine: dict[int, Memories]) -> RunRecovery:
+        found = RunRecovery(config, machine, rank, (), 1)
+        found.loss, found.start = Loss("a machine was lost", 0.0), found.restart(group)  # type: ignore[arg-type]
+        return found
+
+    begun = joins(first)
+    begun.begin(run, 0)
+    begun.copies.begin(0)
+    state.step()
+    begun.copy_if_due(run, 6)
+    again = joins(third if rank else first)
+    assert again.start is not None
+    assert again.start.step == 6
+    again.begin(run, 6)
+    again.forget()  # before a rewind
+    again.begin(run, 3)
+    state.step()
+    again.copy_if_due(run, 6)
+    start = joins(first).start
+    assert start is not None
+    assert isinstance(start.source, StateCopy)
+    restored = Run()
+    start.source.load_model(restored.model.state_dict())
+    pairs = zip(restored.model.parameters(), state.model.parameters(), strict=True)
+    return start.step, all(one.equal(other) for one, other in pairs)
+
+
+def test_a_machine_that_comes_back_forgets_steps_that_were_trained_again(tmp_path: Path) -> None:
+    assert run_ranks(comes_back, 2, str(tmp_path)) == [(6, True)] * 2
+
+
+def test_machines_with_different_numbers_of_processes_are_refused() -> None:
+    """Each would wait for a message that another one sends elsewhere."""
+    own, held = (StateCopies([os.memfd_create("copy") for _ in range(2)]) for _ in range(2))
+    copies = PartnerCopies(0, 3, 2, own, {1: held})
+    with pytest.raises(InputError, match="recover=true: machines have 1 and 2 processes, but copies go to a machine"):
+        copies.number_recovery(lambda row: [row, row, [row[0], 1, row[2]]])
+
+
+def test_a_process_reads_what_its_machine_has_kept_for_other_ranks() -> None:
+    keeper: Any = SimpleNamespace(names=[f"rank-{rank}" for rank in range(6)])
+    for rank, kept in ((2, {2, 0, 4, 5}), (3, {3, 1})):
+        member: Any = SimpleNamespace(rank=rank, world_size=6, local_rank=rank % 2, local_size=2)
+        assert loop._kept_ranks(keeper, member) == kept
+    member = SimpleNamespace(rank=1, world_size=2, local_rank=1, local_size=2)
+    assert loop._kept_ranks(keeper, member) == {0, 1}
+
+
+def test_ranks_go_on_at_the_copies_of_others_only_where_all_have_them(tmp_path: Path, memories: list[Memories]) -> None:
+    """A rank that starts again reads of them in its environment; those that have begun no longer have them."""
+    own = recovery(tmp_path, memories)
+    own.copies.begin(0)
+    own.loss, own.entry = Loss("rank 1 was killed", 0.0), Restart(None, 4, 0, False, False, {}, "copies of others")
+    alone = Alone()
+    found = own.restart(alone)  # type: ignore[arg-type]
+    assert (found and found.words) == "copies of others"
+    alone.gather_json = lambda row: [row, row._replace(enters=False) if hasattr(row, "enters") else row]  # type: ignore
+    alone.all_gather = lambda payload: [payload] * 2  # type: ignore[method-assign]
+    found = own.restart(alone)  # type: ignore[arg-type]
+    assert (found and found.words) == "the beginning"
+
+
+def test_a_copy_is_made_again_where_the_state_comes_from_a_checkpoint(
+    tmp_path: Path, memories: list[Memories], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, state = recovery(tmp_path, memories), Run()
+    monkeypatch.setattr(run_checkpoints, "contents", lambda _: state.contents())
+    run: Any = SimpleNamespace(samples=None, group=Alone(), journal=SimpleNamespace(enter=lambda _: None))
+    own.copies.write(5, Run().contents())
+    start = Restart(tmp_path / "checkpoint-5", 5, 0, False, False, {}, "")
+    own.start = start
+    assert own.begin(run, 5) == start._replace(source=None)
+    assert own.start is None
+    found = Run()
+    own.copies.read(5).load_model(found.model.state_dict())
+    pairs = zip(found.model.parameters(), state.model.parameters(), strict=True)
+    assert all(one.equal(other) for one, other in pairs)
+
+
+def trains(config: TrainConfig, recovery: RunRecovery) -> None:
+    with Preemption() as preemption:
+        loop._train(config, None, preemption, recovery)
+
+
+def mapped(memories: Memories) -> int:
+    """How often this process has mapped the copies."""
+    gc.collect()
+    wanted = {str(os.fstat(descriptor).st_ino) for descriptor in memories.copies}
+    return sum(line.split()[4] in wanted for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_copies_of_other_ranks_are_freed_once_a_run_has_begun(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    memories: list[Memories],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = ("--local", "--recover", "--save_steps=0", "--eval_steps=0", "--sample_tokens=0", "--copy_steps=1")
+    config = parse(words(text, tmp_path / "out", *short)[1:])
+    before = RunRecovery(config, {0: memories[0]}, 0, ())
+    trains(replace(config, steps=1), before)
+    del before
+    kept, found = mapped(memories[0]), list[int]()
+    copies = [os.dup(descriptor) for descriptor in memories[0].copies]
+    told = {ENTRY: json.dumps({"copies": [copies], "step": 1, "again": 0, "words": "copies of others"})}
+    own = RunRecovery(replace(config, copy_steps=0), {0: memories[1]}, 0, ())
+    own.entry = entry_of(told)
+    own.copies.begin(0)
+    assert mapped(memories[0]) > kept
+    monkeypatch.setattr(RunRecovery, "step_ends", lambda _: found.append(mapped(memories[0])))
+    trains(replace(config, steps=2), own)
+    assert found == [kept]
+    assert own.entry is None
+
+
+def test_a_step_that_runs_again_has_not_changed_the_state(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    memories: list[Memories],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second step is not finite at first; a rank that is lost while it runs again leaves the state as it was."""
+    short = ("--local", "--recover", "--save_steps=0", "--eval_steps=0", "--sample_tokens=0", "--on_nonfinite=retry")
+    config = parse(words(text, tmp_path / "out", *short, "--steps=2", "--copy_steps=0")[1:])
+    own, norms, found = RunRecovery(config, {0: memories[0]}, 0, ()), optimizer_step.gradient_norms, list[bool]()
+    agreement = own.agreement = StepAgreement([Notes(memories[0].notes)], 0, lambda: None)
+
+    def torn(pipeline: Any) -> torch.Tensor:
+        found.append(agreement.updating)
+        made = norms(pipeline)
+        made[0] *= math.nan if len(found) == 3 else 1.0
+        return made
+
+    monkeypatch.setattr(optimizer_step, "gradient_norms", torn)
+    update = optimizer_step.update_parameters
+    monkeypatch.setattr(optimizer_step, "update_parameters", lambda *_: [found.append(agreement.updating), update(*_)])
+    trains(config, own)
+    assert found == [False, True, False, False, True]
 
 
 def end_before_their_update(directory: Path, *ranks: str) -> None:

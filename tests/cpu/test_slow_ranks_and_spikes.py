@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -83,8 +84,8 @@ def test_a_slow_rank_is_named_on_a_loaded_machine() -> None:
                 length = 1.5 if step >= 50 and rank else 1.0
                 length += draw.uniform(0.0, 5.0) * (draw.random() < 2 / 3)
                 rows.append((Action(rank, Op.F if number < 8 else Op.B, number % 8), now, now := now + length))
-            pipeline: Any = SimpleNamespace(waits={rank: {}}, processor_seconds={rank: {}})
-            seconds += computing_seconds(pipeline, [(rank, rows)], 2, rank, lambda: 0.0)
+            pipeline: Any = SimpleNamespace(waits={rank: {}}, processor_seconds={rank: {}}, threads={})
+            seconds += computing_seconds(pipeline, [(rank, rows)], 2, rank, lambda _: 0.0)
         lines = watch.observe(seconds.tolist(), [0.0, 0.0], 50.0)
         named += [(step, *key) for key in lines]
     assert {(place, kind) for _, place, kind in named} == {(1, "forwards"), (1, "backwards")}
@@ -99,8 +100,8 @@ def test_a_rank_is_not_slow_where_it_waits_for_a_core(core_waits: float, seconds
     """Four forwards of 4 s, of which each is on a core for 1 s; threads of the process waited for one so long."""
     rows = [(Action(0, Op.F, number), 5.0 * number, 5.0 * number + 4) for number in range(4)]
     on_core = {action: 1.0 for action, _, _ in rows}
-    pipeline: Any = SimpleNamespace(waits={0: {}}, processor_seconds={0: on_core})
-    found = computing_seconds(pipeline, [(0, rows)], 2, 0, lambda: core_waits)
+    pipeline: Any = SimpleNamespace(waits={0: {}}, processor_seconds={0: on_core}, threads={})
+    found = computing_seconds(pipeline, [(0, rows)], 2, 0, lambda _: core_waits)
     assert found[:, 0].tolist() == [seconds, 0.0]
 
 
@@ -110,16 +111,18 @@ def test_waits_for_a_core_count_in_their_own_step() -> None:
     found = []
     for on_core in (3.9, 1.0):
         rows = [(Action(0, Op.F, number), 5.0 * number, 5.0 * number + 4) for number in range(4)]
-        pipeline: Any = SimpleNamespace(waits={0: {}}, processor_seconds={0: {row[0]: on_core for row in rows}})
-        found.append(float(computing_seconds(pipeline, [(0, rows)], 2, 0, lambda: next(waited))[0, 0]))
+        on_cores = {0: {row[0]: on_core for row in rows}}
+        pipeline: Any = SimpleNamespace(waits={0: {}}, processor_seconds=on_cores, threads={})
+        found.append(float(computing_seconds(pipeline, [(0, rows)], 2, 0, lambda _: next(waited))[0, 0]))
     assert found == pytest.approx([15.6, 16.0])
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not count waits for a core")
 def test_waits_for_a_core_are_those_of_this_process() -> None:
-    waits = CoreWaits()
+    waits, own = CoreWaits(), [threading.get_native_id()]
+    waits.seconds(own)
     time.sleep(0.2)
-    assert waits.seconds() < 0.1  # a sleep is not one
+    assert waits.seconds(own) < 0.1  # a sleep is not one
     core = random.choice(sorted(os.sched_getaffinity(0)))
     command = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
     allowed = os.sched_getaffinity(0)
@@ -129,18 +132,45 @@ def test_waits_for_a_core_are_those_of_this_process() -> None:
             assert other.stdout is not None
             other.stdout.readline()
         os.sched_setaffinity(0, {core})
-        waits.seconds()
+        waits.seconds(own)
         began, before = time.thread_time(), time.perf_counter()
         while time.thread_time() - began < 0.1:
             pass
         without_core = time.perf_counter() - before - (time.thread_time() - began)
-        assert waits.seconds() == pytest.approx(without_core, rel=0.2)
+        assert waits.seconds(own) == pytest.approx(without_core, rel=0.2)
         assert without_core > 0.05
     finally:
         os.sched_setaffinity(0, allowed)
         for other in others:
             other.kill()
             other.communicate()
+
+
+def test_only_threads_that_compute_wait_for_a_core(tmp_path: Path) -> None:
+    """A background save waits 9 s, as a thread of gloo does; torch's worker 3 s, and the thread of the rank 1 s."""
+    done = threading.Event()
+    save = threading.Thread(target=done.wait)
+    save.start()
+    own, worker, gloo, late = threading.get_native_id(), 1 << 30, (1 << 30) + 1, (1 << 30) + 2
+    names = {own: "python", worker: "python", gloo: "pt_gloo_runloop", save.native_id: "python", late: "python"}
+
+    def waited(seconds: dict[int | None, int]) -> None:
+        for thread, count in seconds.items():
+            (tmp_path / str(thread)).mkdir(exist_ok=True)
+            (tmp_path / str(thread) / "comm").write_text(names[thread] + "\n")
+            (tmp_path / str(thread) / "schedstat").write_text(f"5 {count * 10**9} 7\n")
+
+    waits, found = CoreWaits(tmp_path), []
+    for seconds in (
+        {own: 10, worker: 20, gloo: 30, save.native_id: 40},
+        {own: 11, worker: 23, gloo: 39, save.native_id: 49, late: 60},
+        {own: 13, worker: 23, gloo: 39, save.native_id: 49, late: 61},
+    ):
+        waited(seconds)
+        found.append(waits.seconds([own]))
+    done.set()
+    save.join()
+    assert found == [0.0, 3.0, 2.0]
 
 
 def test_a_slow_link_and_a_wait_for_samples_are_named(text: Path, tmp_path: Path) -> None:  # noqa: F811

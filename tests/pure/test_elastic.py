@@ -20,14 +20,14 @@ from pipeloom.processes.elastic.copy_head import BEGUN, SEAL, common_step, write
 from pipeloom.processes.elastic.generation import End, Generation
 from pipeloom.processes.launcher import HUNG
 from pipeloom.processes.preemption import GROW, PREEMPTED, Request
-from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline, Rerouted
+from pipeloom.processes.recovery.lifeline import PEER_LOST, Lifeline, Memories, Rerouted
 from pipeloom.processes.recovery.recoveries import Recoveries, Rerouting, Tether, Tethers
 from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.elastic import run as elastic_run
 from pipeloom.train.elastic.layouts import fit, fit_torchrun
 from pipeloom.train.elastic.rerouting import keeps_stages, rerouted, survivors
-from pipeloom.train.elastic.source import ENTRY, Source
+from pipeloom.train.elastic.source import ENTRY, Source, newest
 
 
 def job(
@@ -309,11 +309,12 @@ def test_a_signal_while_ranks_start_after_a_loss_is_kept_until_they_are_ready(
 
 def test_ranks_go_on_without_others_that_are_lost_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     tethers, running = Tethers(4), ranks(4)
-    memories = [tether.memories for tether in tethers.by_rank]
-    lines = []
+    met = list[bool]()
+    lines, own = [], [tether.memories for tether in tethers.by_rank]
     for rank, each in enumerate(running):
-        end = os.dup(tethers.by_rank[rank].end)
-        lines.append(Lifeline(tethers.text(rank, 0, str(end)), each.black_box))
+        copied = [Memories(tuple(map(os.dup, copies)), os.dup(notes)) for copies, notes in own]
+        end, table = os.dup(tethers.by_rank[rank].end), ";".join(map(str, copied))
+        lines.append(Lifeline(f"{end}:{rank}:0:{table}", each.black_box))
 
     def reroute(lost: Collection[int]) -> Rerouting | None:
         order = tuple(rank for rank in range(len(running)) if rank not in lost)
@@ -325,7 +326,7 @@ def test_ranks_go_on_without_others_that_are_lost_one_after_another(capsys: pyte
     def never(rank: int, generation: int) -> Any:
         raise AssertionError("no rank starts again")
 
-    recoveries = Recoveries(0, tethers, never, reroute=reroute)
+    recoveries = Recoveries(0, tethers, never, met.append, reroute)
     assert not recoveries.recovers(running, [None, 1, None, -9], lambda _: "no")  # an error would come again
     assert recoveries.recovers(running, [None, -9, None, None], lambda lost: f"lost {[*lost]}")
     assert recoveries.pending
@@ -338,9 +339,17 @@ def test_ranks_go_on_without_others_that_are_lost_one_after_another(capsys: pyte
     assert recoveries.recovers(running, [None, None], lambda _: "")
     assert not recoveries.pending
     for rank, line in enumerate((lines[0], lines[2])):
+        before = line.memories
         _, loss = line.meet()
         assert (loss.text, line.rerouted) == ("lost [1]", Rerouted(rank, "of 2"))
-        assert line.memories == [memories[0], memories[2]]
+        assert line.memories == [before[0], before[2]]
+        for each in (before[1], before[3]):  # else the memory of lost ranks would not be free
+            for descriptor in (*each.copies, each.notes):
+                with pytest.raises(OSError, match="Bad file descriptor"):
+                    os.fstat(descriptor)
+    assert met == [False]  # no rank may be started again
+    for each in (memories for line in lines for memories in line.memories):
+        each.close()
     assert not recoveries.recovers(running, [None, -9], lambda _: "lost")  # all end
     assert capsys.readouterr().err.splitlines() == [
         "pipeloom: warning: lost [1]; 3 go on",
@@ -351,12 +360,18 @@ def test_ranks_go_on_without_others_that_are_lost_one_after_another(capsys: pyte
 
 def test_ranks_that_are_lost_at_once_are_one_recovery(capsys: pytest.CaptureFixture[str]) -> None:
     tethers, running = Tethers(3), ranks(3)
-    recoveries = Recoveries(2, tethers, lambda *_: ranks(1)[0])
+    met = list[bool]()
+    recoveries = Recoveries(2, tethers, lambda *_: ranks(1)[0], met.append)
     assert recoveries.recovers(running, [-9, None, -9], lambda _: "lost")
     for each in running:
         each.black_box.ready = 1.0
     assert recoveries.recovers(running, [None] * 3, lambda _: "")
+    assert met == [True]
     assert recoveries.recovers(running, [-9] * 3, lambda _: "lost")
+    for each in running:
+        each.black_box.ready = 2.0
+    assert recoveries.recovers(running, [None] * 3, lambda _: "")
+    assert met == [True, False]
     assert capsys.readouterr().err.splitlines() == [
         "pipeloom: warning: lost; 2 ranks are started again, and the other ranks keep their processes (recovery 1 of "
         "at most 2)",
@@ -379,6 +394,37 @@ def test_a_generation_without_some_ranks_can_grow() -> None:
     assert found.wants_to_grow(request(), ranks(2))
     assert found.goes_on_without([1]) is None  # the ranks save and end
     assert asked == [[1]]
+    found.tethers.close()
+
+
+@pytest.mark.parametrize(("copied", "steps", "held"), [(False, 0.0, True), (True, 0.0, False), (False, 1.0, False)])
+def test_the_memory_of_the_ranks_before_is_freed(copied: bool, steps: float, held: bool) -> None:
+    """Once all ranks have copies, or without copies have made a step; then peers can compute for lost ranks."""
+    freed, order = list[bool](), Rerouting((0,), ("a",), "", "")
+    before = Tether()
+    found = Generation(
+        range(2), num_more=0, grow_seconds=None, grown=False, before=(before,), variables={ENTRY: "x"}, first=1,
+        lends=True, survives=bool, copied=lambda: freed.append(True), reroute=lambda _: order,
+    )  # fmt: skip
+    for tether in found.tethers.by_rank if copied else ():
+        write_number(tether.memories.copies[0], SEAL, 5)
+    for _ in range(2):
+        found.wants_to_grow(request(), ranks(2, steps))
+    assert freed == [True] * (not held)
+    assert (found.inherited, found.environment) == ((list(before.memories.copies), {ENTRY: "x"}) if held else ([], {}))
+    assert (found.goes_on_without([1]) is None) == held
+    before.close()
+    found.tethers.close()
+
+
+def test_only_memory_that_has_the_newest_state_is_held(tmp_path: Path) -> None:
+    """Rank 1 was killed in step 7 with a copy of step 4; its peer has copied the end of step 6."""
+    found = generation(2)
+    first, second = found.tethers.by_rank
+    write_number(first.memories.copies[0], SEAL, 7)
+    write_number(second.memories.copies[0], SEAL, 5)
+    source, _ = newest(Source(), found, replace(job(pipeline=1, data=2), output_dir=str(tmp_path)), None)
+    assert (source.step, source.tethers) == (6, (first,))
     found.tethers.close()
 
 

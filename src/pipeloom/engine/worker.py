@@ -8,6 +8,7 @@ look-ups (`InstructionList`).
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_native_id
 from time import thread_time
 from typing import Any
 
@@ -89,6 +90,7 @@ class Worker:
         rank, stages: the rank, and its modules by stage.
         state: values that this rank holds while it runs.
         overlap: when its collectives and transfers were in flight.
+        thread: native number of the thread that runs it, or ran it last; 0: it has not run.
         processor_seconds: of each computation of a training step when it ran last, in one cell: of the thread that ran
             it. Empty on a device that computes while the host goes on, and in streams.
     """
@@ -110,6 +112,7 @@ class Worker:
             wiring.mover.times = self.overlap
         self._gradient_sum, self._block_sum = gradient_sum, block_sum
         self._store, self._blackbox, self._graphs = store, blackbox, graphs
+        self.thread = 0
         self.processor_seconds: dict[Action, list[float]] = {}
         if graphs is not None:
             graphs.add(self.state)
@@ -208,6 +211,7 @@ class Worker:
             PeerLost: a rank that it waited for ended.
             PeerRefused: a rank cannot use its batch.
         """
+        self.thread = get_native_id()
         self.state.begin(batch, call)
         if bound.overlap is not None:
             bound.overlap.begin()

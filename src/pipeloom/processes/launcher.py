@@ -245,7 +245,7 @@ def launch(
                 recoveries,
                 tethers,
                 starter.start,
-                starter.prepare,
+                lambda again: starter.prepare() if again else starter.end_server(),
                 reroute=lambda lost: _goes_on_without(lost, ranks, elastic),
             )
             code, line = _watch(ranks, request, recovering, elastic)

@@ -150,6 +150,7 @@ class FlushSteps:
         # One sum over processes per step: gradient norms for clipping, and the costs of the step.
         with self._probe.step(self._steps_here):
             updates = self._stepper.step(inputs, targets, lambda: self._cost_numbers(step))
+        self._begin_update()  # also where only the loss scale has changed
         self._begun.append((step, rate, scale, num_tokens, time.perf_counter() - started))
         self._parts.journal.count_step()
         return updates
@@ -179,8 +180,13 @@ class FlushSteps:
         computing = computing_seconds(pipeline, self._records, self._slots, place, self._core_waits.seconds)
         return torch.cat([computing, data]).flatten()
 
+    def _begin_update(self) -> None:
+        if self._agreement is not None:
+            self._agreement.begin_update()
+
     def _accept(self, loss: float, norm: float) -> bool:
         """Whether the update of a step is made; every process decides by the same numbers."""
+        self._begin_update()
         self._spike = self._parts.band.observe(loss, norm) or ""
         return not self._spike or self._parts.config.on_spike == "warn"
 

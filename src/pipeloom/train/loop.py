@@ -30,7 +30,7 @@ from pipeloom.train.output.display import Display, display
 from pipeloom.train.output.rewinds import rewind
 from pipeloom.train.process_group import Group, join, with_layout
 from pipeloom.train.recovery.partner_copies import partners
-from pipeloom.train.recovery.run_recovery import Restart, RunRecovery
+from pipeloom.train.recovery.run_recovery import RunRecovery
 from pipeloom.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -118,12 +118,25 @@ def _rerouted(
 def _train_again(config: TrainConfig, member: Membership, preemption: Preemption) -> None:
     """Train as one rank under torchrun, which may have started all ranks again; a keeper has the agent's memory."""
     keeper, others = Keeper(), open_sockets()
-    rank, size, near = member.rank, member.world_size, member.local_size
-    ranks = range(size) if near == size else (rank, partners(rank, size, near)[1])
-    memories = {each: keeper.memories(f"rank-{each}") for each in ranks}
+    rank, near = member.rank, member.local_size
+    memories = {each: keeper.memories(f"rank-{each}") for each in _kept_ranks(keeper, member)}
     recovery = RunRecovery(config, memories, rank, others, near)
     recovery.loss = Loss("torchrun started all ranks again", recovery.copies.begun_at or time.monotonic())
     _train(config, member, preemption, recovery)
+
+
+def _kept_ranks(keeper: Keeper, member: Membership) -> set[int]:
+    """The ranks whose memory this process reads: all of them on one machine; else its own, the one whose copies it
+    holds, and, as the first process of its machine, those that the machine had before it had its ranks of now.
+    """
+    rank, size, near = member.rank, member.world_size, member.local_size
+    if near == size:
+        return {*range(size)}
+    kept = {rank, partners(rank, size, near)[1]}
+    if member.local_rank == 0:
+        of_now = {each for other in range(rank, rank + near) for each in (other, partners(other, size, near)[1])}
+        kept |= {int(name.removeprefix("rank-")) for name in keeper.names} - of_now
+    return kept
 
 
 def _train(
@@ -154,22 +167,22 @@ def train_group(
         planner: chooses the plan, and compares it with the steps; None without a plan.
         recovery: what this process keeps if another one is lost; None: then the run ends.
     """
-    restart = None
     if recovery is not None:
-        restart = recovery.enter(group) if recovery.loss is None else recovery.restart(group)
-        if restart is None:
+        recovery.start = recovery.enter(group) if recovery.loss is None else recovery.restart(group)
+        if recovery.start is None:
             recovery.loss = None  # before the run had begun
-    checkpoint = None if restart is not None else run_checkpoints.agreed_checkpoint(config, group)
+    goes_on = recovery is not None and recovery.start is not None
+    checkpoint = None if goes_on else run_checkpoints.agreed_checkpoint(config, group)
     automatic = config.measures_plan
     if planner is not None:
         config = planner.first(checkpoint)
     samples: Samples | None = None
     while True:
         layout = with_layout(group, config) if automatic else group
-        found = _train_on(config, layout, member, checkpoint, planner, recovery, restart, samples)
+        found = _train_on(config, layout, member, checkpoint, planner, recovery, samples)
         if found is None:
             return
-        (config, checkpoint, samples), restart = found, None
+        config, checkpoint, samples = found
         group.black_box.steps = 0.0  # the next steps warm up like those of a new process
         if config.compile:
             torch.compiler.reset()
@@ -182,7 +195,6 @@ def _train_on(
     checkpoint: Path | None,
     planner: "RunPlanner | None",
     recovery: RunRecovery | None,
-    restart: Restart | None,
     samples: Samples | None,
 ) -> _Next | None:
     """Train to the last step, or until another plan is better or a spike takes the run back."""
@@ -196,9 +208,9 @@ def _train_on(
         vocabulary_size = run_tokenizer(config).vocabulary_size
         config, choice = under_cap(config, vocabulary_size, device=group.device.type)
     with Trainer(config, group, member, recovery, samples) as trainer, leaving_store(member):
-        done = trainer.resume(checkpoint if restart is None else restart.source)
-        if recovery is not None:
-            recovery.begin(trainer.run, done, restart)
+        # The source is not kept: it may be memory that is freed once all ranks have read it.
+        done = trainer.resume(checkpoint if recovery is None or recovery.start is None else recovery.start.source)
+        restart = None if recovery is None else recovery.begin(trainer.run, done)
         if config.data.packing:
             check_packing(trainer.run)
         try:

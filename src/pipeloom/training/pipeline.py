@@ -408,6 +408,11 @@ class Pipeline:
         return {rank: {action: cell[0] for action, cell in each.processor_seconds.items()} for rank, each in workers}
 
     @property
+    def threads(self) -> dict[int, int]:
+        """For each rank of this process, the native number of the thread that ran its last step."""
+        return {rank: worker.thread for rank, worker in self.executor.workers.items()}
+
+    @property
     def collectives(self) -> list[tuple[int, list[AxisSpan]]]:
         """For each rank of this process, the collectives of the last run along axes inside its stages, in order.
 

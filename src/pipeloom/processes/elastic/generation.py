@@ -55,12 +55,12 @@ class Generation:
         num_more: how many ranks more the run could have, if lost slots were free again.
         grow_seconds: after which a run with fewer ranks grows by itself; None: when the launcher gets `GROW`.
         grown: whether a generation with fewer slots was before this one.
-        before: of the previous generation, held until all ranks of this one have a copy.
+        before: of the previous generation, held until all ranks of this one have a copy or have made a step.
         variables: what the ranks read in their environment about `before`.
         first: the step + 1 after which the run began; 0: it has not.
         lends: whether surviving ranks may have newer states than the copies, which they copy after a loss.
         survives: whether the run can go on without a number of these slots.
-        copied: called once all ranks have copies of the same step.
+        copied: called once `before` is no longer held.
         reroute: how the ranks go on in their processes without some of them; None: they do not.
 
     Attributes:
@@ -135,13 +135,12 @@ class Generation:
             if not self._num_more:
                 sys.stderr.write(f"pipeloom: {GROW.name}: the run has {counted(len(self.slots), 'rank')}, all it may\n")
                 sys.stderr.flush()
-        if self._before and common_step(tether.memories.copies for tether in self.tethers.by_rank) >= 0:
+        trains = all(each.black_box.steps for each in ranks)
+        if self._before and (trains or common_step(each.memories.copies for each in self.tethers.by_rank) >= 0):
             self._before = ()
             self._copied()
         due = self._asked or (self._grow_at is not None and time.monotonic() >= self._grow_at)
-        if not due or self._grows or not self._num_more or request.received:
-            return False
-        if not all(each.black_box.steps for each in ranks):
+        if not due or not trains or self._grows or not self._num_more or request.received:
             return False
         self._grows = True
         for rank in ranks:

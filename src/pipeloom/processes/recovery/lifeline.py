@@ -1,6 +1,7 @@
 """`Lifeline`: what a rank hears when another one is lost, and the memory that outlives this rank. No torch."""
 
 import json
+import os
 import socket
 from typing import NamedTuple, Self
 
@@ -37,6 +38,11 @@ class Memories(NamedTuple):
 
     copies: tuple[int, ...]
     notes: int
+
+    def close(self) -> None:
+        """Close the descriptors of this process."""
+        for descriptor in (*self.copies, self.notes):
+            os.close(descriptor)
 
     def __str__(self) -> str:
         return ",".join(map(str, (*self.copies, self.notes)))
@@ -95,6 +101,10 @@ class Lifeline:
             data, found, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
         told, self.rerouted = json.loads(data), None
         if "order" in told:
-            self.memories = [self.memories[rank] for rank in told["order"]]
+            kept = [self.memories[rank] for rank in told["order"]]
+            for memories in self.memories:
+                if memories not in kept:  # of a rank that was lost: the last descriptors
+                    memories.close()
+            self.memories = kept
             self.rerouted = Rerouted(told["rank"], told["configuration"])
         return f"file:///proc/self/fd/{found[0]}", Loss(told["text"], told["at"])

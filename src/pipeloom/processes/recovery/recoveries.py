@@ -44,8 +44,7 @@ class Tether:
 
     def close(self) -> None:
         self._close_sockets()
-        for descriptor in (*self.memories.copies, self.memories.notes):
-            os.close(descriptor)
+        self.memories.close()
 
     def _close_sockets(self) -> None:
         self._socket.close()
@@ -116,7 +115,7 @@ class Recoveries(Generic[R]):
             have met counts once more.
         tethers: of all ranks.
         start: starts a rank for a generation.
-        met: called when the ranks have met anew.
+        met: called when the ranks have met anew, with whether one that is lost may be started again.
         reroute: once none may be started again: how the ranks go on without some of them, which it removes from the
             ranks of the run; None: they do not.
     """
@@ -126,7 +125,7 @@ class Recoveries(Generic[R]):
         limit: int,
         tethers: Tethers,
         start: Callable[[int, int], R],
-        met: Callable[[], None] = lambda: None,
+        met: Callable[[bool], None] = lambda _: None,
         reroute: Callable[[Collection[int]], Rerouting | None] = lambda _: None,
     ) -> None:
         self._limit = self._left = limit
@@ -253,7 +252,7 @@ class Recoveries(Generic[R]):
             tether.send(self._loss._asdict() | told, [meeting])
         os.close(meeting)
         self._loss = self._order = None
-        self._met()
+        self._met(self._left > 0)
 
 
 def _again(count: int) -> str:

@@ -22,7 +22,7 @@ class Source(NamedTuple):
 
     Attributes:
         step: that is complete there; -1: the run has not begun.
-        tethers: of ranks whose memory has the state; none where it is in a checkpoint.
+        tethers: of the ranks whose memory has the state, each with a copy; none where it is in a checkpoint.
         checkpoint: the checkpoint; None without one.
     """
 
@@ -41,9 +41,8 @@ class Source(NamedTuple):
         """What the ranks read in their environment; `begun` is the last step that had begun."""
         if not self.tethers:
             return {}
-        copies = [tether.memories.copies for tether in self.tethers]
         row = {
-            "copies": [memories for memories in copies if self.step in steps_of(memories)],
+            "copies": [tether.memories.copies for tether in self.tethers],
             "step": self.step,
             "again": max(0, begun - self.step),
             "words": self.words,
@@ -80,7 +79,8 @@ def newest(
         if lends(config):
             place |= {"dp": 0, "pp": stages[place["pp"]]}
         groups.setdefault(tuple(place.values()), []).extend(tether.memories.copies)
-    found = Source(common_step(groups.values()), tuple(generation.tethers.by_rank))
+    step, tethers = common_step(groups.values()), generation.tethers.by_rank
+    found = Source(step, tuple(tether for tether in tethers if step in steps_of(tether.memories.copies)))
     if found.step < 0:
         found = before
     try:

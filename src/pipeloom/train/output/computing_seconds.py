@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -19,35 +20,55 @@ _MOST_BYTES = 100  # of three numbers
 
 
 class CoreWaits:
-    """How long the threads of this process were ready to run and had no core.
+    """How long the threads that compute were ready to run and had no core.
 
-    Linux counts this for each thread (``/proc/self/task/*/schedstat``); elsewhere it is 0. It is read in each step, so
-    without `Path`, which takes four times as long.
+    These are the threads that run the ranks, and those that torch has started from them for parallel operations. Such
+    threads are not Python's, and have the name of the thread that started them, unlike those of torch.distributed.
+    Python's other threads, such as that of a background save, may wait while a rank sleeps.
+
+    Linux counts waits for each thread (``/proc/self/task/*/schedstat``); elsewhere they are 0. They are read in each
+    step, so without `Path`, which takes four times as long.
     """
 
     def __init__(self, threads: Path = _THREADS) -> None:
         self._threads = threads
-        self._before = self._read()
+        self._names: dict[str, bytes] = {}
+        self._before: dict[str, float] = {}
 
-    def seconds(self) -> float:
-        """The most that any thread waited for a core since the last call."""
-        before, self._before = self._before, self._read()
-        return max((value - before.get(thread, 0.0) for thread, value in self._before.items()), default=0.0)
+    def seconds(self, ranks: Collection[int]) -> float:
+        """The most that any of these threads waited for a core since the last call; 0 for threads new since then.
 
-    def _read(self) -> dict[str, float]:
+        Args:
+            ranks: native numbers of the threads that run the ranks of this process.
+        """
+        before, self._before = self._before, self._read({str(thread) for thread in ranks})
+        return max((value - before.get(thread, value) for thread, value in self._before.items()), default=0.0)
+
+    def _read(self, ranks: set[str]) -> dict[str, float]:
+        listed = os.listdir(self._threads) if self._threads.is_dir() else []
+        others = {str(thread.native_id) for thread in threading.enumerate()} - ranks
+        self._names = {thread: self._names.get(thread) or self._file(thread, "comm") for thread in listed}
+        names = {self._names.get(thread) for thread in ranks}
         found = {}
-        for name in os.listdir(self._threads) if self._threads.is_dir() else ():
-            with suppress(OSError, ValueError, IndexError):  # the thread has ended, or this system does not count it
-                file = os.open(f"{self._threads}/{name}/schedstat", os.O_RDONLY)
-                try:
-                    found[name] = int(os.read(file, _MOST_BYTES).split()[1]) / 1e9
-                finally:
-                    os.close(file)
+        for thread in listed:
+            if thread not in others and self._names[thread] in names:
+                with suppress(ValueError, IndexError):  # the thread has ended, or this system does not count it
+                    found[thread] = int(self._file(thread, "schedstat").split()[1]) / 1e9
         return found
+
+    def _file(self, thread: str, name: str) -> bytes:
+        """The content of a short file about a thread; empty where there is none."""
+        with suppress(OSError):
+            file = os.open(f"{self._threads}/{thread}/{name}", os.O_RDONLY)
+            try:
+                return os.read(file, _MOST_BYTES)
+            finally:
+                os.close(file)
+        return b""
 
 
 def computing_seconds(
-    pipeline: Pipeline, records: Records, slots: int, place: int, core_waits: Callable[[], float]
+    pipeline: Pipeline, records: Records, slots: int, place: int, core_waits: Callable[[Collection[int]], float]
 ) -> Tensor:
     """Seconds of forwards and of backwards of this process in a step, in its slot; its ranks' if it has all ranks.
 
@@ -58,7 +79,7 @@ def computing_seconds(
         pipeline, records: of the step.
         slots: number of processes, or of the ranks of a process that has all of them.
         place: the slot of this process.
-        core_waits: the seconds that threads of this process waited for a core since it was called last.
+        core_waits: the seconds that the threads of ranks waited for a core since it was called last.
 
     Returns:
         Shape [2, slots], float64.
@@ -68,7 +89,7 @@ def computing_seconds(
     without_core = math.fsum(each.seconds - each.on_core for computations in own.values() for each in computations)
     counted = 1.0  # the part of the time without a core that the ranks chose, such as a sleep
     if without_core > 0:  # never on GPUs; else in each step, so that these are the waits of this one
-        counted -= min(1.0, core_waits() / without_core)
+        counted -= min(1.0, core_waits(pipeline.threads.values()) / without_core)
     for rank, computations in own.items():
         durations: dict[tuple[int, Op, int], list[float]] = {}
         for each in computations:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pipeloom.common.checkpoint_key import CheckpointKey
 from pipeloom.common.quantities import counted
-from pipeloom.errors import CheckpointError, RunError
+from pipeloom.errors import CheckpointError
 from pipeloom.processes.recovery.lifeline import Loss, Memories
 from pipeloom.processes.recovery.notes import Notes
 from pipeloom.processes.rendezvous import cut_connections
@@ -22,7 +22,7 @@ from pipeloom.train.config.train_config import TrainConfig
 from pipeloom.train.data.samples import Samples
 from pipeloom.train.output.directory import read_entries
 from pipeloom.train.process_group import Group
-from pipeloom.train.recovery.partner_copies import PartnerCopies, partners, receivers_of
+from pipeloom.train.recovery.partner_copies import PartnerCopies, receivers_of
 from pipeloom.train.recovery.state_copies import StateCopies, StateCopy
 from pipeloom.train.recovery.step_agreement import StepAgreement
 from pipeloom.train.run_parts import RunParts
@@ -58,6 +58,7 @@ class _Row(NamedTuple):
         begun: the last step that it has begun.
         first: after which step the run began; None: it had not begun.
         held: rank -> after which steps it has copies of that rank's state, which are sent back to it.
+        enters: whether it has `RunRecovery.entry`.
         lends: whether replicas of its rank have the same state, but for random generators.
         random_steps: after which the generators of its rank are known.
         row: the metrics of its last complete step.
@@ -67,6 +68,7 @@ class _Row(NamedTuple):
     begun: int
     first: int | None
     held: dict[str, list[int]]
+    enters: bool
     lends: bool
     random_steps: list[int]
     row: dict[str, Any]
@@ -77,7 +79,7 @@ class RunRecovery:
 
     Args:
         config: of the run.
-        memories: by rank: of all ranks; or on several machines of this one, and of that whose copies it holds.
+        memories: by rank: of all ranks; or on several machines of this one, and of those whose copies it holds.
         rank: of this process.
         others: sockets of this process that no process group has made.
         near: processes per machine; None: all are on one.
@@ -88,8 +90,9 @@ class RunRecovery:
             with the state of each rank.
         loss: the loss after which this process has joined the others; None: it is there from the start.
         partners: where each copy has a twin on another machine; None: all processes are on one machine.
-        entry: where an elastic run goes on with new ranks, until these have copies of their own.
-        entered: whether it did.
+        entry: where an elastic run goes on with new ranks, until all of them have begun.
+        entered: whether the run went on there.
+        start: where the run goes on after a loss or with new ranks, until it does; None: it begins.
         begun: the last step that this process has begun.
         samples: the data of the run, once it is open.
         notices: lines to show about damaged checkpoints.
@@ -112,13 +115,14 @@ class RunRecovery:
         self.partners: PartnerCopies | None = None
         size = config.num_processes
         if near is not None and near < size:
-            _, held_rank = partners(rank, size, near)
-            self.partners = PartnerCopies(rank, size, near, self.copies, StateCopies(memories[held_rank].copies))
+            held = {each: StateCopies(found.copies) for each, found in memories.items() if each != rank}
+            self.partners = PartnerCopies(rank, size, near, self.copies, held)
         elif config.has_peers and not self._streams and config.optimizer.barrier:
             notes = [Notes(memories[each].notes) for each in range(len(memories))]
             self.agreement = StepAgreement(notes, rank, lambda: cut_connections(others))
         self.loss: Loss | None = None
         self.entry: Restart | None = None
+        self.start: Restart | None = None
         self.entered = False
         self.begun = self.copies.begun
         self.samples: Samples | None = None
@@ -128,23 +132,31 @@ class RunRecovery:
         """Whether the steps are interrupted after `step` for a copy; a stream, which would drain, is not."""
         return bool(self._every) and step % self._every == 0 and not self._streams
 
-    def begin(self, run: RunParts, step: int, restart: Restart | None) -> None:
-        """Make the first copy, of the state after `step`; a collective call, after which all processes have one."""
+    def begin(self, run: RunParts, step: int) -> Restart | None:
+        """Make the first copy, of the state after `step`; a collective call, after which all processes have one.
+
+        Returns:
+            `start` without its source, whose memory is no longer needed.
+        """
+        start, self.start = self.start, None
         self.samples = run.samples
         if self.agreement is not None:
             self.agreement.begin(step, whole=_is_whole(run))
         self.copies.note_begun(step)
-        if restart is None:  # earlier copies are of before a rewind
+        if start is None:  # earlier copies are of before a rewind
             self._drop_after(-1)
-        if self._every and step not in self.copies.steps:
+        has_copy = start is not None and isinstance(start.source, StateCopy) and step in self.copies.steps
+        if self._every and not has_copy:
             self._copy(run, step)
         elif self._every and self.partners is not None:
             self.partners.exchange(step)  # the next machine may be a new one
         run.group.all_gather(b"")
-        if self._every:
-            self.entry = None
-        else:  # copies that replicas lent
+        self.entry = None
+        if not self._every:  # copies that replicas lent
             self.copies.release()
+        if self.partners is not None:
+            self.partners.release_others()
+        return None if start is None else start._replace(source=None)
 
     def step_begins(self, step: int) -> None:
         """The batch of a step is asked for."""
@@ -199,7 +211,7 @@ class RunRecovery:
         known = self.agreement.whole and not self.agreement.updating and random is not None
         if known and step not in self.copies.steps:
             run.samples_seen = samples_seen(step)
-            with suppress(RunError):  # there is no memory for it: older copies and checkpoints remain
+            with suppress(RuntimeError):  # no memory, or a device that has failed: older copies and checkpoints remain
                 contents = {**run_checkpoints.contents(run), "random": random, "row": dict(self.agreement.row)}
                 self.copies.write(step, contents)
 
@@ -207,8 +219,12 @@ class RunRecovery:
         """Where all processes go on, a collective call; None: as if the run had not begun."""
         noted = self.agreement
         of_notes = (False, [], {}) if noted is None else (noted.whole, noted.random_steps, noted.row)
-        held = {} if self.partners is None else {str(self.partners.held_rank): self.partners.held_steps}
-        own = _Row(self.copies.steps, self.begun, self.copies.first_step, held, *of_notes)
+        held: dict[str, list[int]] = {}
+        if self.partners is not None:
+            self.partners.number_recovery(group.gather_json)
+            held = {str(rank): steps for rank, steps in self.partners.held_steps.items()}
+        enters = self.entry is not None
+        own = _Row(self.copies.steps, self.begun, self.copies.first_step, held, enters, *of_notes)
         rows = [_Row(*row) for row in group.gather_json(own)]
         if (first := next((row.first for row in rows if row.first is not None), None)) is None:
             return None
@@ -221,7 +237,7 @@ class RunRecovery:
         saved_step = group.gather_json(self._saved_step(common) if group.rank == 0 else None)[0]
         step = max(common, saved_step)
         source: Path | StateCopy | Checkpoint | None
-        if self.entry is not None and step < self.entry.step:
+        if self.entry is not None and step < self.entry.step and all(row.enters for row in rows):
             return self.enter(group)
         if step < 0:  # neither copies nor checkpoints yet
             source = run_checkpoints.agreed_checkpoint(self._config, group)

@@ -26,7 +26,8 @@ from pipeloom.processes.elastic.copy_head import SEAL as _SEAL
 from pipeloom.train.checkpoint.state import OptimizerState, RandomState, like, name_of, unwrapped
 from pipeloom.train.elastic.held_parts import held_parts
 
-_TIME = 4  # one more number of the head of memory 0: when the run last began or completed a step
+# More numbers of a head: when the run last began or completed a step, in memory 0; `StateCopies.recovery` of a copy.
+_TIME, _RECOVERY = 4, 5
 _ALIGNMENT_BYTES = 64
 
 
@@ -110,16 +111,25 @@ class StateCopies:
 
     Args:
         descriptors: of the memory of each copy; files of any size.
+
+    Attributes:
+        recovery: the number of the last recovery of the run, which its copies from now on have.
     """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._memories = [_Memory(descriptor) for descriptor in descriptors]
-        self._arriving = self._memories[0]
+        self._arriving, self.recovery = self._memories[0], 0
 
     @property
     def steps(self) -> list[int]:
         """The steps after which the complete copies were made."""
-        return sorted(memory.head[_SEAL] - 1 for memory in self._memories if memory.head[_SEAL])
+        return sorted(self.made)
+
+    @property
+    def made(self) -> dict[int, int]:
+        """The steps after which the complete copies were made, and the number of the last recovery before each."""
+        heads = [memory.head for memory in self._memories]
+        return {head[_SEAL] - 1: head[_RECOVERY] for head in heads if head[_SEAL]}
 
     @property
     def first_step(self) -> int | None:
@@ -187,6 +197,7 @@ class StateCopies:
             size = tensor.numel() * tensor.element_size()
             room[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         memory.write_text(text)
+        memory.head[_RECOVERY] = self.recovery
         memory.head[_SEAL] = step + 1
 
     def read(self, step: int) -> StateCopy:
@@ -194,9 +205,9 @@ class StateCopies:
         return StateCopy(step, *self._of(step).read())
 
     def head(self, step: int) -> list[int]:
-        """Sizes of a copy for `open`: bytes of its text and of its tensors."""
+        """Of a copy: bytes of its text and of its tensors for `open`, and the recovery for `seal`."""
         memory = self._of(step)
-        return [memory.head[_LENGTH], len(memory.read()[1])]
+        return [memory.head[_LENGTH], len(memory.read()[1]), memory.head[_RECOVERY]]
 
     def packed(self, step: int) -> Tensor:
         """A copy as uint8 numbers."""
@@ -209,11 +220,12 @@ class StateCopies:
         room = self._arriving.open(text_bytes, tensor_bytes)
         return self._arriving.packed()[: room.storage_offset() - _HEAD_BYTES + len(room)]
 
-    def seal(self, step: int) -> None:
-        """What has arrived is a copy of the state after `step`."""
+    def seal(self, step: int, recovery: int) -> None:
+        """What has arrived is a copy of the state after `step`, made after that recovery."""
         for memory in self._memories:
             if memory.head[_SEAL] == step + 1:
                 memory.head[_SEAL] = 0
+        self._arriving.head[_RECOVERY] = recovery
         self._arriving.head[_SEAL] = step + 1
 
     def _of(self, step: int) -> "_Memory":
@@ -226,9 +238,17 @@ class StateCopies:
 
     def drop_after(self, step: int) -> None:
         """Forget copies of later steps, which are trained again."""
+        self.keep({each: recovery for each, recovery in self.made.items() if each <= step})
+
+    def keep(self, made: Mapping[int, int]) -> None:
+        """Keep these copies alone: their steps, and the number of the last recovery before each was made."""
         for memory in self._memories:
-            if memory.head[_SEAL] > step + 1:
+            if made.get(memory.head[_SEAL] - 1) != memory.head[_RECOVERY]:
                 memory.head[_SEAL] = 0
+
+    def renumber(self, step: int) -> None:
+        """The copy made after `step`, from which the run goes on, counts as made after the last recovery."""
+        self._of(step).head[_RECOVERY] = self.recovery
 
 
 class _Memory:

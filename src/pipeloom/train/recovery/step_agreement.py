@@ -43,7 +43,7 @@ class StepAgreement:
 
     Attributes:
         complete: the last step of which this process has the whole result.
-        updating: whether it has the sum of the next step, so that its state may be before, in or behind the update.
+        updating: whether the next step changes the state, which may be before, in or behind the update.
     """
 
     def __init__(self, notes: Sequence[Notes], rank: int, cut: Callable[[], None]) -> None:
@@ -72,6 +72,10 @@ class StepAgreement:
         """Until `begin`, neither copies of this state count nor those of replicas for this rank."""
         for part in (*_RANDOM, _WHOLE):
             self._own.clear(part)
+
+    def begin_update(self) -> None:
+        """From now until `finish`, the next step changes the state. Until then it may have run more than once."""
+        self.updating = True
 
     def finish(self, step: int, row: Mapping[str, Any]) -> None:
         """A step is complete, its metrics are written."""
@@ -116,7 +120,6 @@ class StepAgreement:
                 raise
             summed = torch.frombuffer(bytearray(found), dtype=values.dtype)
         self._own.write(_RESULT, key, summed.numpy().tobytes())
-        self.updating = True
         return summed
 
     @property
