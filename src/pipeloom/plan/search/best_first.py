@@ -26,8 +26,12 @@ from pipeloom.plan.search.tree.no_plan import no_plan
 from pipeloom.plan.search.tree.tree_search import TreeSearch
 
 _COLLECTED = 1_000_000  # objects between two looks for cycles
+_NEAR = 1.12  # of the bound of what is left: no second looks
 _FAR = 1.25  # from the bound of what is left: a search goes on, as where nothing is left
 _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
+# On many devices, where a search ends early: of its steps, for each pipeline degree and for all of them, then again where
+# the best plan is still far from the bounds; and for the rest.
+_LOOKS, _REST = ((0.4, 1.6), (1.0, 2.0)), 0.2
 _LOOSE = frozenset({"offload", "offload_states", "slices"})  # what plans take with them is far above their bounds
 
 
@@ -84,29 +88,50 @@ def find_plans(
         InputError: there is none.
     """
     begin, steps, simulated = time.perf_counter(), steps or Steps(costs), 0
-    coarse = request.devices > MANY_DEVICES and "data_granularity" not in request.fixed and not exhaustive
-    coarse = coarse and request.objective != "memory"  # finer granularities need less
+    many = request.devices > MANY_DEVICES and not exhaustive
+    coarse = (
+        many and "data_granularity" not in request.fixed and request.objective != "memory"
+    )  # finer granularities need less
     first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
 
-    def searched(of: Request, plans: Sequence[Simulated]) -> tuple[TreeSearch, BestPlans]:
+    def searched(of: Request, plans: Sequence[Simulated], part: float = part) -> tuple[TreeSearch, BestPlans]:
         best = BestPlans(of, accept, plans)
         search = TreeSearch(steps, of, best, exhaustive=exhaustive, can_run=can_run, part=part)
         search.run()
         return search, best
 
+    def looked(of: Request, plans: Sequence[Simulated], part: float) -> tuple[TreeSearch, BestPlans]:
+        best = BestPlans(request, accept, plans)
+        look = TreeSearch(steps, of, best, exhaustive=False, can_run=can_run, part=part, counts=False)
+        look.run()
+        return look, best
+
     with rare_collections():
-        best = list(known)
+        best, rest = list(known), part
         if not known and not exhaustive:
+            least_of: dict[int, float] = {}
             for few in _first_looks(request, costs.num_blocks):
-                look = BestPlans(request, accept, best)
-                first_look = TreeSearch(
-                    steps, few, look, exhaustive=False, can_run=can_run, part=_FIRST_LOOK, counts=False
-                )
-                first_look.run()
-                simulated, best = simulated + first_look.simulated, look.plans
-        search, found = searched(first, best)
+                look, found = looked(few, best, _FIRST_LOOK)
+                simulated, best = simulated + look.simulated, found.plans
+                least_of[few.fixed["pipeline"]] = look.least
+            if many and len(least_of) > 1:
+                rest = _REST * part
+                for each, most in _LOOKS:
+                    left = most * part
+                    for pipeline in sorted(least_of, key=lambda degree: least_of[degree]):
+                        for of in (first, request) if coarse else (request,):
+                            if left <= 0 or least_of[pipeline] == inf:
+                                break
+                            of = replace(of, fixed={**of.fixed, "pipeline": pipeline})
+                            look, found = looked(of, best, each * part)
+                            simulated, best, left = simulated + look.simulated, found.plans, left - look.taken
+                            least = look.least
+                        least_of[pipeline] = least
+                    if best and found.value(best[0]) <= _NEAR * min(least_of.values()):
+                        break
+        search, found = searched(first, best, rest)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
-        if coarse and far:  # finer granularities need less memory, and hide less
+        if coarse and (far if rest == part else not found.plans):  # finer granularities need less memory, and hide less
             simulated += search.simulated
             search, found = searched(request, found.plans)
         if not found.plans:

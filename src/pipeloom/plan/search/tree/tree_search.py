@@ -63,7 +63,9 @@ class TreeSearch:
         self._steps, self._costs, self._request, self._best = steps, steps.costs, request, best
         self._exhaustive, self._counts = exhaustive, counts
         self.refusals, self.simulated, self.least = Refusals(), 0, inf
-        self._left = inf if exhaustive else part * _steps(request.devices)
+        self._all = _steps(request.devices)
+        self._left = inf if exhaustive else part * self._all
+        self._given = self._left
         self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes)
         self._patient = exhaustive or request.devices <= MANY_DEVICES
         self._orders: set[Hashable] = set()  # of shapes that were expanded
@@ -90,6 +92,11 @@ class TreeSearch:
                 break
             self._left -= _WEIGHTS[node.level]
             node.expand(*node.given)
+
+    @property
+    def taken(self) -> float:
+        """The part of the steps that it took."""
+        return (self._given - self._left) / self._all
 
     def _push(self, node: Node, penalty: float = 1.0) -> None:
         if node.bound < self._best.limit or self._exhaustive:
