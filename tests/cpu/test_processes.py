@@ -185,9 +185,9 @@ def test_gradient_sums_of_many_parameters(transport: str) -> None:
 
 def _left_open(rank: int, transport: str) -> None:
     """A program that forgets to close: what it sent still arrives."""
-    inputs, targets = _batch(64)
+    inputs, targets = _batch(32)
     pipe = pl.Pipeline(
-        make_mlp(), pl.schedules.gpipe(num_ranks=2, num_microbatches=64), loss_fn=mse, transport=transport
+        make_mlp(), pl.schedules.gpipe(num_ranks=2, num_microbatches=32), loss_fn=mse, transport=transport
     )
     for _ in range(2):
         pipe.step(inputs, targets)
@@ -271,10 +271,10 @@ def test_sends_do_not_wait_for_a_receiver_that_computes(transport: str) -> None:
 
 def _many_small_messages(rank: int, gate) -> None:
     """More messages than a socket holds, none of them received before the last is sent."""
-    model = [_Gate(gate, 2000), _Gate(gate, None)]
-    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=2000)
+    model = [_Gate(gate, 700), _Gate(gate, None)]
+    schedule = pl.schedules.gpipe(num_ranks=2, num_microbatches=700)
     with pl.Pipeline(model, schedule, loss_fn=mse, transport="shared-memory") as pipe:
-        batch = torch.ones(2000, 1)
+        batch = torch.ones(700, 1)
         assert abs(pipe.step(batch, torch.zeros_like(batch)).item() - 1.0) < 1e-4
 
 
