@@ -47,8 +47,7 @@ def test_a_gpt_trains_as_in_one_process(kind, settings):
     trains(partial(make_small, **settings), "1f1b", {"pp": 2, "cp": 2}, kind)
 
 
-@pytest.mark.parametrize("degree", [3, 4])
-@pytest.mark.parametrize("kind", ["ring", "ring-self-attention"])
+@pytest.mark.parametrize(("kind", "degree"), in_turn(["ring", "ring-self-attention"], [3, 4]))
 def test_more_ranks(kind, degree):
     trains(make_small, "1f1b", {"cp": degree}, kind)
 
@@ -222,8 +221,7 @@ def _over_gloo(rank: int, kind: str, degree: int, problem, expected) -> float:
     return error(found, expected)
 
 
-@pytest.mark.parametrize("degree", [2, 3])
-@pytest.mark.parametrize("kind", ["ring", "ring-self-attention", "ulysses"])
+@pytest.mark.parametrize(("kind", "degree"), in_turn(["ring", "ring-self-attention", "ulysses"], [2, 3]))
 def test_over_a_process_group(kind, degree):
     heads = Heads(12, 12) if kind == "ulysses" else Heads(12, 4)
     problem = Problem(heads, causal=True, masks="documents")
