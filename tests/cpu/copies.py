@@ -21,10 +21,10 @@ STRATEGIES = tuple(DataStrategy)
 # Families that run as 1f1b or zb-v but for the order: with few strategies where the grid is not whole.
 ALIKE = {
     "gpipe": ("ddp", "zero3"),
-    "interleaved": ("zero1", "zero2", "zero3"),
+    "interleaved": ("zero1", "zero2"),
     "bfs": ("ddp", "parameter-server"),  # granularities have zero2 and zero3
     "zb-h1": ("zero1", "zero2"),
-    "dualpipev": ("ddp", "zero3"),
+    "dualpipev": ("zero3",),
 }
 MICROBATCHES = 4
 SIZES = (9, 7)  # samples of each copy: a mean of means would be another number

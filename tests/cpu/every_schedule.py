@@ -137,7 +137,7 @@ def is_bitwise(schedule: Schedule, tied: bool) -> bool:
 
 
 def train_and_compare(case: Case, transport: str, device: str = "cpu") -> None:
-    """Two steps before an update, with an evaluation before, between and after."""
+    """Two steps before an update, with an evaluation before and after."""
     schedule = case.schedule
     num_stages, m = schedule.num_stages, case.num_microbatches
     num_layers = max(2, num_stages)
@@ -151,13 +151,14 @@ def train_and_compare(case: Case, transport: str, device: str = "cpu") -> None:
     with pl.Pipeline(model, schedule, loss_fn=language_loss, cut=cut or "layers", transport=transport) as pipe:
         for step in (0, 1):
             batch = _batch(m, step, device)
-            torch.testing.assert_close(pipe.evaluate(*batch), expected.losses[step], rtol=1e-12, atol=0)
+            if step == 0:
+                torch.testing.assert_close(pipe.evaluate(*batch), expected.losses[step], rtol=1e-12, atol=0)
             assert torch.equal(pipe.step(*batch), expected.losses[step]), case
             live = pl.check(schedule).live_activations
             assert pipe.memory.peak_live_activations == {rank: live[rank] for rank in pipe.executor.local_ranks}, case
             assert set(pipe.memory.live_activations.values()) == {0}, case
         _compare_gradients(pipe, expected, case)
-        pipe.evaluate(*batch)
+        torch.testing.assert_close(pipe.evaluate(*batch), expected.losses[1], rtol=1e-12, atol=0)
         _compare_gradients(pipe, expected, case)
         if case.checkpointed and len(pipe.executor.local_ranks) == case.num_ranks:
             _check_recomputation(pipe, m)
@@ -178,8 +179,8 @@ def _compare_gradients(pipe: pl.Pipeline, expected: _Expected, case: Case) -> No
 
 
 def _check_recomputation(pipe: pl.Pipeline, num_microbatches: int) -> None:
-    """In each of two steps a block runs forward and is recomputed once; three evaluations recompute nothing."""
+    """In each of two steps a block runs forward and is recomputed once; two evaluations recompute nothing."""
     calls: Counter[str] = Counter()
     for stage in pipe.modules():
         calls.update({n: module.calls for n, module in stage.named_modules() if isinstance(module, Checkpointed)})
-    assert set(calls.values()) == {(2 * 2 + 3) * num_microbatches}
+    assert set(calls.values()) == {(2 * 2 + 2) * num_microbatches}

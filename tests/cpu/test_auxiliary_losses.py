@@ -9,6 +9,7 @@ import torch
 
 import pipeloom as pl
 from tests.cpu.auxiliary_model import Counting, compare, make_batch, make_model, mse, plain_loop
+from tests.cpu.pairwise import in_turn
 
 SCHEDULES = {
     "1f1b": {},
@@ -27,8 +28,7 @@ def schedule_of(name: str) -> pl.Schedule:
     return pl.schedules.build(name, num_ranks=2, num_microbatches=NUM_MICROBATCHES, **SCHEDULES[name])
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "recompute"), in_turn(SCHEDULES, ["none", "full", "selective"]))
 def test_gradients_are_those_of_a_plain_loop(name: str, recompute: str) -> None:
     expected = plain_loop(make_model(), [make_batch()], NUM_MICROBATCHES)
     transport = "threads" if recompute == "none" else "loopback"

@@ -18,6 +18,7 @@ import pipeloom as pl
 from pipeloom.errors import PeerLost
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.axis_forms import ChannelAxis, GroupAxis
+from tests.cpu.pairwise import of_grid
 from tests.cpu.ranks import run_ranks
 
 FORMS = ("threads", "shared memory", "group")
@@ -182,9 +183,7 @@ def die(rank: int, form: str, call: str, told: Any) -> None:
     between_processes(rank, form, run)
 
 
-@pytest.mark.parametrize("degree", [2, 3])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize(("form", "call", "degree"), of_grid(FORMS[1:], CALLS, [2, 3]), ids=str)
 def test_a_member_that_dies_is_noticed_by_all_others(form: str, call: str, degree: int) -> None:
     reader, writer = get_context("fork").Pipe(duplex=False)
     with pytest.raises(AssertionError, match="ended without an answer"):

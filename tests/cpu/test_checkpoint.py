@@ -34,6 +34,7 @@ from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint import directory as checkpoint_directory
 from pipeloom.train.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME, SEAL_NAME, seal
 from pipeloom.train.checkpoint.tensor_reader import TensorFiles
+from tests.cpu.pairwise import in_turn
 
 from .ranks import run_ranks
 from .thread_exchange import ThreadExchange
@@ -725,8 +726,10 @@ class FullDisk(io.FileIO):
         return super().write(view)
 
 
-@pytest.mark.parametrize("room", [0, 4, 100, 5000])
-@pytest.mark.parametrize("victim", ["model-00001", "model-00002", "model.safetensors.index", "manifest.json"])
+@pytest.mark.parametrize(
+    ("victim", "room"),
+    in_turn(["model-00001", "model-00002", "model.safetensors.index", "manifest.json"], [0, 4, 100, 5000]),
+)
 def test_a_full_disk_on_any_rank_is_one_error_on_every_rank(
     victim: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,13 +14,12 @@ from pipeloom.parallel.context.order import Order
 from pipeloom.slicing import current_slice, current_tokens, position_rows, token_positions
 from pipeloom.transport.thread_members import run_threads
 from tests.cpu.context_cases import MASKS, B, D, Heads, Problem, S, attends, error
+from tests.cpu.pairwise import of_grid
 
 HEADS = (Heads(12, 12), Heads(12, 4), Heads(12, 1))
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
-@pytest.mark.parametrize("degree", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "degree", "causal"), of_grid(KINDS, [1, 2, 3, 4], [True, False]), ids=str)
 def test_attention_and_its_gradients_are_those_of_one_process(kind, degree, causal):
     for heads in HEADS:
         if kind == "ulysses" and heads == Heads(12, 4) and degree == 3:

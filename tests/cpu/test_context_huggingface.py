@@ -10,15 +10,19 @@ import torch
 import pipeloom as pl
 from pipeloom.transport.thread_members import run_threads
 from tests.cpu.context_cases import S
+from tests.cpu.pairwise import in_turn
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "gpt2": {},
+}
 
 
-@pytest.mark.parametrize("masks", ["none", "padding", "documents"])
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("llama", {}), ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
-     ("qwen3", {}), ("mistral", {"sliding_window": 5}), ("gpt2", {})],
-)  # fmt: skip
-def test_hugging_face_decoders(family, changes, masks):
+@pytest.mark.parametrize(("family", "masks"), in_turn(FAMILIES, ["none", "padding", "documents"]))
+def test_hugging_face_decoders(family, masks):
     pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
     from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
     from tests.cpu.test_huggingface import build, gradients, tokens
@@ -32,7 +36,7 @@ def test_hugging_face_decoders(family, changes, masks):
     if masks == "documents":  # transformers reads them from positions that start again
         inputs["position_ids"] = torch.cat([torch.arange(9), torch.arange(S - 9)]).expand(2, -1)
     targets = causal_lm_targets(labels)
-    model = build(family, **changes)
+    model = build(family, **FAMILIES[family])
     untrained = copy.deepcopy(model)  # made here, since threads share the random generator
     loss = causal_lm_loss(model(**inputs, use_cache=False).logits, targets)
     loss.backward()

@@ -33,24 +33,21 @@ from tests.cpu.context_cases import (
     train_together,
     trains,
 )
-from tests.cpu.pairwise import of_grid
+from tests.cpu.pairwise import in_turn, of_grid
 from tests.cpu.ranks import run_ranks
 
 make_small = partial(make_gpt, layers=2)  # one block per stage of two
 
 
-@pytest.mark.parametrize("kind", [*KINDS, None])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"positions": "learned", "tie_embeddings": False}, {"kv_heads": 2}],
-    ids=["rotary-tied", "learned", "grouped"],
-)
+SETTINGS = [{}, {"positions": "learned", "tie_embeddings": False}, {"kv_heads": 2}]
+
+
+@pytest.mark.parametrize(("kind", "settings"), in_turn([*KINDS, None], SETTINGS), ids=str)
 def test_a_gpt_trains_as_in_one_process(kind, settings):
     trains(partial(make_small, **settings), "1f1b", {"pp": 2, "cp": 2}, kind)
 
 
-@pytest.mark.parametrize("degree", [3, 4])
-@pytest.mark.parametrize("kind", ["ring", "ring-self-attention"])
+@pytest.mark.parametrize(("kind", "degree"), in_turn(["ring", "ring-self-attention"], [3, 4]))
 def test_more_ranks(kind, degree):
     trains(make_small, "1f1b", {"cp": degree}, kind)
 
@@ -69,8 +66,11 @@ def test_every_kind_of_schedule(kind, family):
     trains(make_gpt, family, {"pp": 2, "cp": 2}, kind)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("degrees", [{"dp": 2, "cp": 2}, {"pp": 2, "dp": 2, "cp": 2}], ids=["one-stage", "pipeline"])
+@pytest.mark.parametrize(
+    ("strategy", "degrees"),
+    in_turn(["ddp", "zero1", "zero2", "zero3"], [{"dp": 2, "cp": 2}, {"pp": 2, "dp": 2, "cp": 2}]),
+    ids=str,
+)
 def test_replicas_of_context_parallel_pipelines(strategy, degrees):
     trains(make_small, "1f1b", degrees, "ring", data=strategy)
 
@@ -144,8 +144,10 @@ class Masked(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("names", [("attention_mask",), ("document_ids",), ("attention_mask", "document_ids")])
+NAMES = [("attention_mask",), ("document_ids",), ("attention_mask", "document_ids")]
+
+
+@pytest.mark.parametrize(("kind", "names"), in_turn(KINDS, NAMES), ids=str)
 def test_masks_of_the_batch_reach_every_stage(kind, names):
     position = torch.arange(S)
     masks = {"attention_mask": (position < 19).long(), "document_ids": (position >= 5).long() + (position >= 14)}
@@ -219,8 +221,7 @@ def _over_gloo(rank: int, kind: str, degree: int, problem, expected) -> float:
     return error(found, expected)
 
 
-@pytest.mark.parametrize("degree", [2, 3])
-@pytest.mark.parametrize("kind", ["ring", "ring-self-attention", "ulysses"])
+@pytest.mark.parametrize(("kind", "degree"), in_turn(["ring", "ring-self-attention", "ulysses"], [2, 3]))
 def test_over_a_process_group(kind, degree):
     heads = Heads(12, 12) if kind == "ulysses" else Heads(12, 4)
     problem = Problem(heads, causal=True, masks="documents")

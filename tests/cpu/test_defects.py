@@ -18,6 +18,7 @@ import pipeloom as pl
 from pipeloom.ir import Action, Op, Placement, Schedule
 from pipeloom.passes import lower
 from pipeloom.report import print_timeline
+from tests.cpu.pairwise import in_turn
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import (
     Checkpointed,
@@ -141,8 +142,7 @@ def test_what_a_rank_holds_does_not_grow_with_the_micro_batches() -> None:
     assert many[1] - few[1] <= 24 - 6 + 4
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("samples", [4, 5, 6, 7, 11])
+@pytest.mark.parametrize(("name", "samples"), in_turn(NAMES, [4, 5, 6, 7, 11]))
 def test_batches_that_the_micro_batches_do_not_divide(name: str, samples: int) -> None:
     inputs, targets = _batch(samples)
     reference, model = make_mlp(), make_mlp()
@@ -324,8 +324,7 @@ def _data_parallel(schedule: Schedule, copies: int) -> Schedule:
 SPLIT = ["zb-h1", "zb-h2", "zb-auto"]
 
 
-@pytest.mark.parametrize("transport", ["loopback", "threads"])
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(("name", "transport"), in_turn(SPLIT, ["loopback", "threads"]))
 def test_split_backward_with_data_parallel_replicas_reduces_gradients(name: str, transport: str) -> None:
     schedule = _data_parallel(pl.schedules.build(name, num_ranks=2, num_microbatches=3), 2)
     assert schedule.split_backwards

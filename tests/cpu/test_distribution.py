@@ -24,7 +24,7 @@ from pipeloom.version import __version__
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSIONS = [(3, 11), (3, 12), (3, 13), (3, 14)]
-OTHER_VERSIONS = [version for version in VERSIONS if version != sys.version_info[:2]]
+OTHER_VERSIONS = [f"{major}.{minor}" for major, minor in VERSIONS if (major, minor) != sys.version_info[:2]]
 NAME = f"pipeloom-{__version__}"
 
 # What commands without torch and numpy depend on: pure Python, which every version of Python reads.
@@ -197,12 +197,15 @@ def _interpreters(version: str) -> Iterator[Path]:
                 yield path
 
 
-@pytest.mark.parametrize("version", [f"{major}.{minor}" for major, minor in OTHER_VERSIONS])
+@pytest.mark.parametrize(
+    "version", ["newest", *(pytest.param(version, marks=pytest.mark.whole_grid) for version in OTHER_VERSIONS)]
+)
 def test_other_versions_of_python_run_what_needs_no_torch(version: str, built: Built, tmp_path: Path) -> None:
-    """Without dependencies; then with those of the commands, which are pure Python."""
-    interpreter = next(_interpreters(version), None)
+    """Without dependencies; then with those of the commands, which are pure Python. Whole grids have every version."""
+    tried = OTHER_VERSIONS[::-1] if version == "newest" else [version]
+    interpreter = next((found for each in tried for found in _interpreters(each)), None)
     if interpreter is None:
-        pytest.skip(f"no Python {version} with venv and pip on PATH or in pyenv")
+        pytest.skip(f"no Python {' or '.join(tried)} with venv and pip on PATH or in pyenv")
     folder = tmp_path / "environment"
     folder.mkdir()
     site = _install(interpreter, built.wheel, folder)

@@ -21,8 +21,9 @@ from tests.cpu.pairwise import fewer, pairs, pairwise
 from tests.cpu.ranks import run_ranks
 
 EVERY = pairwise(grid())
-SHARING, SCHEDULE, ROUTER = 0, 1, 3
-CASES = pairwise(grid(), apart={(SHARING, SCHEDULE), (SHARING, ROUTER), (SCHEDULE, ROUTER)})  # one of each with many
+SHARING, SCHEDULE, DATA, ROUTER = range(4)
+# Factors with many values meet in whole grids; to data strategies the parameters of all routers are alike.
+CASES = pairwise(grid(), apart={(SHARING, SCHEDULE), (SHARING, ROUTER), (SCHEDULE, ROUTER), (DATA, ROUTER)})
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

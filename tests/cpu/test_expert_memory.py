@@ -14,6 +14,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.memory import gpt_layers
+from tests.cpu.pairwise import in_turn
 
 from .test_expert_traffic import mesh_of
 
@@ -60,8 +61,7 @@ def make(**settings: Any) -> tuple[GPTConfig, GPT]:
 
 
 @pytest.mark.filterwarnings("ignore:router 'expert-choice'")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("settings", ROUTERS, ids=str)
+@pytest.mark.parametrize(("settings", "dtype"), in_turn(ROUTERS, [torch.float32, torch.bfloat16]), ids=str)
 def test_a_block_keeps_what_the_closed_form_says(settings: dict[str, Any], dtype: torch.dtype) -> None:
     config, model = make(**settings)
     block = model.to(dtype).blocks[1]
@@ -81,8 +81,7 @@ def test_a_block_keeps_what_the_closed_form_says(settings: dict[str, Any], dtype
         del output, found
 
 
-@pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(("name", "recompute"), in_turn(INSIDE, Recompute), ids=str)
 def test_processes_keep_what_the_closed_form_says(name: str, recompute: Recompute) -> None:
     """A step of one micro-batch, the mean over processes: their experts are not equally busy."""
     inside = INSIDE[name]

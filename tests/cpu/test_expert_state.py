@@ -64,7 +64,7 @@ class Found(NamedTuple):
     values: dict[str, Tensor]
 
 
-def train(pipe: pl.Pipeline, *, first: bool = False, steps: int = 3) -> Found:
+def train(pipe: pl.Pipeline, *, first: bool = False, steps: int = 2) -> Found:
     """`first`: decay more, which a parameter without a gradient does not."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.02, weight_decay=0.5 if first else 0.01)
     stepper = pl.BarrierStep(pipe, optimizer, max_norm=0.3)

@@ -18,6 +18,7 @@ from pipeloom.parallel.expert.traffic import Rows, rows_of
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.parallel.traffic import Traffic, together
 from pipeloom.plan.architecture import Architecture
+from tests.cpu.pairwise import in_turn
 
 from .test_stage_traffic import counted, less
 
@@ -83,8 +84,7 @@ def rows_at(counts: list[list[list[int]]], coordinate: int, call: int) -> Rows:
     return rows_of([each[call] for each in counts], coordinate)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(CASES, [torch.float64, torch.bfloat16]), ids=str)
 def test_what_axes_count_equals_the_formulae(name: str, dtype: torch.dtype) -> None:
     inside, settings = CASES[name]
     processes, degrees = mesh_of(inside)
@@ -111,8 +111,7 @@ def test_what_axes_count_equals_the_formulae(name: str, dtype: torch.dtype) -> N
         assert sent == predicted(settings, inside, rows, Recompute.NONE, dtype.itemsize)
 
 
-@pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("name", ["ep", "ep, tp", "ep, tp, sequence"])
+@pytest.mark.parametrize(("name", "recompute"), in_turn(["ep", "ep, tp", "ep, tp, sequence"], Recompute), ids=str)
 def test_a_step_sends_what_the_formulae_say_per_micro_batch(name: str, recompute: Recompute) -> None:
     inside, settings = CASES[name]
     processes, degrees = mesh_of(inside)

@@ -11,6 +11,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.models import GPT, GPTConfig, init_parameters, loss_fn, materialize
 from pipeloom.split import Stages, split
+from tests.cpu.pairwise import in_turn
 
 SMALL = {"vocabulary_size": 17, "layers": 4, "width": 12, "heads": 3, "sequence_length": 10}
 VARIANTS = [
@@ -35,8 +36,7 @@ def chain(modules, value):
     return value
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(("variant", "num_stages"), in_turn(VARIANTS, [1, 2, 3, 4]), ids=str)
 def test_stages_built_apart_are_the_uncut_model(variant, num_stages):
     """Outputs and float64 gradients, bitwise; every stage materialised alone from a meta model of its own."""
     default = torch.get_default_dtype()

@@ -9,15 +9,16 @@ from torch import nn
 import pipeloom as pl
 from pipeloom.cli import main
 from pipeloom.errors import ScheduleError
+from tests.cpu.pairwise import of_grid
 from tests.cpu.reference import accumulate, make_mlp
 
 mse = nn.functional.mse_loss
 INPUTS, TARGETS = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", ["chimera", "dualpipe", "zb-h1"])
-@pytest.mark.parametrize("transport", ["loopback", "threads"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("name", "transport", "tied"), of_grid(["chimera", "dualpipe", "zb-h1"], ["loopback", "threads"], [False, True])
+)
 def test_hooks_on_parameters_are_on_their_copies_too(name: str, transport: str, tied: bool) -> None:
     calls = []
 

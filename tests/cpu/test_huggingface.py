@@ -16,7 +16,7 @@ from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
 from pipeloom.slicing import SliceContext, make_sliceable
 from pipeloom.split import split
 from pipeloom.split.huggingface import DECODERS
-from tests.cpu.pairwise import of_grid
+from tests.cpu.pairwise import in_turn, of_grid
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'huggingface')")
 
@@ -171,8 +171,7 @@ def test_stages_are_the_uncut_model(kind, masked):
         assert [t.names for t in stages.tied] == [(embedding, "lm_head.weight")] * (num_stages > 1)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "schedule"), in_turn(FAMILIES, ["1f1b", "zb-h1"]))
 def test_a_pipeline_trains_it_as_the_model_trains_itself(kind, schedule):
     """Loss and gradients of the model's own forward, with labels that do not count."""
     model = build(kind, "recompute", tie_word_embeddings=True)
@@ -247,8 +246,7 @@ def test_gradients_of_any_slices_are_those_of_the_uncut_model(kind, batch, backw
     assert_same(gradients(model), expected, 0)
 
 
-@pytest.mark.parametrize("recompute", [None, "recompute"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "recompute"), in_turn(FAMILIES, [None, "recompute"]))
 def test_dropout_masks_do_not_depend_on_the_slices(kind, recompute):
     x = tokens(2)
     targets = causal_lm_targets(x)

@@ -20,6 +20,7 @@ from pipeloom.errors import InputError
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
 from pipeloom.training.losses import watched_loss
 from pipeloom.training.losses.watched_loss import WatchedLoss
+from tests.cpu.pairwise import in_turn
 
 F64 = torch.float64
 WORDS = 7
@@ -180,8 +181,7 @@ def told_once(pipe: pl.Pipeline, inputs: Any, targets: Any, fix: str) -> None:
     assert all(parameter.grad.isfinite().all() for parameter in pipe.parameters())
 
 
-@pytest.mark.parametrize("num_slices", [1, 4])
-@pytest.mark.parametrize("kind", ["tensor", "dict", "key", "metrics"])
+@pytest.mark.parametrize(("kind", "num_slices"), in_turn(["tensor", "dict", "key", "metrics"], [1, 4]))
 def test_a_mean_of_means_is_told_once_and_is_a_number(kind: str, num_slices: int) -> None:
     words, labels = batch()
     key: Any = lambda o, t: mean(o, t["ids"])  # noqa: E731

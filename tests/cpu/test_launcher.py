@@ -437,7 +437,7 @@ def test_the_cause_is_named_and_not_who_lost_its_peer(start: Start) -> None:
 box.phase = "step 3"
 wait_for_all()
 if rank != 2: raise PeerLost("rank 2 went away")
-time.sleep(2)  # the others end first
+time.sleep(0.8)  # the others end first
 raise RunError("the disk is full")
 """
     code, _, err = finish(start(body, 3))

@@ -16,6 +16,7 @@ import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.training.losses.element_means import means_of
 from pipeloom.training.losses.reductions import Reductions
+from tests.cpu.pairwise import of_grid
 from tests.cpu.test_label_means import schedule_of
 
 F64 = torch.float64
@@ -213,9 +214,7 @@ def test_counts_of_all_replicas() -> None:
     pl.run_threads(4, work, timeout_seconds=120)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("mask", ["unequal", "equal"])
+@pytest.mark.parametrize(("mask", "own", "num_microbatches"), of_grid(["unequal", "equal"], [False, True], [1, 2]))
 def test_other_numbers_in_other_replicas_are_told(mask: str, own: bool, num_microbatches: int) -> None:
     numbers = {"unequal": [[5, 5, 5, 5], [2, 2, 2, 2]], "equal": [[6, 1, 3, 4], [4, 3, 5, 2]]}[mask]
 

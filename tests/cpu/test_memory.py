@@ -36,13 +36,15 @@ from pipeloom.split.chain_partition import partition
 from pipeloom.train.config.sections import OptimizerConfig
 from pipeloom.train.optimizers import make_optimizer
 from pipeloom.train.trainer import Trainer
+from tests.cpu.pairwise import in_turn, of_grid
 from tests.cpu.ranks import run_ranks
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize(
+    ("recompute", "positions", "dropout", "dtype"),
+    of_grid(Recompute, ["rotary", "learned"], [0.0, 0.1], ["fp32", "bf16"]),
+    ids=str,
+)
 def test_activations_of_every_stage_take_what_the_closed_form_says(dtype, dropout, positions, recompute):
     config = GPTConfig(
         vocabulary_size=70,
@@ -257,8 +259,11 @@ def _held_with(name: str, case: tuple[str, str]) -> list[tuple[dict[str, float],
     return run_threads(2, replica)
 
 
-@pytest.mark.parametrize("name", [name for name in STATES if name in TRAINED])
-@pytest.mark.parametrize("case", [("ddp", "fp32"), ("zero1", "bf16"), ("zero3", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    in_turn([name for name in STATES if name in TRAINED], [("ddp", "fp32"), ("zero1", "bf16"), ("zero3", "fp32")]),
+    ids=str,
+)
 def test_every_optimizer_holds_what_the_table_says(name, case):
     for measured, predicted, count in _held_with(name, case):
         assert count == sum(p.numel() for p in small_gpt().parameters())

@@ -16,6 +16,7 @@ import pipeloom as pl
 from pipeloom.cli import main
 from pipeloom.models.gpt import Block
 from pipeloom.training.nonfinite import NonFiniteSearch, _Consumers
+from tests.cpu.pairwise import of_grid
 from tests.cpu.train_runs import launched, metrics, printed, started, story, text, words  # noqa: F401
 
 
@@ -63,9 +64,7 @@ SCHEDULES: list[Callable[[], pl.Schedule]] = [
 ]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("make", SCHEDULES, ids=["1f1b", "zb-h1"])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("make", "recompute", "backward"), of_grid(SCHEDULES, ["none", "full"], [False, True]))
 def test_the_first_value_is_found_on_its_layer_stage_and_micro_batch(
     make: Callable[[], pl.Schedule], recompute: str, backward: bool
 ) -> None:

@@ -21,6 +21,7 @@ from pipeloom.errors import InputError, PeerLost, RunError
 from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.parallel.offload import main_parameters as main_memory
 from pipeloom.parallel.offload.store import FileStore
+from tests.cpu.pairwise import fewer
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
 
@@ -54,12 +55,13 @@ class Case(NamedTuple):
 TWO_COPIES = [
     Case("zero3", "step", "zb-v", "fp32", "momentum"),
     Case("zero3", "chunk", "bfs", "bf16", "adamw", gradients="same"),
-    Case("zero3", "microbatch", "1f1b", "fp32", "adamw"),
-    Case("zero3", "microbatch", "dualpipev", "bf16", "sgd"),
     Case("zero3", "microbatch", "zb-h1", "fp32", "muon", "parameters"),
     Case("zero2", "chunk", "interleaved", "bf16", "adamw"),
     Case("parameter-server", None, "1f1b", "bf16", "momentum"),
     Case("ddp", None, "gpipe", "fp16", "sgd"),
+    # In whole grids: each of their values is above, but for the schedule dualpipev, whose stages lie as those of zb-v.
+    Case("zero3", "microbatch", "1f1b", "fp32", "adamw"),
+    Case("zero3", "microbatch", "dualpipev", "bf16", "sgd"),
 ]
 
 
@@ -108,16 +110,17 @@ def _compare(case: Case, mesh: pl.Mesh | None, directory: str, bucket_bytes: int
     assert all(torch.equal(value, others[name]) for name, value in values.items()), case
 
 
-def _compare_copies(rank: int, directory: str) -> None:
+def _compare_copies(rank: int, directory: str, cases: list[Case]) -> None:
     mesh = pl.Mesh(pp=2, dp=2)
-    for number, case in enumerate(TWO_COPIES):
+    for number, case in enumerate(cases):
         _compare(case, mesh, directory, (5000, 2**20, 0)[number % 3])
     names = {thread.name.rpartition("_")[0] for thread in threading.enumerate()}
     assert not names & {"pipeloom-reload", "pipeloom-offload"}
 
 
-def test_with_copies_numbers_are_bitwise_those_without(tmp_path: Path) -> None:
-    run_ranks(_compare_copies, 4, str(tmp_path))
+@pytest.mark.parametrize("cases", fewer(TWO_COPIES[:6], TWO_COPIES), ids=["few", "all"])
+def test_with_copies_numbers_are_bitwise_those_without(cases: list[Case], tmp_path: Path) -> None:
+    run_ranks(_compare_copies, 4, str(tmp_path), cases)
     assert not list(tmp_path.iterdir())
 
 

@@ -175,7 +175,7 @@ def test_a_forward_that_passes_all_arguments_on_is_checked_without_a_cache():
     check(Passing(transformers.LlamaConfig(**LLAMA)).double().train(), token_batch(), check=token_batch())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.whole_grid), "zb-v"])
 def test_encoder_decoders_weigh_by_labels(schedule):
     """Also where stages between the first and the last pass `num_items_in_batch` on, which the model does not use."""
     sizes = {

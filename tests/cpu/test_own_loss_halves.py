@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
+from tests.cpu.pairwise import in_turn
 
 LAYERS = ["first", "blocks.*", "head"]
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -121,8 +122,7 @@ def test_a_loss_that_compares_each_sample_with_the_others_is_told() -> None:
         pipe.step(batch_of())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize(("name", "schedule"), in_turn(MEANS, ["1f1b", "zb-v"]))
 def test_means_over_samples_are_not_told(name: str, schedule: str) -> None:
     model, batch = make(MEANS[name]), batch_of()
     built = pl.schedules.build(schedule, num_ranks=2, num_microbatches=4)

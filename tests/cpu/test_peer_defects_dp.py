@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ SPLIT = ["zb-h1", "zb-v", "dualpipev"]
 TOLERANCE = 1e-12  # float64, relative to the largest element of a gradient
 # By name: elements start..stop of a shape, and their values; arrays, as a tensor does not outlive its process.
 Held = dict[str, tuple[int, int, tuple[int, ...], np.ndarray]]
+Configuration = tuple[str, str | pl.DataParallel]  # a schedule, and how replicas share
 
 
 def _model(*, tied: bool = False, checkpointed: bool = False) -> nn.Module:
@@ -126,31 +128,43 @@ def test_steps_before_one_update_add_up_exactly() -> None:
         _assert_right(thrice, _reference((0, 0, 1))[1], strategy)
 
 
-def _evaluate_in_between(rank: int) -> list[tuple[object, ...]]:
+BY_MICROBATCH = pl.DataParallel("zero3", granularity="microbatch")
+IN_BETWEEN = list(product(("1f1b", "zb-v", "dualpipev"), ("ddp", "zero2", "zero3", BY_MICROBATCH)))
+RECOMPUTED = list(product(SPLIT, ("ddp", "zero3", BY_MICROBATCH)))
+
+
+def _few(cases: list[Configuration], columns: int) -> list[Configuration]:
+    """Every other one of a table, row by row."""
+    return [case for place, case in enumerate(cases) if (place // columns + place % columns) % 2 == 0]
+
+
+def _evaluate_in_between(rank: int, cases: Sequence[Configuration]) -> list[tuple[object, ...]]:
     mesh = pl.Mesh(pp=P, dp=D)
     found = []
-    for name in ("1f1b", "zb-v", "dualpipev"):
-        for data in ("ddp", "zero2", "zero3", pl.DataParallel("zero3", granularity="microbatch")):
-            with _pipeline(mesh, name, data) as pipe:
-                losses = [float(pipe.evaluate(*_part(mesh)))]
-                gradient_free = all(p.grad is None for p in pipe.parameters())
-                losses.append(float(pipe.step(*_part(mesh))))
-                before = [None if p.grad is None else (p.grad, p.grad.clone()) for p in pipe.parameters()]
-                losses.append(float(pipe.evaluate(*_part(mesh))))
-                pipe.forward(_part(mesh)[0])
-                same = all(
-                    p.grad is None if b is None else p.grad is b[0] and torch.equal(*b)
-                    for p, b in zip(pipe.parameters(), before, strict=True)
-                )
-                losses.append(float(pipe.step(*_part(mesh))))
-            found.append((f"{name} {data}", losses, gradient_free, same, _held(pipe)))
+    for name, data in cases:
+        with _pipeline(mesh, name, data) as pipe:
+            losses = [float(pipe.evaluate(*_part(mesh)))]
+            gradient_free = all(p.grad is None for p in pipe.parameters())
+            losses.append(float(pipe.step(*_part(mesh))))
+            before = [None if p.grad is None else (p.grad, p.grad.clone()) for p in pipe.parameters()]
+            losses.append(float(pipe.evaluate(*_part(mesh))))
+            pipe.forward(_part(mesh)[0])
+            same = all(
+                p.grad is None if b is None else p.grad is b[0] and torch.equal(*b)
+                for p, b in zip(pipe.parameters(), before, strict=True)
+            )
+            losses.append(float(pipe.step(*_part(mesh))))
+        found.append((f"{name} {data}", losses, gradient_free, same, _held(pipe)))
     return found
 
 
-def test_evaluation_between_step_and_update_leaves_gradients_alone_on_v_schedules_too() -> None:
+@pytest.mark.parametrize("cases", fewer(_few(IN_BETWEEN, 4), IN_BETWEEN), ids=["few", "all"])
+def test_evaluation_between_step_and_update_leaves_gradients_alone_on_v_schedules_too(
+    cases: Sequence[Configuration],
+) -> None:
     expected_loss, _ = _reference()
     _, twice = _reference((0, 0))
-    for of_configuration in zip(*run_ranks(_evaluate_in_between, P * D), strict=True):
+    for of_configuration in zip(*run_ranks(_evaluate_in_between, P * D, cases), strict=True):
         what = of_configuration[0][0]
         for _, losses, gradient_free, same, _ in of_configuration:
             assert losses == pytest.approx([expected_loss] * 4, rel=1e-12), what
@@ -162,8 +176,9 @@ def test_evaluation_between_step_and_update_leaves_gradients_alone_on_v_schedule
 def _split_backward(rank: int, strategies: Sequence[DataStrategy]) -> list[tuple[str, float, Held]]:
     mesh = pl.Mesh(pp=P, dp=D)
     found = []
-    for name in SPLIT:
-        zero3 = [pl.DataParallel("zero3", granularity=granularity) for granularity in ZERO3_GRANULARITIES]
+    for row, name in enumerate(SPLIT):
+        granularities = ZERO3_GRANULARITIES if strategies else ZERO3_GRANULARITIES[row % 2 :][:1]
+        zero3 = [pl.DataParallel("zero3", granularity=granularity) for granularity in granularities]
         for data in (*strategies, *zero3):
             with _pipeline(mesh, name, data) as pipe:
                 assert pipe.schedule.split_backwards
@@ -182,22 +197,22 @@ def test_split_backwards_reduce_all_gradients(strategies: Sequence[DataStrategy]
         _assert_right([held for *_, held in of_configuration], expected, what)
 
 
-def _recompute(rank: int) -> list[tuple[str, list[int], Held]]:
+def _recompute(rank: int, cases: Sequence[Configuration]) -> list[tuple[str, list[int], Held]]:
     mesh = pl.Mesh(pp=P, dp=D)
     found = []
-    for name in SPLIT:
-        for data in ("ddp", "zero3", pl.DataParallel("zero3", granularity="microbatch")):
-            model = _model(checkpointed=True)
-            with _pipeline(mesh, name, data, model) as pipe:
-                pipe.step(*_part(mesh))
-                calls = [block.calls for block in model.modules() if isinstance(block, Checkpointed)]
-                found.append((f"{name} {data}", calls, _held(pipe)))
+    for name, data in cases:
+        model = _model(checkpointed=True)
+        with _pipeline(mesh, name, data, model) as pipe:
+            pipe.step(*_part(mesh))
+            calls = [block.calls for block in model.modules() if isinstance(block, Checkpointed)]
+            found.append((f"{name} {data}", calls, _held(pipe)))
     return found
 
 
-def test_split_backwards_recompute_a_checkpointed_block_once() -> None:
+@pytest.mark.parametrize("cases", fewer(_few(RECOMPUTED, 3), RECOMPUTED), ids=["few", "all"])
+def test_split_backwards_recompute_a_checkpointed_block_once(cases: Sequence[Configuration]) -> None:
     _, expected = _reference()
-    for of_configuration in zip(*run_ranks(_recompute, P * D), strict=True):
+    for of_configuration in zip(*run_ranks(_recompute, P * D, cases), strict=True):
         what = of_configuration[0][0]
         calls = [of_rank for _, of_rank, _ in of_configuration]
         # A forward and a recomputation for each micro-batch, of the blocks that this process holds.

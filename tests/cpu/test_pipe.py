@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import pipeloom as pl
 from pipeloom.errors import InputError, RunError
 from pipeloom.pipe.batch_norm import DeferredBatchNorm
+from tests.cpu.pairwise import in_turn
 from tests.cpu.pipe_models import CPU2, grads, layers, on_chunks
 
 
@@ -26,11 +27,12 @@ def same(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) 
     )
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
-@pytest.mark.parametrize(
-    ("balance", "chunks", "batch"), [([6], 4, 8), ([2, 1, 3], 4, 7), ([3, 3], 8, 3), ([1] * 6, 1, 5)]
-)
-def test_gradients_are_bitwise_those_of_the_model_on_the_micro_batches(checkpoint, balance, chunks, batch):
+SIZES = [([6], 4, 8), ([2, 1, 3], 4, 7), ([3, 3], 8, 3), ([1] * 6, 1, 5)]  # partitions, chunks, samples
+
+
+@pytest.mark.parametrize(("checkpoint", "sizes"), in_turn(["never", "always", "except_last"], SIZES), ids=str)
+def test_gradients_are_bitwise_those_of_the_model_on_the_micro_batches(checkpoint, sizes):
+    balance, chunks, batch = sizes
     plain, model = layers(), layers()
     model.load_state_dict(plain.state_dict())
     pipe = pl.Pipe(model, balance, chunks=chunks, devices=["cpu"] * len(balance), checkpoint=checkpoint)

@@ -12,6 +12,7 @@ from torch import nn
 import pipeloom as pl
 from pipeloom.errors import PipeTypeError, RunError
 from pipeloom.pipe import Namespace, pop, skippable, stash, verify_skippables
+from tests.cpu.pairwise import in_turn
 
 
 @skippable(stash=["skip"])
@@ -47,8 +48,11 @@ def nested() -> nn.Sequential:
     ).double()
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
-@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1], [1, 1, 1, 1, 1]])
+@pytest.mark.parametrize(
+    ("checkpoint", "balance"),
+    in_turn(["never", "always", "except_last"], [[5], [2, 3], [1, 3, 1], [1, 1, 1, 1, 1]]),
+    ids=str,
+)
 def test_nested_skips_have_the_gradients_of_the_model(checkpoint, balance):
     model = nested()
     plain = copy.deepcopy(model)

@@ -23,6 +23,7 @@ from pipeloom.processes.exchange import Exchange
 from pipeloom.train import checkpoint as ck
 from pipeloom.train.checkpoint.boxes import Box, boxes_of, cover_box
 from pipeloom.train.checkpoint.convert import model_tensors
+from tests.cpu.pairwise import in_turn
 from tests.cpu.placed_model import on_mesh, own_batch, pipeline
 from tests.cpu.test_checkpoint import on_threads, rewrite_manifest
 from tests.cpu.thread_exchange import ThreadExchange
@@ -147,10 +148,6 @@ LAYOUTS = {
     "2d": two_dimensional(),
     "3d": three_dimensional(),
 }
-SAVED = [
-    pytest.param(layout, copies, shards, id=f"{layout}-{copies}-{shards}")
-    for layout, (copies, shards) in product(LAYOUTS, ((1, "whole"), (2, "whole"), (3, "elements")))
-]
 
 
 def random_values() -> dict[str, dict[str, Tensor]]:
@@ -172,10 +169,12 @@ def save_by(layout: str, copies: int, shards: str, directory: Path, values: dict
     assert on_threads(work, size) == [None] * size
 
 
-@pytest.mark.parametrize(("layout", "copies", "shards"), SAVED)
-def test_any_layout_saves_and_every_layout_loads(layout: str, copies: int, shards: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "replicas"), in_turn(LAYOUTS, [(1, "whole"), (2, "whole"), (3, "elements")]), ids=str
+)
+def test_any_layout_saves_and_every_layout_loads(layout: str, replicas: tuple[int, str], tmp_path: Path) -> None:
     values = random_values()
-    save_by(layout, copies, shards, tmp_path, values)
+    save_by(layout, *replicas, tmp_path, values)
     path = tmp_path / "checkpoint-1"
     ck.verify(path)
     stored = {key: tensor for file in path.glob("model-*") for key, tensor in safetensors.torch.load_file(file).items()}

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.parallel.placed import Placed, even, place_parameter, placed_block
-from tests.cpu.pairwise import fewer
+from tests.cpu.pairwise import fewer, in_turn
 from tests.cpu.placed_model import build, on_mesh, own_batch, pipeline
 
-LAYOUTS = [
-    pytest.param({"pp": 2, "tp": 2}, {}, id="tp"),
-    pytest.param({"pp": 2, "tp": 2, "dp": 2}, {}, id="ddp"),
-    pytest.param({"pp": 2, "tp": 2, "dp": 2}, {"data": "zero1"}, id="zero1"),
-    pytest.param({"pp": 2, "tp": 2, "dp": 2}, {"data": "zero2"}, id="zero2"),
-    pytest.param({"pp": 2, "tp": 2, "dp": 2}, {"data": "zero3"}, id="zero3"),
-    pytest.param({"pp": 2, "tp": 2, "dp": 2}, {"data": "parameter-server"}, id="server"),
-]
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
+    "tp": ({"pp": 2, "tp": 2}, {}),
+    "ddp": ({"pp": 2, "tp": 2, "dp": 2}, {}),
+    "zero1": ({"pp": 2, "tp": 2, "dp": 2}, {"data": "zero1"}),
+    "zero2": ({"pp": 2, "tp": 2, "dp": 2}, {"data": "zero2"}),
+    "zero3": ({"pp": 2, "tp": 2, "dp": 2}, {"data": "zero3"}),
+    "server": ({"pp": 2, "tp": 2, "dp": 2}, {"data": "parameter-server"}),
+}
 
 
 def full_gradients(pipe: pl.Pipeline) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(("degrees", "options"), LAYOUTS)
+@pytest.mark.parametrize(("degrees", "options"), LAYOUTS.values(), ids=LAYOUTS)
 def test_gradients_and_norms_are_those_of_one_process(degrees: dict[str, int], options: dict[str, str]) -> None:
     with pipeline() as pipe:
         for step in range(2):  # adds up
@@ -108,12 +108,11 @@ def test_gradients_that_several_processes_hold_are_equal_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[one], found[other], strict=True))
 
 
-@pytest.mark.parametrize("updates", fewer(3, 5))
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize(("degrees", "options"), LAYOUTS)
-def test_updates_are_those_of_one_process(
-    updates: int, schedule: str, degrees: dict[str, int], options: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("updates", fewer(2, 5))
+@pytest.mark.parametrize(("layout", "schedule"), in_turn(LAYOUTS, ["1f1b", "zb-h1"]))
+def test_updates_are_those_of_one_process(updates: int, layout: str, schedule: str) -> None:
+    degrees, options = LAYOUTS[layout]
+
     def train(pipe: pl.Pipeline) -> tuple[list[float], dict[str, Tensor]]:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.02)
         stepper = pl.BarrierStep(pipe, optimizer, max_norm=0.5)
@@ -137,7 +136,7 @@ def test_updates_are_those_of_one_process(
     assert {name for _, values in found for name in values} == wanted.keys()
 
 
-@pytest.mark.parametrize(("degrees", "options"), LAYOUTS)
+@pytest.mark.parametrize(("degrees", "options"), LAYOUTS.values(), ids=LAYOUTS)
 def test_state_dicts_are_of_the_full_model(degrees: dict[str, int], options: dict[str, str]) -> None:
     model = {name: value.clone() for stage in build() for name, value in stage.state_dict().items()}
 

@@ -14,6 +14,7 @@ import pipeloom as pl
 from pipeloom.autograd.saved_bytes import SavedBytes
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import GPT, GPTConfig, init_parameters
+from tests.cpu.pairwise import in_turn
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_mlp, tokens
 
@@ -57,8 +58,7 @@ def _assert_same(one, other) -> None:
         assert torch.equal(gradient, other[1][name]), name
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("name", "dropout"), in_turn(SCHEDULES, [0.0, 0.3]))
 def test_gradients_are_bitwise_those_without(name: str, dropout: float) -> None:
     sizes = SCHEDULES[name]
     expected = _train(_gpt(tied=True, dropout=dropout), name, "none", **sizes)

@@ -16,6 +16,7 @@ from pipeloom.common.overlaps import overlapping
 from pipeloom.errors import RunError
 from pipeloom.pipe import pop, skippable, stash
 from pipeloom.transport.values import decode, flatten, tensors_in, unflatten, with_overlapping
+from tests.cpu.pairwise import of_grid
 from tests.cpu.pipe_models import CPU2
 
 F64 = torch.float64
@@ -238,9 +239,10 @@ def added(x: Tensor) -> Tensor:
 MIDDLES = [nn.Identity(), nn.Dropout(0.0), nn.Unflatten(1, (6,)), Apply(lambda x: x[:, :])]
 
 
-@pytest.mark.parametrize("middle", MIDDLES, ids=lambda each: type(each).__name__)
-@pytest.mark.parametrize("change", [same, added, Tensor.relu_], ids=["layer", "+=", "function"])
-@pytest.mark.parametrize("cut", [(1, 3), (2, 2), (3, 1), (1, 1, 2), (2, 1, 1)], ids=str)
+CUTS = [(1, 3), (2, 2), (3, 1), (1, 1, 2), (2, 1, 1)]
+
+
+@pytest.mark.parametrize(("middle", "change", "cut"), of_grid(MIDDLES, [same, added, Tensor.relu_], CUTS))
 def test_memory_that_a_layer_passes_on(middle: nn.Module, change: Any, cut: tuple[int, ...]) -> None:
     layers = ["a", "middle", "act", "b", "c"] if change is same else ["a", "middle", "b", "c"]
     counts = [*cut[:-1], len(layers) - sum(cut[:-1])]

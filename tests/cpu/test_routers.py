@@ -13,6 +13,7 @@ from pipeloom.models import init_parameters
 from pipeloom.models.experts import ROUTERS, Experts, ExpertSettings
 from pipeloom.models.experts.routers import make_router
 from tests.cpu import router_reference as reference
+from tests.cpu.pairwise import of_grid
 
 WIDTH = 16
 
@@ -83,9 +84,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype", "training"), of_grid(CASES, [torch.float64, torch.float32], [True, False]), ids=str
+)
 def test_a_router_is_its_reference(case, dtype, training):
     """Tokens, places, gates and losses; bitwise, but for sums over the tokens of several groups."""
     name = next(name for name in sorted(ROUTERS, key=len, reverse=True) if case.startswith(name))

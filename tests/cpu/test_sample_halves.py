@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import pipeloom as pl
 from pipeloom.training.losses import sample_halves
 from pipeloom.training.losses.sample_halves import CannotAskError, SampleHalves
+from tests.cpu.pairwise import in_turn
 
 F64 = torch.float64
 torch.manual_seed(1)
@@ -69,8 +70,7 @@ OTHERS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4, 6, 12])
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(("name", "num_microbatches"), in_turn(SUMS, [2, 4, 6, 12]))
 def test_a_sum_over_samples_is_told_once(name: str, num_microbatches: int) -> None:
     text, gradients = told(SUMS[name], num_microbatches=num_microbatches)
     assert text.startswith("loss_fn is a sum over samples, ")
@@ -80,8 +80,7 @@ def test_a_sum_over_samples_is_told_once(name: str, num_microbatches: int) -> No
         torch.testing.assert_close(found * num_microbatches, wanted, rtol=1e-12, atol=1e-15)  # so it is to be told
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4, 6, 12])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "num_microbatches"), in_turn(OTHERS, [2, 4, 6, 12]))
 def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_told_once(name: str, num_microbatches: int) -> None:
     text, gradients = told(OTHERS[name], num_microbatches=num_microbatches)
     assert text.startswith("loss_fn is neither a mean nor a sum over samples, ")
@@ -105,8 +104,7 @@ DETACHED: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4, 6, 12])
-@pytest.mark.parametrize("name", DETACHED)
+@pytest.mark.parametrize(("name", "num_microbatches"), in_turn(DETACHED, [2, 4, 6, 12]))
 def test_gradients_that_depend_on_other_samples_are_told_once(name: str, num_microbatches: int) -> None:
     text, gradients = told(DETACHED[name], num_microbatches=num_microbatches)
     assert text.startswith("loss_fn gives samples gradients that depend on other samples")
@@ -146,8 +144,7 @@ MEANS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4, 6, 12])
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize(("name", "num_microbatches"), in_turn(MEANS, [2, 4, 6, 12]))
 def test_a_mean_over_samples_is_not_told(name: str, num_microbatches: int) -> None:
     text, gradients = told(MEANS[name], num_microbatches=num_microbatches)
     assert text == ""

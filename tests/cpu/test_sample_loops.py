@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipeloom as pl
+from tests.cpu.pairwise import in_turn
 
 F64 = torch.float64
 SCALE = nn.Parameter(torch.tensor(0.3, dtype=F64))
@@ -94,8 +95,7 @@ def stepped(loss: Loss, num_samples: int, num_microbatches: int = 4) -> tuple[li
     return [str(each.message) for each in told], found, [*wanted]
 
 
-@pytest.mark.parametrize("num_samples", [8, 12, 22])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "num_samples"), in_turn(LOSSES, [8, 12, 22]))
 def test_the_loss_of_the_batch_is_trained(name: str, num_samples: int) -> None:
     told, found, wanted = stepped(LOSSES[name], num_samples)
     assert not told
@@ -116,8 +116,7 @@ def test_a_mean_over_one_sample(name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("num_samples", [8, 12, 22])
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize(("name", "num_samples"), in_turn(UNKNOWN, [8, 12, 22]))
 def test_other_losses_are_told_once(name: str, num_samples: int) -> None:
     told, found, wanted = stepped(UNKNOWN[name], num_samples)
     assert len(told) == 1

@@ -21,10 +21,12 @@ from pipeloom.parallel.data.replica_group import ReplicaGroup
 from pipeloom.transport import shared_memory
 from pipeloom.transport.shared_flat import SharedFlat, memory_file
 from tests.cpu.copies import OPTIMIZERS
+from tests.cpu.pairwise import fewer
 from tests.cpu.ranks import run_ranks
 from tests.cpu.reference import language_loss, make_gpt, tokens
 
 WAYS = ("zero1", None), ("zero2", "microbatch"), ("zero3", "step"), ("zero3", "microbatch")
+LAYOUTS = "elements", "parameters"
 
 
 def _maps() -> int:
@@ -51,10 +53,10 @@ def _trained(mesh: pl.Mesh, strategy: str, granularity: str | None, layout: str)
     return found
 
 
-def _both_ways(rank: int, pp: int, dp: int) -> None:
+def _both_ways(rank: int, pp: int, dp: int, whole: bool) -> None:
     same_host = shared_memory.host_identity
-    for strategy, granularity in WAYS:
-        for layout in ("elements", "parameters"):
+    for number, (strategy, granularity) in enumerate(WAYS):
+        for layout in LAYOUTS if whole else [LAYOUTS[(number + pp) % 2]]:
             with pl.Mesh(pp=pp, dp=dp) as mesh:
                 assert isinstance(mesh.links("dp"), SharedLinks)
                 shared = _trained(mesh, strategy, granularity, layout)
@@ -67,9 +69,11 @@ def _both_ways(rank: int, pp: int, dp: int) -> None:
             assert all(map(torch.equal, shared, apart)), (strategy, granularity, layout)
 
 
+@pytest.mark.parametrize("whole", fewer(False, True))
 @pytest.mark.parametrize(("pp", "dp"), [(2, 2), (1, 4)])
-def test_shared_memory_and_gloo_give_the_same_bits(pp: int, dp: int) -> None:
-    run_ranks(_both_ways, pp * dp, pp, dp)
+def test_shared_memory_and_gloo_give_the_same_bits(pp: int, dp: int, whole: bool) -> None:
+    """Each way to share on both meshes, with one layout on either; whole grids have all."""
+    run_ranks(_both_ways, pp * dp, pp, dp, whole)
 
 
 class _Slow(nn.Module):

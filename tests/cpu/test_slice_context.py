@@ -16,6 +16,7 @@ from pipeloom.autograd.split_backward import backward_input
 from pipeloom.errors import InputError, RunError
 from pipeloom.models import GPT, GPTConfig, init_parameters
 from pipeloom.slicing import Slice, SliceContext, causal_attention, current_slice, dropout, make_sliceable
+from tests.cpu.pairwise import in_turn, of_grid
 
 LENGTH = 70  # longer than a block of random numbers
 CUTS = {1: [0, 70], 2: [0, 41, 70], 3: [0, 1, 33, 70], 5: [0, 30, 32, 33, 64, 70], 7: [0, 20, 31, 41, 50, 58, 65, 70]}
@@ -97,10 +98,11 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         assert error < tolerance, (name, error)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
-@pytest.mark.parametrize("recompute", [None, "recompute"])
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("batch", "positions", "recompute", "split"),
+    of_grid([1, 3], ["learned", "rotary"], [None, "recompute"], [False, True]),
+    ids=str,
+)
 def test_gradients_of_any_slices_are_those_of_the_whole(batch, positions, recompute, split):
     x = tokens(batch)
     whole = build(positions=positions)
@@ -167,8 +169,7 @@ def test_smaller_types_agree_to_their_precision(dtype):
     assert_same(gradients(model), gradients(whole), 1e-5 if dtype is torch.float32 else 0.05)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("heads", "masked"), in_turn([(4, 4), (6, 2), (4, 1)], [False, True]), ids=str)
 def test_attention_with_groups_scale_and_mask(heads, masked):
     B, S, D, (H, K) = 2, LENGTH, 8, heads
     generator = torch.Generator().manual_seed(0)

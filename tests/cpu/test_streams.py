@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
 }
-FEW, MANY = 10, 50  # updates
+FEW, MANY = 6, 50  # updates
 ALONE = [(1,) * stages for stages in (2, 3, 4)]
 REPLICATED = [(2, 1), (1, 2), (2, 1, 1)]
 
@@ -117,7 +117,7 @@ def test_several_micro_batches_an_update() -> None:
         ("2bw", (1, 1), 4),
         ("stash", (1,), 2),
     ):
-        train_and_compare(Rule(weights, replicas, per_update), "momentum", "loopback", num_updates=12)
+        train_and_compare(Rule(weights, replicas, per_update), "momentum", "loopback", num_updates=8)
 
 
 def _run_cells(rank: int, cells: list[tuple[Rule, str, str]], num_updates: int) -> None:

@@ -15,6 +15,7 @@ from pipeloom.parallel.axis_forms import ChannelAxis
 from pipeloom.parallel.tensor.grids.layers import GridLinear
 from pipeloom.parallel.tensor.grids.shape import GridShape
 from tests.cpu.grids import SHAPES, batch, compare, make_model, on_grid, size
+from tests.cpu.pairwise import in_turn
 
 
 def saved_bytes(model, run) -> int:
@@ -83,8 +84,7 @@ def trained(model, shape: GridShape) -> list:
     return found
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], *SHAPES[2:4]], ids=str)
-@pytest.mark.parametrize("what", SABOTAGE)
+@pytest.mark.parametrize(("what", "shape"), in_turn(SABOTAGE, [SHAPES[0], *SHAPES[2:4]]), ids=str)
 def test_a_lost_sum_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str, shape: GridShape) -> None:
     model = make_model(bias=True)
     owner, method, replacement = SABOTAGE[what]

@@ -11,6 +11,7 @@ from pipeloom.parallel.placed import placed
 from pipeloom.parallel.tensor.grids.shape import GridShape
 from pipeloom.transport import shared_memory
 from tests.cpu.grids import batch, close, make_model, on_grid, size
+from tests.cpu.pairwise import in_turn
 from tests.cpu.ranks import run_ranks
 
 
@@ -26,8 +27,9 @@ def work(rank: int, shape: GridShape):
         return mesh.place, found, value.item()
 
 
-@pytest.mark.parametrize("shares_memory", [True, False])
-@pytest.mark.parametrize("shape", [GridShape("2d", 2), GridShape("3d", 2)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "shares_memory"), in_turn([GridShape("2d", 2), GridShape("3d", 2)], [True, False]), ids=str
+)
 def test_processes_equal_one_process(monkeypatch: pytest.MonkeyPatch, shape: GridShape, shares_memory: bool) -> None:
     if not shares_memory:
         monkeypatch.setattr(shared_memory, "available", lambda: False)

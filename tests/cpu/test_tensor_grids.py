@@ -15,11 +15,10 @@ from pipeloom.parallel.tensor.grids.shape import GridShape
 from pipeloom.parallel.tensor.one_d.logits import VocabularyLogits
 from pipeloom.parallel.tensor.one_d.vocabulary import Vocabulary
 from tests.cpu.grids import SHAPES, block, close, cut, drawn, gathered, size, summed_gradient
+from tests.cpu.pairwise import in_turn, of_grid
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("inward", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "inward", "bias"), of_grid(SHAPES, [True, False], [False, True]), ids=str)
 def test_a_linear_layer_equals_one_process(shape: GridShape, inward: bool, bias: bool) -> None:
     side = shape.side
     B, S, inputs, outputs = 2 * shape.batch_blocks, 3, 2 * side * side, 3 * side * side
@@ -52,8 +51,7 @@ def test_a_linear_layer_equals_one_process(shape: GridShape, inward: bool, bias:
         assert close(summed_gradient([(g.place, layer.bias) for g, _, _, layer in results]), full[2].grad)
 
 
-@pytest.mark.parametrize("centered", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "centered"), in_turn(SHAPES, [True, False]), ids=str)
 def test_norms_equal_one_process(shape: GridShape, centered: bool) -> None:
     B, S, width = 2 * shape.batch_blocks, 3, 4 * shape.side
     x, dy = drawn(B, S, width) + 2, drawn(B, S, width, seed=3)
@@ -82,8 +80,7 @@ def test_norms_equal_one_process(shape: GridShape, centered: bool) -> None:
         assert close(summed_gradient([(g.place, norm.bias) for g, _, _, norm in results]), full[2].grad)
 
 
-@pytest.mark.parametrize("vocabulary", [12, 7, 5])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "vocabulary"), in_turn(SHAPES, [12, 7, 5]), ids=str)
 def test_the_embedding_equals_one_process(shape: GridShape, vocabulary: int) -> None:
     B, S, width = 2 * shape.batch_blocks, 3, 2 * shape.side**2
     table, dy = drawn(vocabulary, width), drawn(B, S, width, seed=3)
@@ -129,8 +126,7 @@ def test_cross_entropy_equals_one_process(vocabulary: int) -> None:
     assert not found[:, vocabulary:].any()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "reduction"), in_turn(SHAPES, ["mean", "sum", "none"]), ids=str)
 def test_the_loss_equals_one_process(shape: GridShape, reduction: str) -> None:
     B, S, vocabulary = 2 * shape.batch_blocks, 3, 7
     logits, weights = drawn(B, S, vocabulary), drawn(B * S, seed=1) if reduction == "none" else 1.0

@@ -15,6 +15,7 @@ from pipeloom.parallel import axis_functions
 from pipeloom.parallel.axis import Axis
 from pipeloom.parallel.placed import placed
 from pipeloom.parallel.tensor.one_d import linear
+from tests.cpu.pairwise import in_turn, of_grid
 from tests.cpu.tensor_cases import (
     MICROBATCHES,
     SAMPLES,
@@ -78,9 +79,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "sequence", "tp"), of_grid(PLANS, [False, True], [2, 4]), ids=str)
 def test_plans_for_models_of_users(plan, sequence, tp):
     """With biases, and losses that are plain functions of torch; 30 ids are padded for 4 ranks."""
 
@@ -152,8 +151,7 @@ def test_bytes_of_tensor_parallelism(tp):
     assert found.traffic == {"all_reduce": ((4 * 4 + 2 + 2) * MICROBATCHES, 2 * (tp - 1) * expected // tp)}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("tp", "schedule"), in_turn([2, 4], ["gpipe", "zb-h1"]))
 def test_bytes_of_sequence_parallelism(tp, schedule):
     """The same bytes, as reduce-scatters and all-gathers; and gathers again, one for each gathered input.
 
@@ -210,8 +208,7 @@ def test_a_lost_sum_is_noticed(lost, monkeypatch):
 # Memory
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("tp", "sequence"), in_turn([1, 2, 4], [False, True]))
 def test_a_block_keeps_its_share_of_the_activations(tp, sequence):
     """Of T tokens and width W: 4 T W on all ranks, with sequence parallelism on T / t tokens; 12 T W / t of cut layers.
 

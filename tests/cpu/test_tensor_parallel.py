@@ -12,7 +12,7 @@ from pipeloom.engine.binders import sequence_slices
 from pipeloom.models import loss_fn
 from pipeloom.parallel.tensor.one_d.logits import VocabularyLogits
 from pipeloom.slicing import SliceContext
-from tests.cpu.pairwise import of_grid
+from tests.cpu.pairwise import in_turn, of_grid
 from tests.cpu.tensor_cases import (
     TOKENS,
     assert_equal,
@@ -50,8 +50,7 @@ def test_pipelines_equal_one_process(schedule, model, sequence):
     assert_equal(found, one_process(build(sizes)))
 
 
-@pytest.mark.parametrize("data", ["ddp", "zero1", "zero3"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(("data", "sequence"), in_turn(["ddp", "zero1", "zero3"], [False, True]), ids=str)
 def test_replicas_of_tensor_parallel_stages_update_as_one_process(data, sequence):
     """After an update, since ZeRO's gradients are shards."""
     sizes = config(**MODELS["grouped"])

@@ -12,11 +12,11 @@ from pipeloom.models import loss_fn
 from pipeloom.models.huggingface import causal_lm_loss, causal_lm_targets
 from pipeloom.parallel.tensor.cross_entropy import token_losses
 from pipeloom.parallel.tensor.one_d.vocabulary import Vocabulary
+from tests.cpu.pairwise import in_turn
 from tests.cpu.tensor_cases import batch, build, config, on_mesh
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("vocabulary", [8, 7, 5, 3])
+@pytest.mark.parametrize(("vocabulary", "reduction"), in_turn([8, 7, 5, 3], ["mean", "sum", "none"]))
 def test_cross_entropy(vocabulary, reduction):
     """Four ranks, of which some have padding, or nothing else."""
     generator = torch.Generator().manual_seed(0)

@@ -29,7 +29,7 @@ from pipeloom.train.auto import run_planner
 from pipeloom.train.config.automatic import for_processes
 from pipeloom.train.data.opening import run_tokenizer
 from pipeloom.train.loop import train_group
-from pipeloom.train.machine import layers
+from pipeloom.train.machine import layers, reference_steps
 from pipeloom.train.machine.exchanges import measure_collectives
 from pipeloom.train.machine.layers import measure_layers
 from pipeloom.train.machine.reference_steps import measure_references
@@ -48,11 +48,16 @@ TINY = ("--eval_steps=0", "--sample_tokens=0", "--batch.size=8", "--save_steps=4
 @pytest.fixture(autouse=True)
 def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time is measured once: how often plans take turns is tested in `test_trials.py`."""
-    for name in ("PASSES", "MOST_PASSES"):
-        monkeypatch.setattr(f"pipeloom.plan.local.trials.{name}", 1)
+    for name, value in {"PASSES": 1, "MOST_PASSES": 1, "MOST_PLANS": 3}.items():
+        monkeypatch.setattr(f"pipeloom.plan.local.trials.{name}", value)
+    for module in ("plan.local.trials", "train.machine.trial_steps"):
+        monkeypatch.setattr(f"pipeloom.{module}.WARM_UP", 1)
+        monkeypatch.setattr(f"pipeloom.{module}.STEPS", 2)
+    monkeypatch.setattr(reference_steps, "_WARM_UP", 1)
+    monkeypatch.setattr(reference_steps, "_STEPS", 2)
     costs = "pipeloom.train.auto.measured_costs"
     monkeypatch.setattr(f"{costs}.measure_layers", partial(measure_layers, rounds=1))
-    monkeypatch.setattr(f"{costs}.measure_references", partial(measure_references, passes=1))
+    monkeypatch.setattr(f"{costs}.measure_references", partial(measure_references, passes=1, seconds=0.3))
 
 
 @pytest.fixture
@@ -282,9 +287,10 @@ def _references(rank: int) -> References:
     torch.manual_seed(rank)
     state = torch.get_rng_state()
     config = GPTConfig(vocabulary_size=16, layers=4, width=8, heads=2, sequence_length=4, dropout=0.1)
-    found = measure_references(
-        config, 4, precision=pl.Precision("fp32"), fits=lambda of: of.pipeline == 1 or of.microbatch_size == 1
-    )
+    fits = lambda of: of.pipeline == 1 or of.microbatch_size == 1  # noqa: E731
+    found = measure_references(config, 4, precision=pl.Precision("fp32"), fits=fits, passes=1)
+    twice = measure_references(config, 2, precision=pl.Precision("fp32"), shapes=[Shape(1, 2, 1, False)])
+    assert [len(times) for row in twice.seconds.values() for times in row.values()] == [2 * reference_steps._STEPS]
     assert torch.equal(torch.get_rng_state(), state)
     return found
 
@@ -298,7 +304,11 @@ def test_reference_steps_are_of_the_slowest_process() -> None:
     assert set(first.seconds) == {*pipelines, *alone}
     assert all(list(first.seconds[shape]) == [1] for shape in pipelines)
     assert list(first.seconds[Shape(1, 1, 2, False)]) == [1, 4]
-    assert all(len(times) > 1 and min(times) > 0 for row in first.seconds.values() for times in row.values())
+    assert all(
+        len(times) == reference_steps._STEPS and min(times) > 0
+        for row in first.seconds.values()
+        for times in row.values()
+    )
 
 
 def test_halves_of_the_backward_of_blocks_and_head_count_as_measured() -> None:

@@ -115,7 +115,7 @@ def _exchange(rank: int, kind: str) -> None:
     transport = _connect(kind, rank)
     there, back = Channel(0, 1, Lane.PIPELINE), Channel(1, 0, Lane.PIPELINE)
     transport.open([there, back, Channel(0, 1, Lane.RESULT)])
-    values = VALUES * 3
+    values = VALUES * 2
     if rank == 0:
         for value in values:
             transport.outgoing(there).send(*flatten(value))

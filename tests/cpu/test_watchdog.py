@@ -238,9 +238,9 @@ def test_a_rank_that_only_works_longer_is_left_alone(tmp_path: Path) -> None:
         watchdog = next(each for each in gc.get_objects() if isinstance(each, Watchdog))
         if next(calls) == 2:
             with watchdog.paused():
-                time.sleep(1.5 * SECONDS)
+                time.sleep(1.2 * SECONDS)
         if next(calls) == 3:
-            for _ in range(8):
+            for _ in range(6):
                 time.sleep(SECONDS / 5)
                 watchdog.black_box.clock = time.perf_counter()
 

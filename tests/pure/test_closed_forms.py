@@ -227,7 +227,7 @@ def test_every_schedule_has_a_closed_form_that_is_tested():
 
 def test_1f1b_with_latency_takes_what_theory_says():
     for p in range(2, 9):
-        for m in range(1, 33):
+        for m in (*range(1, 11), 16, 17, 18, 32):
             for forward, backward, latency in ((1.0, 2.0, 0.25), (1.0, 1.0, 1.0), (0.4, 1.1, 0.7), (2.0, 1.0, 1.5)):
                 schedule = schedules.one_f_one_b(num_ranks=p, num_microbatches=m)
                 timeline = simulate(

@@ -92,14 +92,14 @@ def test_masters_are_copied_once_at_the_start_and_nothing_is_freed():
 @pytest.mark.parametrize("name", FLUSHED)
 def test_every_schedule_gathers_and_reduces_as_often_as_it_should(name):
     ranks = 4
-    for microbatches, slices in ((8, 1), (9, 2 if families.FAMILIES[name].sliced else 1)):
+    for turn, (microbatches, slices) in enumerate(((8, 1), (9, 2 if families.FAMILIES[name].sliced else 1))):
         if name in ("dualpipe", "chimera"):
             microbatches -= microbatches % 2
         if name.endswith("interleaved"):
             microbatches = 8
         schedule = families.build(name, num_ranks=ranks, num_microbatches=microbatches, num_slices=slices)
         places = [(stage, rank) for stage, holders in enumerate(schedule.placement.replicas) for rank in holders]
-        for data in AXES:
+        for data in AXES[turn::2]:
             program = lower(schedule, data=data)
             check(program)
             found = counts(program)

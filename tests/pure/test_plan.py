@@ -74,7 +74,7 @@ def plans(draw):
 
 
 @given(plans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_plan_reads_back_exactly(plan):
     again = Plan.from_json(plan.to_json())
     assert again == plan

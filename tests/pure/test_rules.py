@@ -148,8 +148,9 @@ AXES = [
 ]
 
 
+@pytest.mark.parametrize("apart", [len(AXES), pytest.param(6, marks=pytest.mark.whole_grid)])
 @pytest.mark.parametrize("name", [name for name in schedules.FAMILIES if name != "search"])
-def test_every_pass_keeps_every_rule(name):
+def test_every_pass_keeps_every_rule(name, apart):
     turn = 0
     for schedule in made(name):
         check(schedule)
@@ -162,7 +163,7 @@ def test_every_pass_keeps_every_rule(name):
         ):
             check(changed)
             if changed.microbatches_per_update is None:
-                flushed_passes(changed, AXES[turn % 6 :: 6])
+                flushed_passes(changed, AXES[turn % apart :: apart])
                 turn += 1
             else:
                 stream_passes(changed)

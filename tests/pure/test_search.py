@@ -62,7 +62,7 @@ def test_never_above_the_best_named_schedule_nor_any_cap(placement, looseness):
     rng = random.Random(f"{placement}{looseness}")
     for m in (1, 4, 8):
         conditions = instance(rng, placement, looseness)
-        found = schedules.search(placement=placement, num_microbatches=m, conditions=conditions, effort=60_000)
+        found = schedules.search(placement=placement, num_microbatches=m, conditions=conditions, effort=20_000)
         check(found.schedule)
         assert simulated(found.schedule, conditions).makespan == pytest.approx(found.makespan)
         assert found.lower_bound <= found.makespan * (1 + 1e-9)
