@@ -13,6 +13,7 @@ from pipeloom.parallel import Precision
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
+from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.costs.step_bound import step_bound
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layers
 from pipeloom.plan.local.references import References, Shape, reference_shapes
@@ -47,6 +48,17 @@ def test_ranks_exchange_the_gradients_of_a_tied_table():
         seconds[tied] = [costs.shared_sum_seconds(of, costs.program(of).placement) for of in (one, two)]
     size = 4 * 256 * 64  # bytes; 1 ns each: a message, and reading two and writing one
     assert seconds == {False: [0.0, 0.0], True: [0.0, pytest.approx(4e-9 * size + 1e-5)]}
+
+
+def test_on_a_cluster_they_exchange_them_over_the_link_between_stages():
+    cluster = replace(CLUSTERS["dgx-a100-80"], devices_per_node=1)
+    of = Configuration(pipeline=2, microbatches=2)
+    for tied in (False, True):
+        costs = CostModel(model=replace(model(), tie_embeddings=tied), cluster=cluster)
+        network, seconds = costs.network(of), costs.shared_sum_seconds(of, costs.program(of).placement)
+        rates = [network.bytes_per_second, *(link.bytes_per_second for link in network.links)]
+        latency, size = network.latency(2)[0][1], 4 * 256 * 64
+        assert seconds == pytest.approx(tied * (latency + size / min(rates)))
 
 
 def references(costs, factors):

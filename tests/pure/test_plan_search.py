@@ -14,6 +14,7 @@ from pipeloom.cli import main
 from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Placement
 from pipeloom.ir.recompute import Recompute
+from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.plan import Plan
@@ -477,3 +478,23 @@ def test_plans_that_steps_compare_include_a_plain_one():
     assert with_plain(costs, request, [first, plain]) == [first, plain]
     other = replace(request, fixed={**fixed, "schedule": "zb-h1"})
     assert with_plain(costs, other, found) == found
+
+
+@pytest.mark.whole_grid
+@pytest.mark.parametrize("pipeline", [1, 2, 4, 8, 16])
+def test_on_many_devices_a_fixed_pipeline_degree_is_no_faster_than_the_plan(pipeline):
+    case = {"model": gpt(96, 12288, 96, vocabulary=51200), "cluster": "dgx-h100", "devices": 512, "batch": 512}
+    case |= {"memory": 0.92 * 80e9, "top": 1}
+    best = search(**case).plans[0].step_seconds
+    assert best <= 1.01 * search(**case, fixed=f"pipeline={pipeline}").plans[0].step_seconds
+
+
+def test_models_with_experts_are_looked_at_with_each_expert_degree(monkeypatch):
+    """The search that follows ends early, among other degrees."""
+    monkeypatch.setattr("pipeloom.plan.search.tree.tree_search._MOST_STEPS", 40.0)
+    monkeypatch.setattr("pipeloom.plan.search.best_first._FIRST_LOOK", 1.0)
+    model = replace(gpt(8, 1024, 16, vocabulary=32000), experts=ExpertSizes(experts=16, top_k=2, expert_width=4096))
+    case = {"model": model, "devices": 8, "batch": 32, "memory": 8 * GIB, "top": 1}
+    best = search(**case).plans[0].step_seconds
+    for expert in (1, 2, 4, 8):
+        assert best <= 1.01 * search(**case, fixed=f"expert={expert},pipeline=1").plans[0].step_seconds

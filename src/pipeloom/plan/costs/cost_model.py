@@ -23,6 +23,7 @@ from pipeloom.plan.costs.measured_links import (
     slower_network,
     step_end_seconds,
 )
+from pipeloom.plan.costs.shared_sums import exchanged_seconds
 from pipeloom.plan.costs.software import PIPELOOM, Software
 from pipeloom.plan.costs.stage_bytes import StageBytes
 from pipeloom.plan.costs.step_costs import StepCosts
@@ -30,7 +31,7 @@ from pipeloom.plan.local.layer_times import LayerTimes
 from pipeloom.plan.local.references import Corrections, References
 from pipeloom.plan.memory import OPTIMIZERS, MemoryModel, memory_of_ranks
 from pipeloom.plan.memory.choose import stage_bytes
-from pipeloom.plan.memory.state_bytes import NEED_FULL_MATRICES
+from pipeloom.plan.memory.state_bytes import NEED_FULL_MATRICES, NumberBytes
 from pipeloom.plan.stage_times import Seconds, StageTimes
 from pipeloom.sim import Costs, Network, Timeline
 from pipeloom.sim.costs import MOST_UNITS
@@ -340,12 +341,14 @@ class CostModel(StepCosts):
         return StepPrediction(step_seconds=seconds, update_seconds=update, timeline=timeline)
 
     def shared_sum_seconds(self, of: Configuration, placement: Placement) -> float:
-        """With the exchange of a tied table's gradients between the first and the last rank of a measured machine."""
+        """With the exchange of a tied table's gradients between the ranks with the first and the last stage."""
         seconds = super().shared_sum_seconds(of, placement)
         cluster = self.cluster.beside(of.devices)
-        if cluster.measured is None or not self.model.tie_embeddings or placement.replicas[0] == placement.replicas[-1]:
+        if not self.model.tie_embeddings or placement.replicas[0] == placement.replicas[-1]:
             return seconds
-        size = 4 * self._bytes.tied(of)
+        size = NumberBytes.of(of.precision).gradient * self._bytes.tied(of)
+        if cluster.measured is None:
+            return seconds + exchanged_seconds([size], self.network(of))
         both = max(1.0, 2 * of.devices / of.pipeline / cluster.measured.cores)
         sums = KernelTimes(cluster, of.element).elementwise(3 * size, 1)
         return seconds + self.corrections.factor(of) * both * (exchange_seconds(cluster, size) + sums)

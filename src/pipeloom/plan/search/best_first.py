@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
 
 from pipeloom.common.division import divisors
@@ -29,10 +30,13 @@ _COLLECTED = 1_000_000  # objects between two looks for cycles
 _NEAR = 1.12  # of the bound of what is left: no second looks
 _FAR = 1.25  # from the bound of what is left: a search goes on, as where nothing is left
 _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
-# On many devices, where a search ends early: of its steps, for each pipeline degree and for all of them, then again where
-# the best plan is still far from the bounds; and for the rest.
+# On many devices, where a search ends early: of its steps, for each part of the space and for all of them, then again
+# where the best plan is still far from the bounds; and for the rest.
 _LOOKS, _REST = ((0.4, 1.6), (1.0, 2.0)), 0.2
 _LOOSE = frozenset({"offload", "offload_states", "slices"})  # what plans take with them is far above their bounds
+
+
+_Degrees = tuple[tuple[str, int], ...]  # of a part of the space, by name
 
 
 @dataclass(kw_only=True)
@@ -87,82 +91,117 @@ def find_plans(
     Raises:
         InputError: there is none.
     """
-    begin, steps, simulated = time.perf_counter(), steps or Steps(costs), 0
+    begin = time.perf_counter()
+    searches = _Searches(costs, request, steps or Steps(costs), exhaustive, can_run, accept, part)
     many = request.devices > MANY_DEVICES and not exhaustive
-    coarse = (
-        many and "data_granularity" not in request.fixed and request.objective != "memory"
-    )  # finer granularities need less
+    coarse = many and "data_granularity" not in request.fixed and request.objective != "memory"  # finer ones need less
     first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
-
-    def searched(of: Request, plans: Sequence[Simulated], part: float = part) -> tuple[TreeSearch, BestPlans]:
-        best = BestPlans(of, accept, plans)
-        search = TreeSearch(steps, of, best, exhaustive=exhaustive, can_run=can_run, part=part)
-        search.run()
-        return search, best
-
-    def looked(of: Request, plans: Sequence[Simulated], part: float) -> tuple[TreeSearch, BestPlans]:
-        best = BestPlans(request, accept, plans)
-        look = TreeSearch(steps, of, best, exhaustive=False, can_run=can_run, part=part, counts=False)
-        look.run()
-        return look, best
-
     with rare_collections():
-        best, rest = list(known), part
+        best, rest = list(known), 1.0
         if not known and not exhaustive:
-            least_of: dict[int, float] = {}
-            for few in _first_looks(request, costs.num_blocks):
-                look, found = looked(few, best, _FIRST_LOOK)
-                simulated, best = simulated + look.simulated, found.plans
-                least_of[few.fixed["pipeline"]] = look.least
-            if many and len(least_of) > 1:
-                rest = _REST * part
-                for each, most in _LOOKS:
-                    left = most * part
-                    for pipeline in sorted(least_of, key=lambda degree: least_of[degree]):
-                        for of in (first, request) if coarse else (request,):
-                            if left <= 0 or least_of[pipeline] == inf:
-                                break
-                            of = replace(of, fixed={**of.fixed, "pipeline": pipeline})
-                            look, found = looked(of, best, each * part)
-                            simulated, best, left = simulated + look.simulated, found.plans, left - look.taken
-                            least = look.least
-                        least_of[pipeline] = least
-                    if best and found.value(best[0]) <= _NEAR * min(least_of.values()):
-                        break
-        search, found = searched(first, best, rest)
+            leasts, best = searches.first_looks()
+            if many and len(leasts) > 1:
+                best, rest = searches.looks([first, request] if coarse else [request], leasts, best), _REST
+        search, found = searches.search(first, best, rest)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
-        if coarse and (far if rest == part else not found.plans):  # finer granularities need less memory, and hide less
-            simulated += search.simulated
-            search, found = searched(request, found.plans)
+        if coarse and (far if rest == 1.0 else not found.plans):  # finer granularities need less memory, and hide less
+            search, found = searches.search(request, found.plans)
         if not found.plans:
             least: Sequence[Simulated] = ()
             if search.refusals.least_bytes < inf:
-                least = searched(replace(request, memory_bytes=inf, objective="memory", top=1), ())[1].plans
+                least = searches.search(replace(request, memory_bytes=inf, objective="memory", top=1), ())[1].plans
             if not least or least[0].peak > request.memory_bytes:
                 raise InputError(no_plan(costs, request, search.refusals, least[0].peak if least else inf))
             found.plans = [*least]  # closed forms of memory with offload led to none that fits
-    simulated += search.simulated
     return Answer(
         objective=request.objective,
         plans=found.plans,
         refused=dict(search.refusals.reasons.most_common()),
-        considered=search.refusals.considered + simulated,
-        simulated=simulated,
+        considered=search.refusals.considered + searches.simulated,
+        simulated=searches.simulated,
         value=found.value(found.plans[0]),
         least=search.least,
         seconds=time.perf_counter() - begin,
     )
 
 
-def _first_looks(request: Request, layers: int) -> Iterator[Request]:
-    """Small parts of the space, one for each pipeline degree: with a plan of each, the search discards more.
+@dataclass
+class _Searches:
+    """The searches of one request, see `find_plans`.
 
-    Where memory is short, the search would else end among plans that offload, whose bounds are too low.
+    Attributes:
+        simulated: configurations, by all of them.
     """
-    forbidden = request.forbidden | (_LOOSE - request.fixed.keys())
-    for pipeline in divisors(request.devices):
-        if pipeline <= layers and request.allows("pipeline", pipeline):
-            yield replace(request, fixed={**request.fixed, "pipeline": pipeline}, forbidden=forbidden)
+
+    costs: StepCosts
+    request: Request
+    steps: Steps
+    exhaustive: bool
+    can_run: CanRun
+    accept: Callable[[Simulated], str | None]
+    part: float
+    simulated: int = 0
+
+    def search(
+        self, of: Request, plans: Sequence[Simulated], part: float = 1.0, *, counts: bool = True
+    ) -> tuple[TreeSearch, BestPlans]:
+        """Search with a part of the steps, where plans are known; `counts` as for `TreeSearch`."""
+        best = BestPlans(of, self.accept, plans)
+        search = TreeSearch(
+            *(self.steps, of, best),
+            exhaustive=self.exhaustive,
+            can_run=self.can_run,
+            part=self.part * part,
+            counts=counts,
+        )
+        search.run()
+        self.simulated += search.simulated
+        return search, best
+
+    def first_looks(self) -> tuple[dict[_Degrees, float], list[Simulated]]:
+        """A short look at each part of the space: the bounds of what is left there, and the best plans.
+
+        Where memory is short, a search would else end among plans that offload, whose bounds are too low.
+        """
+        leasts, best, request = dict[_Degrees, float](), list[Simulated](), self.request
+        forbidden = request.forbidden | (_LOOSE - request.fixed.keys())
+        for degrees in _degrees(request, self.costs):
+            few = replace(request, fixed={**request.fixed, **dict(degrees)}, forbidden=forbidden)
+            look, found = self.search(few, best, _FIRST_LOOK / self.part, counts=False)
+            leasts[degrees], best = look.least, found.plans
+        return leasts, best
+
+    def looks(self, spaces: Sequence[Request], leasts: dict[_Degrees, float], best: list[Simulated]) -> list[Simulated]:
+        """The best plans after longer looks at the parts whose bounds are least.
+
+        A search of all would take its steps in few of them, and end.
+
+        Args:
+            spaces: where to look, one after another.
+            leasts: of each part, the bound of what is left; it is changed.
+            best: plans that are known.
+        """
+        for each, left in _LOOKS:
+            for degrees in sorted(leasts, key=lambda part: leasts[part]):
+                if left <= 0 or leasts[degrees] == inf:
+                    break
+                for space in spaces:
+                    of = replace(space, fixed={**space.fixed, **dict(degrees)})
+                    look, found = self.search(of, best, each, counts=False)
+                    best, left = found.plans, left - look.taken / self.part
+                leasts[degrees] = look.least
+            if best and found.value(best[0]) <= _NEAR * min(leasts.values()):
+                break
+        return best
+
+
+def _degrees(request: Request, costs: StepCosts) -> Iterator[_Degrees]:
+    """The parts of the space, by the degrees that decide the most: a search that knows a plan of each discards more."""
+    of_experts = divisors(request.devices) if costs.has_experts else [None]
+    for pipeline, expert in product(divisors(request.devices), of_experts):
+        degrees = [("pipeline", pipeline)] if expert is None else [("pipeline", pipeline), ("expert", expert)]
+        if pipeline <= costs.num_blocks and all(request.allows(*each) for each in degrees):
+            yield tuple(degrees)
 
 
 @contextmanager
