@@ -53,8 +53,8 @@ def test_a_step_as_predicted_is_measured_the_same(name, chunks):
 
 def test_times_beside_predicted_ones():
     measured, predicted = PlanTimes(step=0.05, forward=0.004), PlanTimes(step=0.04, forward=0.003)
-    assert measured.beside(predicted) == "step 50 ms (predicted 40 ms, -20%), forward 4 ms (3 ms)"
-    assert measured.beside(PlanTimes(step=0.055)) == "step 50 ms (predicted 55 ms, +10%)"
+    assert measured.beside(predicted) == "step 50 ms (predicted 40 ms, 20% too low), forward 4 ms (3 ms)"
+    assert measured.beside(PlanTimes(step=0.055)) == "step 50 ms (predicted 55 ms, 10% too high)"
 
 
 def planned(parallel=None, **others):

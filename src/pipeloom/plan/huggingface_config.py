@@ -9,7 +9,7 @@ weights.
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, folded
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.plan.architecture import Architecture
 
@@ -52,6 +52,9 @@ def architecture_of(content: Mapping[str, Any], option: str) -> Architecture:
     def number(names: tuple[str, ...], default: int | None = None) -> int:
         found = next((sizes[name] for name in names if type(sizes.get(name)) is int and sizes[name] > 0), default)
         if found is None:
+            wrong = next((name for name in names if sizes.get(name) is not None), None)
+            if wrong is not None:
+                raise InputError(f"{option}: {wrong} is {folded(sizes[wrong])}: must be an integer of at least 1.")
             raise InputError(
                 f"{option}: has no {names[0]}. Pass the config.json of a decoder, or give --model.* sizes."
             )

@@ -89,7 +89,7 @@ def seconds_of(costs: StepCosts, found: Simulated) -> dict[str, float]:
         "compute": found.busy_seconds - recompute - sum(inside.values()),
         "recompute": recompute,
         **inside,
-        "pipeline": found.step_seconds - found.update_seconds - found.busy_seconds - data,
+        "pipeline": max(0.0, found.step_seconds - found.update_seconds - found.busy_seconds - data),
         "data": data,
         "optimizer": found.update_seconds,
     }

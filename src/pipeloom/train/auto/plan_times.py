@@ -65,10 +65,11 @@ class PlanTimes:
         return cls(step=step, forward=forward, backward=backward, waits=makespan - busy, update=step - makespan)
 
     def beside(self, predicted: "PlanTimes") -> str:
-        """``step 52 ms (predicted 48 ms), forward ...``: these times beside predicted ones."""
+        """``step 52 ms (predicted 48 ms, 8% too low), forward ...``: these times beside predicted ones."""
         pairs = [(name, value, getattr(predicted, name)) for name, value in asdict(self).items()]
         return ", ".join(
-            f"{name} {seconds_text(value)} (predicted {seconds_text(guess)}, {guess / value - 1:+.0%})"
+            f"{name} {seconds_text(value)} (predicted {seconds_text(guess)}, {abs(guess / value - 1):.0%} too "
+            f"{'low' if guess < value else 'high'})"
             if name == "step"
             else f"{name} {seconds_text(value)} ({seconds_text(guess)})"
             for name, value, guess in pairs
