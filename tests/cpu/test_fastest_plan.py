@@ -21,7 +21,7 @@ def _plan(schedule: str, seconds: float | None) -> pl.Plan:
 
 
 def _choose(rank: int) -> tuple[str, set[str]]:
-    """Where steps of GPipe take longer than predicted."""
+    """Where GPipe is predicted to be the fastest, and is not."""
     started = set[str]()
 
     def start(plan: pl.Plan) -> pl.Pipeline:
@@ -34,8 +34,8 @@ def _choose(rank: int) -> tuple[str, set[str]]:
         if pipe.schedule.name == "gpipe" and rank:
             time.sleep(0.03)
 
-    # zb-h1 is predicted too slow to be tried; plans of process 0 count.
-    plans = [_plan("zb-h1", 0.0112), _plan("1f1b", 0.0105), _plan("gpipe", 0.01)]
+    # zb-h1 is predicted too slow to be tried, also beside other load; plans of process 0 count.
+    plans = [_plan("zb-h1", 1.12), _plan("1f1b", 1.05), _plan("gpipe", 1.0)]
     return pl.fastest_plan([] if rank else plans, start, step).make_schedule().name, started
 
 
