@@ -100,7 +100,7 @@ def find_plans(
         best, rest = list(known), 1.0
         if not known and not exhaustive:
             leasts, best = searches.first_looks()
-            if many and len(leasts) > 1:
+            if many and len(leasts) > 1 and best:  # else all plans offload, and these bounds say little about them
                 best, rest = searches.looks([first, request] if coarse else [request], leasts, best), _REST
         search, found = searches.search(first, best, rest)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
