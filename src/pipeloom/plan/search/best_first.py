@@ -33,6 +33,7 @@ _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
 # On many devices, where a search ends early: of its steps, for each part of the space and for all of them, then again
 # where the best plan is still far from the bounds; and for the rest.
 _LOOKS, _REST = ((0.4, 1.6), (1.0, 2.0)), 0.2
+_SECOND = 0.1  # of the steps of a search, for the least memory where a plan without offload is known
 _LOOSE = frozenset({"offload", "offload_states", "slices"})  # what plans take with them is far above their bounds
 
 
@@ -109,7 +110,7 @@ def find_plans(
         if not found.plans:
             least: Sequence[Simulated] = ()
             if search.refusals.least_bytes < inf:
-                least = searches.search(replace(request, memory_bytes=inf, objective="memory", top=1), ())[1].plans
+                least = searches.least_memory()
             if not least or least[0].peak > request.memory_bytes:
                 raise InputError(no_plan(costs, request, search.refusals, least[0].peak if least else inf))
             found.plans = [*least]  # closed forms of memory with offload led to none that fits
@@ -164,12 +165,25 @@ class _Searches:
         Where memory is short, a search would else end among plans that offload, whose bounds are too low.
         """
         leasts, best, request = dict[_Degrees, float](), list[Simulated](), self.request
-        forbidden = request.forbidden | (_LOOSE - request.fixed.keys())
         for degrees in _degrees(request, self.costs):
-            few = replace(request, fixed={**request.fixed, **dict(degrees)}, forbidden=forbidden)
+            few = replace(request, fixed={**request.fixed, **dict(degrees)}, forbidden=self._without_loose)
             look, found = self.search(few, best, _FIRST_LOOK / self.part, counts=False)
             leasts[degrees], best = look.least, found.plans
         return leasts, best
+
+    def least_memory(self) -> list[Simulated]:
+        """The plan that needs the least memory: without offload it is soon found, and discards most with offload."""
+        any_memory = replace(self.request, memory_bytes=inf, objective="memory", top=1)
+        found: list[Simulated] = []
+        if _LOOSE - self.request.fixed.keys() - self.request.forbidden:
+            kept = replace(any_memory, forbidden=self._without_loose)
+            found = self.search(kept, (), _SECOND, counts=False)[1].plans
+        return self.search(any_memory, found, _SECOND if found else 1.0)[1].plans
+
+    @property
+    def _without_loose(self) -> frozenset[str]:
+        """What is forbidden where plans have none of `_LOOSE` that is not fixed."""
+        return self.request.forbidden | (_LOOSE - self.request.fixed.keys())
 
     def looks(self, spaces: Sequence[Request], leasts: dict[_Degrees, float], best: list[Simulated]) -> list[Simulated]:
         """The best plans after longer looks at the parts whose bounds are least.
