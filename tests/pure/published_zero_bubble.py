@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from pipeloom.ir.recompute import Recompute
 from tests.pure.published_runs import Run, configuration, gpt
@@ -71,7 +70,7 @@ def _run(table: str, name: str, schedule: str, microbatches: int, samples: float
         model=gpt(*sizes, sequence=1024, vocabulary=50304),
         cluster="dgx-a100-80",
         software="megatron-2022",
-        of=replace(of, schedule=_SCHEDULES[schedule]),
+        of=of._replace(schedule=_SCHEDULES[schedule]),
         seconds=microbatches * size / ranks / samples,
         use="seen" if table == "4" and ranks == 8 else "held out",
         without_barrier=no_bubble,

@@ -170,10 +170,7 @@ def test_pipelines_are_corrected_by_the_schedule_that_is_most_like_theirs():
     for schedule, expected in (("zb-v", 1.4), ("v-min", 1.4), ("chimera", 1.6), ("dualpipe", 1.6), ("hanayo", 1.2)):
         assert factor(schedule, 2, pipeline=4) == pytest.approx(expected)
     assert factor("interleaved", 2, pipeline=4) == pytest.approx(1.2)
-    one = [
-        replace(Configuration(schedule=name, pipeline=4, precision=FP32), microbatch_size=4)
-        for name in ("1f1b", "gpipe")
-    ]
+    one = [Configuration(schedule=name, pipeline=4, precision=FP32, microbatch_size=4) for name in ("1f1b", "gpipe")]
     assert [costs.corrections.factor(of) for of in one] == pytest.approx([1.2, 1.2])  # the same order
     two = {"pipeline": 2, "inside": InsideStage(tensor=2)}
     assert factor("gpipe", **two) == pytest.approx(1.3)  # measured with 1F1B alone
@@ -195,7 +192,7 @@ def test_steps_of_the_same_order_are_one_reference():
     costs = plain.corrected_by(replace(known, seconds=rows), FP32)
 
     def factors(of: Configuration) -> list[float]:
-        return [costs.corrections.factor(replace(of, schedule=name)) for name in ("1f1b", "gpipe")]
+        return [costs.corrections.factor(of._replace(schedule=name)) for name in ("1f1b", "gpipe")]
 
     assert factors(replace(whole, microbatches=8, microbatch_size=1)) == pytest.approx([1.2, 1.0], rel=0.01)
     assert factors(whole) == [pytest.approx(1.3, rel=0.02)] * 2
@@ -210,7 +207,7 @@ def compared(costs: CostModel, devices: int, rng: random.Random) -> int:
             ways = list(space.ways(mesh))
             for shape in some(space.shapes.found(mesh), 3, rng):
                 way = rng.choice(ways)
-                of = replace(shape.of, strategy=way.of.strategy, granularity=way.of.granularity)
+                of = shape.of._replace(strategy=way.of.strategy, granularity=way.of.granularity)
                 bounds = space.group_bound(group, devices), way.least, space.shapes.bound(shape)
                 try:
                     seconds = costs.predict(of).step_seconds

@@ -244,7 +244,7 @@ def test_measured_layers_replace_predicted_ones():
     assert costs.stage_seconds(of) == [pytest.approx((1 + 4 * 6 + 3, 4 * 7 + 4, 2 + 4 * 8 + 5))]
     assert costs.costs(of).backward_input == pytest.approx((1.5 * 32,))
     assert costs.costs(of).backward == pytest.approx((71.0,))
-    bigger = costs.stage_seconds(replace(of, microbatch_size=4))[0]
+    bigger = costs.stage_seconds(of._replace(microbatch_size=4))[0]
     assert 1.5 * 28 < bigger.forward < 2.5 * 28
 
 
@@ -285,7 +285,7 @@ def test_a_profile_knows_what_it_takes_to_split_a_backward():
 
 def test_stages_that_two_ranks_hold_exchange_and_add_their_gradients():
     of, costs = Configuration(pipeline=2, microbatches=4, schedule="dualpipe"), profiled()
-    assert costs.shared_sum_seconds(of, costs.program(replace(of, schedule="1f1b")).placement) == 0.0
+    assert costs.shared_sum_seconds(of, costs.program(of._replace(schedule="1f1b")).placement) == 0.0
     size = 4e6 * 4  # bytes of all four units, which both ranks hold
     sums = KernelTimes(machine(), 4).elementwise(3 * size, 1)
     assert costs.shared_sum_seconds(of, costs.program(of).placement) == pytest.approx(sums + size * 1e-9, rel=0.01)
@@ -303,7 +303,7 @@ def test_bounds_of_data_links_know_which_strategies_read_in_place():
     request = Request(devices=2, batch_size=2)
     precision = replace(Configuration().precision, dtype="fp32")  # no master parameters
     shape = Shape(Configuration(data=2, precision=precision), Placement.loop(1, 1), split=False)
-    ways = [replace(shape.of, strategy=each) for each in DataStrategy]
+    ways = [shape.of._replace(strategy=each) for each in DataStrategy]
 
     def bounds(*ways):
         return Shapes(CostModel(model=model(), cluster=quick_messages()), request, Refusals()).link_bounds(shape, ways)
@@ -321,7 +321,7 @@ def test_replicas_of_one_machine_exchange_through_shared_memory(dtype):
     of = Configuration(data=2, precision=replace(Configuration().precision, dtype=dtype))
     gathers, sums = {}, {}
     for strategy in DataStrategy:
-        each = replace(of, strategy=strategy)
+        each = of._replace(strategy=strategy)
         network, data = costs.network(each), each.data_axis()
         gathers[strategy], sums[strategy] = (form(data, 1e8, network) for form in (gather_seconds, reduce_seconds))
     with_zero = [DataStrategy.ZERO1, DataStrategy.ZERO2, DataStrategy.ZERO3]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -62,7 +61,7 @@ def choices_of(costs: CostModel, request: Request, shape: Shape, way: Way, rng: 
     except PipeloomError:
         return []
     given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
-    of = replace(shape.of, **given)
+    of = shape.of._replace(**given)
     offloaded = memory.offloaded(of, every=True).values()
     return [*memory.found(of, every=True)[0], *(choice for each in offloaded for choice in some(each, 1, rng))]
 

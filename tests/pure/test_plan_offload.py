@@ -67,7 +67,7 @@ def test_keys_and_values_of_slices_stay_on_the_device():
         schedule="seq1f1b", pipeline=8, slices=4, microbatches=16, microbatch_size=2, blocks=(1,) * 8,
         recompute=Recompute.FULL,
     )  # fmt: skip
-    whole = max(costs.peak_bytes(replace(of, recompute=Recompute.NONE)))
+    whole = max(costs.peak_bytes(of._replace(recompute=Recompute.NONE)))
     shape = Shape(of, *shape_of("seq1f1b", 8, 1, 4))
     request = Request(devices=8, batch_size=32, memory_bytes=0.8 * whole)
     (choice,) = MemoryChoices(costs, shape, moments_of(of), request).offloaded(of)[(Recompute.FULL,) * 8]

@@ -83,7 +83,7 @@ def test_layouts_of_gpt_xl_are_in_order_with_kernels_and_overlap_of_pipeloom():
     found = []
     for run in published_runs.layouts()[:4]:
         cut = run.of.inside.tensor > 1 and run.of.pipeline > 1
-        of = replace(run.of, inside=InsideStage(tensor=run.of.inside.tensor, sequence=cut))
+        of = run.of._replace(inside=InsideStage(tensor=run.of.inside.tensor, sequence=cut))
         found.append(replace(run, of=of, software="pipeloom"))
     assert same_order(found)
 
@@ -186,7 +186,7 @@ def test_no_schedule_is_faster_than_the_bound(name):
         )  # fmt: skip
         costs = cost_model(model, "dgx-a100-80", "pipeloom")
         plan = family(num_ranks=ranks, num_microbatches=microbatches, num_slices=slices, conditions=None)
-        of = replace(of, chunks=plan.num_stages // ranks) if plan.num_stages >= ranks else of
+        of = of._replace(chunks=plan.num_stages // ranks) if plan.num_stages >= ranks else of
         schedule = costs.schedule(of) if family.to_measure else plan
         check(schedule)
         found = costs.predict(of, costs.program(of, schedule))
@@ -209,5 +209,5 @@ def test_costs_of_a_configuration_are_counted_in_closed_form():
     """The layers' costs once, then sums: many configurations per second."""
     costs, of = cost_model(NAMED["gpt3-175b"], "dgx-a100-80", "pipeloom"), Configuration(pipeline=8, microbatches=8)
     first = costs.stage_seconds(of)
-    assert costs.stage_seconds(replace(of, microbatches=64, data=4)) == first
+    assert costs.stage_seconds(of._replace(microbatches=64, data=4)) == first
     assert len(costs._layers) == 1

@@ -1,8 +1,8 @@
 """`Configuration`: how a transformer is trained on the devices of a cluster. No torch here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from pipeloom.common.division import even_parts
 from pipeloom.errors import InputError
@@ -13,9 +13,10 @@ from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.links import ORDER, strides
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
-    """All degrees and options on which the costs of a step depend.
+class Configuration(NamedTuple):
+    """All degrees and options on which the costs of a step depend, as keywords.
+
+    A search makes and compares very many of them: a named tuple is the fastest.
 
     Attributes:
         schedule: name of the schedule.
@@ -46,9 +47,9 @@ class Configuration:
     data: int = 1
     strategy: DataStrategy = DataStrategy.DDP
     granularity: Granularity = Granularity.STEP
-    inside: InsideStage = field(default_factory=InsideStage)
+    inside: InsideStage = InsideStage()
     recompute: Recompute | Sequence[Recompute] = Recompute.NONE
-    precision: Precision = field(default_factory=lambda: Precision("bf16"))
+    precision: Precision = Precision("bf16")
     optimizer: str = "adamw"
     blocks: tuple[int, ...] | None = None
     order: tuple[str, ...] = ORDER

@@ -79,7 +79,7 @@ def seconds_of(costs: StepCosts, found: Simulated) -> dict[str, float]:
     collectives inside computations, without what computations hide.
     """
     of = found.of
-    plain = replace(of, recompute=Recompute.NONE)
+    plain = of._replace(recompute=Recompute.NONE)
     work, without = (sum(map(sum, costs.stage_seconds(each))) for each in (of, plain))
     scale = found.busy_seconds / max(work, 1e-30)
     inside = {axis: scale * _collective_seconds(costs, plain, axis) for axis in _AXES}

@@ -1,7 +1,7 @@
 """Schedules, virtual stages, slices, orders of mesh axes, and blocks per stage of a mesh. No torch here."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations, product
 from math import inf
@@ -97,7 +97,7 @@ class Shapes:
         key = self._costs.same_seconds(of)
         found = self._known.single.get(key)
         if found is None:
-            blocks = self._costs.stage_seconds(replace(single_blocks(of, self._layers), recompute=Recompute.NONE))
+            blocks = self._costs.stage_seconds(single_blocks(of, self._layers)._replace(recompute=Recompute.NONE))
             found = self._known.single[key] = blocks, min(each.forward + each.backward_input for each in blocks)
         return found
 
@@ -122,7 +122,7 @@ class Shapes:
                     continue
                 for order in orders:
                     for blocks in self._blocks(of, slices, order, placement):
-                        each = replace(of, schedule=name, chunks=chunks, slices=slices, order=order, blocks=blocks)
+                        each = of._replace(schedule=name, chunks=chunks, slices=slices, order=order, blocks=blocks)
                         yield Shape(each, placement, split)
 
     def _chunks(self, family: Family, pipeline: int) -> list[int]:
@@ -178,7 +178,7 @@ class Shapes:
         key = _same_layers(of), slices, order, placement, alone
         found = self._known.blocks.get(key)
         if found is None:
-            found = self._known.blocks[key] = self._balanced(replace(of, slices=slices, order=order), placement, alone)
+            found = self._known.blocks[key] = self._balanced(of._replace(slices=slices, order=order), placement, alone)
         return found
 
     def _balanced(self, of: Configuration, placement: Placement, ends_alone: bool) -> list[tuple[int, ...]]:
@@ -188,7 +188,7 @@ class Shapes:
             return list(dict.fromkeys((even, balanced_blocks(seconds, placement))))
         if len(even) == 1:
             return [even]
-        apart = replace(of, chunks=1, blocks=(0, *[1] * self._layers, 0), recompute=Recompute.NONE)
+        apart = of._replace(chunks=1, blocks=(0, *[1] * self._layers, 0), recompute=Recompute.NONE)
         seconds = [sum(each) for each in self._costs.stage_seconds(apart)]
         first, *inner, last = balanced_blocks(seconds, placement)  # of embedding, blocks, and head
         return list(dict.fromkeys((even, (first - 1, *inner, last - 1))))
@@ -200,7 +200,7 @@ class Shapes:
         found: dict[tuple[str, ...], tuple[float, ...]] = {}
         for chosen in permutations(axes):
             order = (*(axis for axis in ORDER if axis not in (*chosen, "tp")), *chosen, "tp")
-            found[order] = self._link_seconds(replace(of, order=order))
+            found[order] = self._link_seconds(of._replace(order=order))
         unique = {costs: order for order, costs in reversed(found.items())}
         return [
             order
@@ -243,7 +243,7 @@ class Shapes:
         for of in strategies:
             key = same, of.precision, of.optimizer, of.strategy, of.offload_states
             if key not in bounds:
-                each = replace(shape.of, strategy=of.strategy, offload_states=of.offload_states)
+                each = shape.of._replace(strategy=of.strategy, offload_states=of.offload_states)
                 update = self._costs.update_seconds(each, shape.placement.stages_of)
                 bounds[key] = self._least * (link_seconds(self._costs, shape._replace(of=each)) + update)
             found.append(bounds[key])
@@ -252,7 +252,7 @@ class Shapes:
 
 def single_blocks(of: Configuration, layers: int) -> Configuration:
     """The configuration with a stage for each block."""
-    return replace(of, chunks=1, blocks=(1,) * layers)
+    return of._replace(chunks=1, blocks=(1,) * layers)
 
 
 def _same_layers(of: Configuration) -> Hashable:

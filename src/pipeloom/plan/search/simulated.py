@@ -100,7 +100,7 @@ class Steps:
 
     def peaks(self, of: Configuration, limit: float | None, find: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """Peak memory of every rank, which the order of the mesh axes does not change."""
-        key = replace(of, order=ORDER), limit
+        key = of._replace(order=ORDER), limit
         if schedules.find(of.schedule).to_measure:
             return find()
         if key not in self._peaks:
@@ -154,8 +154,8 @@ class Step:
         number, group = short_microbatches(of, of.stages)
         number = of.microbatches if whole else number
         self._times = (of.microbatches - number) // group  # of the group, beside the short step
-        self._short = replace(of, microbatches=number)
-        self._shorter = replace(of, microbatches=number - group)
+        self._short = of._replace(microbatches=number)
+        self._shorter = of._replace(microbatches=number - group)
 
     def _program(self, of: Configuration) -> Program:
         return self._steps.program(of, self._limit)

@@ -9,7 +9,6 @@ Each level refuses configurations that cannot run or cannot fit, and counts them
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from math import inf
 from typing import Any, NamedTuple
@@ -244,7 +243,7 @@ class Space:
         """
         key, known = (of, self.request.batch_size), self._known.work
         if key not in known:
-            most = replace(of, microbatches=self.request.batch_size // of.microbatch_size)
+            most = of._replace(microbatches=self.request.batch_size // of.microbatch_size)
             extremes = {self.costs.same_seconds(each): each for each in (of, most)}.values()
             work = min(sum(map(sum, self.costs.stage_seconds(each))) for each in extremes)
             known[key] = work, min(map(self.shapes.least_way, extremes))
@@ -261,7 +260,7 @@ class Space:
                 continue
             key = of.precision, data * of.inside.context, microbatches == 1
             if key not in self._least_bytes:
-                each = replace(of, pipeline=pipeline, data=data, microbatches=microbatches)
+                each = of._replace(pipeline=pipeline, data=data, microbatches=microbatches)
                 ways = ways_of(each, request, offloads_states=self._offloads_states)
                 self._least_bytes[key] = min(
                     (way_bytes(each, *way[:2], offload_states=way[2])[1] for way in ways), default=inf
@@ -298,7 +297,7 @@ class Space:
             else:
                 microbatches = request.batch_size // (data * of.microbatch_size)
                 if request.allows("microbatches", microbatches):
-                    yield replace(of, pipeline=pipeline, data=data, microbatches=microbatches)
+                    yield of._replace(pipeline=pipeline, data=data, microbatches=microbatches)
 
     def ways(self, of: Configuration) -> Iterator[Way]:
         """The configurations of a mesh, with a data strategy each; those whose states do not fit are left out."""
@@ -324,7 +323,7 @@ class Space:
             if min(work, other) == inf:
                 self.refusals.too_large(states)
                 continue
-            each = replace(of, strategy=strategy, granularity=granularity, offload_states=offload_states)
+            each = of._replace(strategy=strategy, granularity=granularity, offload_states=offload_states)
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
             link = self._link_bound(each, share)
             without, with_offload = (self._least * max(busy + fill + update, link) for busy in (work, other))
@@ -334,7 +333,7 @@ class Space:
         """Elements of the parameters of one pipeline on one process of each stage."""
         sizes = self._known.sizes
         if of.inside not in sizes:
-            sizes[of.inside] = sum(self.costs.parameters(replace(of, pipeline=1, blocks=None)))
+            sizes[of.inside] = sum(self.costs.parameters(of._replace(pipeline=1, blocks=None)))
         return sizes[of.inside]
 
     def _recomputed(self, of: Configuration) -> Recomputed:
@@ -343,8 +342,8 @@ class Space:
         if key not in known:
             single = single_blocks(of, self._layers)
             known[key] = Recomputed(
-                {kind: self.costs.stage_seconds(replace(single, recompute=kind)) for kind in kinds},
-                {kind: self.costs.kept_bytes(replace(single, recompute=kind)) for kind in kinds},
+                {kind: self.costs.stage_seconds(single._replace(recompute=kind)) for kind in kinds},
+                {kind: self.costs.kept_bytes(single._replace(recompute=kind)) for kind in kinds},
             )
         return known[key]
 
@@ -352,7 +351,7 @@ class Space:
         """Seconds for which the data link of a rank is busy."""
         if of.replicas == 1 or self.costs.has_experts:
             return 0.0
-        network = self.costs.network(replace(of, order=_INNER_DATA, pipeline=1))  # the fastest links
+        network = self.costs.network(of._replace(order=_INNER_DATA, pipeline=1))  # the fastest links
         formats, data = NumberBytes.of(of.precision), of.data_axis()
         gathers = gather_seconds(data, formats.compute * parameters, network)
         sums = reduce_seconds(data, formats.gradient * parameters, network)

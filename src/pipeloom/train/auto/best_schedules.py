@@ -102,7 +102,7 @@ def _candidate(config: TrainConfig, schedule: Schedule, costs: CostModel, vocabu
     step = costs.predict(of, program)
     return _Candidate(
         config=config,
-        of=replace(of, chunks=schedule.placement.num_chunks),
+        of=of._replace(chunks=schedule.placement.num_chunks),
         schedule=schedule,
         times=PlanTimes.predicted(step.timeline, step.step_seconds),
         peaks=tuple(costs.peak_bytes(of, program)),

@@ -1,7 +1,5 @@
 """Times of a run of pipeloom's GPT on a cluster, from its configuration. No torch."""
 
-from dataclasses import replace
-
 from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.ir.recompute import Recompute, recompute_of_stages
 from pipeloom.plan.architecture import Architecture
@@ -22,7 +20,7 @@ def cluster_costs(config: TrainConfig, vocabulary_size: int, cluster: Cluster) -
         InputError: sizes that cannot be shared, or a cut by measured times.
     """
     of, costs = (
-        replace(configuration_of(config, vocabulary_size), recompute=Recompute.NONE),
+        configuration_of(config, vocabulary_size)._replace(recompute=Recompute.NONE),
         _costs(config, vocabulary_size, cluster),
     )
     return CostsFile(costs=costs.costs(of), network=costs.network(of), memory_caps=None)

@@ -6,7 +6,7 @@ those of some moments of the step, so that they are never more than its peak.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from operator import sub
@@ -69,15 +69,15 @@ class MemoryChoices:
         free = "offload" not in request.fixed and request.allows("offload", 0)
         self._offloads = free and costs.can_offload and not schedules.find(of.schedule).to_measure
         self._kept = {
-            kind: [size / of.slices for size in costs.kept_bytes(replace(of, recompute=kind))] for kind in self._kinds
+            kind: [size / of.slices for size in costs.kept_bytes(of._replace(recompute=kind))] for kind in self._kinds
         }
-        block, counts = replace(of, pipeline=costs.num_blocks, chunks=1, blocks=None), of.blocks_of(costs.num_blocks)
-        every = costs.kept_bytes(replace(block, recompute=Recompute.NONE))
+        block, counts = of._replace(pipeline=costs.num_blocks, chunks=1, blocks=None), of.blocks_of(costs.num_blocks)
+        every = costs.kept_bytes(block._replace(recompute=Recompute.NONE))
         # While a backward recomputes its first block, the block's activations are there too; on the last stage those of
         # the head are gone by then. Slices share keys and values.
         self._again = {}
         for kind in self._kinds:
-            stages = consecutive(list(map(sub, every, costs.kept_bytes(replace(block, recompute=kind)))), counts)
+            stages = consecutive(list(map(sub, every, costs.kept_bytes(block._replace(recompute=kind)))), counts)
             self._again[kind] = [stage[-1] if stage and of.slices == 1 else 0.0 for stage in stages[:-1]] + [0.0]
         self._room = OffloadRoom(costs, shape, moments, self._kept)
 
@@ -91,7 +91,7 @@ class MemoryChoices:
     def _seconds(self) -> dict[Recompute, list[float]]:
         """Seconds of one micro-batch per stage, by kind of recomputation."""
         of = self._shape.of
-        return {kind: list(map(sum, self._costs.stage_seconds(replace(of, recompute=kind)))) for kind in self._kinds}
+        return {kind: list(map(sum, self._costs.stage_seconds(of._replace(recompute=kind)))) for kind in self._kinds}
 
     def found(
         self, of: Configuration, beside: Sequence[float] | None = None, *, every: bool = False
@@ -202,7 +202,7 @@ class MemoryChoices:
         return at, most
 
     def _choice(self, of: Configuration, recompute: tuple[Recompute, ...], fixed: Fixed, offload: int | None) -> Choice:
-        of = replace(of, recompute=recompute, offload=offload)
+        of = of._replace(recompute=recompute, offload=offload)
         if offload is None:
             least = max(self._bytes(rank, sizes, recompute) for rank, sizes in enumerate(fixed))
         else:

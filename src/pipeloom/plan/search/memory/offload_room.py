@@ -4,7 +4,6 @@ The slices of a micro-batch share keys and values, which stay on the device.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from math import ceil
 
@@ -105,7 +104,7 @@ class OffloadRoom:
     def _inside(self, kind: Recompute) -> list[float]:
         """Bytes of each stage inside a forward or backward, beside activations at its start and gradients."""
         if kind not in self._of_kinds:
-            model = self._costs.memory_model(replace(self._shape.of, recompute=kind))
+            model = self._costs.memory_model(self._shape.of._replace(recompute=kind))
             found: list[float] = []
             known: dict[tuple[int, ...], float] = {}  # of layers that are alike, and share the table of what they keep
             for stage, layers in enumerate(model.stages):

@@ -144,7 +144,7 @@ class Candidates:
         number = of.offload - max(1, ceil(missing / max(1.0, min(sizes) if tries else max(sizes))))
         if number < lowest_cap(of):
             return []
-        choice = replace(candidate.choice, of=replace(of, offload=number))
+        choice = replace(candidate.choice, of=of._replace(offload=number))
         return [replace(candidate, choice=choice, instead=[], tries=tries + 1)]
 
 

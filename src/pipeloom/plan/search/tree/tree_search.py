@@ -1,7 +1,6 @@
 """Expansion of nodes: from groups to meshes, shapes and candidates, see `pipeloom.plan.search.space`. No torch here."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -149,7 +148,7 @@ class TreeSearch:
         kept: dict[object, float] = {}  # by recomputation, the most activations that stay on a rank
         for way in left:
             given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
-            of = replace(shape.of, **given)
+            of = shape.of._replace(**given)
             choices, least = memory.found(of, self._reserve(moments), every=self._exhaustive)
             offloaded = {}
             if self._takes_all or inf not in [kept.get(each) for each in memory.uniform()[:1]]:
