@@ -194,7 +194,7 @@ def test_steps_of_the_same_order_are_one_reference():
     def factors(of: Configuration) -> list[float]:
         return [costs.corrections.factor(of._replace(schedule=name)) for name in ("1f1b", "gpipe")]
 
-    assert factors(replace(whole, microbatches=8, microbatch_size=1)) == pytest.approx([1.2, 1.0], rel=0.01)
+    assert factors(whole._replace(microbatches=8, microbatch_size=1)) == pytest.approx([1.2, 1.0], rel=0.01)
     assert factors(whole) == [pytest.approx(1.3, rel=0.02)] * 2
     assert len(set(factors(whole))) == 1
 

@@ -498,3 +498,23 @@ def test_models_with_experts_are_looked_at_with_each_expert_degree(monkeypatch):
     best = search(**case).plans[0].step_seconds
     for expert in (1, 2, 4, 8):
         assert best <= 1.01 * search(**case, fixed=f"expert={expert},pipeline=1").plans[0].step_seconds
+
+
+def test_the_usual_choice_of_a_model_with_experts_on_many_devices():
+    """Short looks at its parts, one for each expert degree, leave nothing for longer ones."""
+    model = replace(gpt(8, 1024, 16, vocabulary=32000), experts=ExpertSizes(experts=16, top_k=2, expert_width=4096))
+    costs = cost_model(model, "dgx-a100-80", "pipeloom")
+    usual = usual_plan(costs, Request(devices=128, batch_size=128, memory_bytes=80 * GIB))
+    assert usual is not None
+    assert (usual.of.inside.tensor, usual.of.schedule, usual.of.devices) == (8, "1f1b", 128)
+
+
+def test_offload_does_not_hide_what_a_plan_needs_at_least(monkeypatch):
+    """A search that ends early, among plans that offload, would say that the model needs more memory than it does."""
+    monkeypatch.setattr("pipeloom.plan.search.tree.tree_search._MOST_STEPS", 400.0)
+    needed = []
+    for forbidden in (frozenset(), frozenset({"offload", "offload_states"})):
+        with pytest.raises(InputError, match="no plan fits into 1 GiB per device; the smallest one found needs") as no:
+            search(gpt(126, 16384, 128), 8, 8, GIB, forbidden=forbidden)
+        needed.append(float(re.findall(r"needs ([\d.]+) GiB", str(no.value))[0]))
+    assert needed[0] <= needed[1]

@@ -92,11 +92,15 @@ def test_blocks_of_a_ring_travel_while_others_are_computed():
 
 
 def test_links_are_shared_by_the_devices_of_a_node():
-    far = {"latency_seconds": 1e-5, "flow_bytes_per_second": 50e9}
+    def far(rate, flow=50e9):
+        return LinkRate(bytes_per_second=rate, latency_seconds=1e-5, flow_bytes_per_second=flow)
+
     assert ring_link(EXACT, 1, 8) == LinkRate(bytes_per_second=450e9, latency_seconds=3e-6)
-    assert ring_link(EXACT, 8, 4) == LinkRate(bytes_per_second=50e9, **far)  # eight rings at once
-    assert ring_link(EXACT, 2, 16) == LinkRate(bytes_per_second=200e9, **far)  # two, each through four devices
-    assert ring_link(EXACT, 1, 16) == LinkRate(bytes_per_second=400e9, **far)
+    assert ring_link(EXACT, 8, 4) == far(50e9)  # eight rings at once
+    assert ring_link(EXACT, 2, 16) == far(200e9, 50e9 * 15 / 12)  # two, through four devices each; 12 of 15 are far
+    assert ring_link(EXACT, 1, 16) == far(400e9, 50e9 * 15 / 8)
+    near = replace(EXACT, between_nodes=replace(EXACT.between_nodes, bytes_per_second=8e12))
+    assert ring_link(near, 1, 16).flow_bytes_per_second == 450e9 * 15 / 7  # those of the node take longer
     pairs = CLUSTERS["p3.16xlarge"]
     rates = [ring_link(pairs, 1, degree).bytes_per_second for degree in (2, 4, 8)]
     assert rates == [0.8 * 50e9, 0.8 * 150e9, 0.8 * 150e9]

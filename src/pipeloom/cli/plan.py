@@ -147,7 +147,7 @@ def _why(
     if (found := more_memory(costs, request, answer.plans[0], **asked)) is not None:
         more, seconds = found
         faster = percent_text(1 - seconds / best["step_seconds"])
-        lines.append(f"{bytes_text(more)} more per device: {faster} faster")
+        lines.append(f"{bytes_text(more)} more per device: at least {faster} faster")
     if not isinstance(costs, CostModel) or (usual := usual_plan(costs, request, **asked)) is None:
         return lines, None
     row = row_of(costs, usual)

@@ -10,7 +10,7 @@ class LinkRate:
     Attributes:
         bytes_per_second: bandwidth; None for no limit.
         latency_seconds: latency per message.
-        flow_bytes_per_second: bandwidth where every device sends to every other one; None: `bytes_per_second`.
+        flow_bytes_per_second: bandwidth where every device sends as much to every other one; None: `bytes_per_second`.
     """
 
     bytes_per_second: float | None = None

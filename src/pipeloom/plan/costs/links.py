@@ -6,7 +6,7 @@ network:
 
     inside a node    bandwidth of a device, at most that of its direct links to the others
     between nodes    network of the node / number of rings in a node, at most the bandwidth of a device inside
-    all-to-all       between nodes: network of the node / devices of a node
+    all-to-all       between nodes: network of the node / devices of a node, for what goes to other nodes
     message          between nodes: the same, at most one network card per device. What a device sends to the next
                      stage and what it returns to the one before leave through the same card, one after the other
 """
@@ -58,11 +58,12 @@ def ring_link(cluster: Cluster, stride: int, degree: int, *, sums: bool = False)
         rate = network.sum_bytes_per_second
     if here > 1:
         rate = min(rate, rings * cluster.link_part * near)
-    return LinkRate(
-        bytes_per_second=rate / rings,
-        latency_seconds=network.latency_seconds,
-        flow_bytes_per_second=cluster.link_part * network.bytes_per_second / node,
-    )
+    flow = cluster.link_part * network.bytes_per_second / node
+    if degree > here:
+        flow *= (degree - 1) / (degree - here)
+    if here > 1:  # meanwhile the others of the node are sent to
+        flow = min(flow, cluster.link_part * near * (degree - 1) / (here - 1))
+    return LinkRate(bytes_per_second=rate / rings, latency_seconds=network.latency_seconds, flow_bytes_per_second=flow)
 
 
 class MessageLink(NamedTuple):

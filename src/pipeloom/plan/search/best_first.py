@@ -191,9 +191,9 @@ class _Searches:
         A search of all would take its steps in few of them, and end.
 
         Args:
-            spaces: where to look, one after another.
+            spaces: where to look, one after another; the last alone, once it led to the best plan.
             leasts: of each part, the bound of what is left; it is changed.
-            best: plans that are known.
+            best: plans that are known, at least one.
         """
         for each, left in _LOOKS:
             for degrees in sorted(leasts, key=lambda part: leasts[part]):
@@ -202,9 +202,10 @@ class _Searches:
                 for space in spaces:
                     of = replace(space, fixed={**space.fixed, **dict(degrees)})
                     look, found = self.search(of, best, each, counts=False)
-                    best, left = found.plans, left - look.taken / self.part
+                    better, best, left = found.plans[0] is not best[0], found.plans, left - look.taken / self.part
                 leasts[degrees] = look.least
-            if best and found.value(best[0]) <= _NEAR * min(leasts.values()):
+                spaces = spaces[-1:] if better else spaces
+            if BestPlans(self.request, self.accept, best).value(best[0]) <= _NEAR * min(leasts.values()):
                 break
         return best
 
