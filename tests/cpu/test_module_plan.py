@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import pipeloom as pl
 from pipeloom.errors import InputError
 from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.module_plan import _input_backward
 from pipeloom.split.layer_rows import measure_calls, measure_layers
+from pipeloom.split.profile import LayerTime
 
 
 def layers(count: int = 4, width: int = 32) -> nn.Sequential:
@@ -124,6 +126,36 @@ def test_halves_of_backwards_are_measured_but_of_layers_with_hooks():
         assert row.inputs == row.weights == row.backward / 2
     assert not calls
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Repeated(nn.Linear):
+    """A layer that takes `times` as long as its parameters and bytes tell."""
+
+    def __init__(self, width: int, times: int) -> None:
+        super().__init__(width, width)
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = super().forward(x)
+        return x
+
+
+def test_equal_layers_have_equal_times(monkeypatch):
+    """Noise of a few percent would make cuts uneven; a layer that takes far longer is another one."""
+    seconds = [1.0, 1.1, 0.95, 3.0, 1.2, 2.0]
+
+    def noisy(modules, inputs, **_):
+        size = tree_leaves(inputs)[0].nbytes
+        return [LayerTime("", each, 2 * each, size, 64, size) for each in seconds[: len(modules)]]
+
+    monkeypatch.setattr("pipeloom.split.layer_rows.profile_layers", noisy)
+    model = nn.Sequential(*(Repeated(8, times) for times in (1, 1, 1, 3, 1)), nn.Linear(8, 8))
+    rows = [each.rows[4] for each in measure_layers(model, torch.zeros(4, 8))]
+    assert [row.forward for row in rows] == [1.1, 1.1, 1.1, 3.0, 1.1, 2.0]
+    assert [row.backward for row in rows] == [2.2, 2.2, 2.2, 6.0, 2.2, 4.0]
+    rows = [each.rows[4] for each in measure_layers(model[:5], (torch.zeros(4, 8),) * 2, loss_fn=loss_fn)]
+    assert [row.forward for row in rows] == pytest.approx([1.05, 1.05, 1.05, 3.0, 1.2])  # the last with the loss
 
 
 def test_less_memory_recomputes_or_shards_more():

@@ -3,7 +3,9 @@
 The layers of a model that is traced are the calls of its modules.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -24,6 +26,9 @@ from pipeloom.split.profile import (
     untouched,
 )
 from pipeloom.split.stages import single_layers
+
+_PLACE, _NUMBER = re.compile(r"\(\d+\):"), re.compile(r"\d+")  # in the text of a module, in a name
+_NOISE = 1.3  # the most by which times of equal layers differ from their median, either way
 
 
 class LayerRow(NamedTuple):
@@ -80,6 +85,9 @@ def measure_layers(
 ) -> list[MeasuredLayer]:
     """Measure every layer with all samples of the example, and with half of them.
 
+    Equal layers have equal times, the median of theirs, unless these differ by more than noise: else noise would make
+    cuts uneven.
+
     Args:
         model: as for `split`.
         example: inputs of one micro-batch; with `loss_fn`, the pair (inputs, targets).
@@ -95,6 +103,7 @@ def measure_layers(
     found, whole = single_layers(model, layers), samples_of(example)
     modules = [(name, module) for name, module, _ in found]
     rows: list[dict[int, LayerRow]] = [{} for _ in found]
+    kinds: list[list[Hashable]] = [[_kind(module)] for _, module in modules]
     for samples in dict.fromkeys((max(1, whole // 2), whole)):
         part = tree_map(lambda leaf, n=samples: _first(leaf, whole, n), example)
         times = profile_layers(modules, part, loss_fn=loss_fn, num_rounds=num_rounds, timer=None)
@@ -104,12 +113,16 @@ def measure_layers(
             every = _without(_extra_seconds(split, num_rounds), every)
         inputs = tree_leaves(part[0] if loss_fn is not None else part)
         received = float(sum(leaf.nbytes for leaf in inputs if isinstance(leaf, Tensor)))
-        for row, time, apart in zip(rows, times, every, strict=True):
+        for row, kind, time, apart in zip(rows, kinds, times, every, strict=True):
             kept = float(time.kept_bytes or 0)
             halves = apart or (time.backward_seconds / 2,) * 2
             seconds = time.forward_seconds, time.backward_seconds, *halves
             row[samples] = LayerRow(*seconds, received, float(time.activation_bytes), kept)
             received = float(time.activation_bytes)
+            kind.append(apart is None)
+    if loss_fn is not None:
+        kinds[-1].append("with the loss")
+    rows = _evened(rows, kinds)
     names: dict[int, str] = {}
     for name, module in modules:
         for inner, parameter in module.named_parameters():
@@ -125,6 +138,28 @@ def measure_layers(
         )
         for (name, module, counted), row in zip(found, rows, strict=True)
     ]
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """What equal layers have in common, beside the bytes of their rows; numbers in names are their places."""
+    parameters = ((_NUMBER.sub("", name), tuple(each.shape), each.dtype) for name, each in module.named_parameters())
+    return _PLACE.sub("", repr(module)), tuple(parameters)
+
+
+def _evened(rows: Sequence[Mapping[int, LayerRow]], kinds: Sequence[Sequence[Hashable]]) -> list[dict[int, LayerRow]]:
+    """Rows of layers, of which those of one kind and with the same bytes have the median of their times."""
+    alike = defaultdict[Hashable, list[int]](list)
+    for at, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+        alike[tuple(kind), tuple((samples, each[4:]) for samples, each in row.items())].append(at)
+    found = [dict(row) for row in rows]
+    for group in alike.values():
+        for samples in rows[group[0]]:
+            usual = LayerRow(*map(median, zip(*(rows[at][samples] for at in group), strict=True)))
+            for at in group:
+                pairs = zip(rows[at][samples][:2], usual, strict=False)
+                if all(a <= _NOISE * b and b <= _NOISE * a for a, b in pairs):
+                    found[at][samples] = usual
+    return found
 
 
 def _extra_seconds(split: InputBackward, num_rounds: int) -> float:
