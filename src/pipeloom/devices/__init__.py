@@ -6,6 +6,7 @@ cuda.py           `CudaDevice`: one CUDA device; the only file that makes its st
 existing.py       `existing_device`: the device that a user names
 sharing.py        `MemorySharing`: memory of a device that two processes map
 cuda_sharing.py   `CudaMemorySharing`: that of a CUDA device; cuda_driver: memory with a file descriptor
+communicators.py  `Communicators`: NCCL communicators that are made in the set-up, their number and memory
 """
 
 from collections.abc import Mapping

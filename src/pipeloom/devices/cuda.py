@@ -53,6 +53,9 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def receive(self, tensor: Tensor, ready: Mark) -> Tensor:
         source = tensor.device
         if source == self.device:

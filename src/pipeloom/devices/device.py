@@ -74,6 +74,12 @@ class Device(ABC):
     def synchronize(self) -> None:
         """The host waits until all streams of the device are done."""
 
+    # Memory
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Memory of the device that no process has; 0 on the CPU."""
+
     # Values
 
     @abstractmethod

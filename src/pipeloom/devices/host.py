@@ -39,6 +39,9 @@ class HostDevice(Device):
     def synchronize(self) -> None:
         """All operations have ended."""
 
+    def free_bytes(self) -> int:
+        return 0
+
     def receive(self, tensor: Tensor, ready: Mark) -> Tensor:
         if ready is not None:  # of a device whose kernels may still run: the copy waits for them
             ready.synchronize()

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeloom.devices import sharing_of
+from pipeloom.devices import Device, device_of, sharing_of
+from pipeloom.devices.communicators import COMMUNICATORS
 from pipeloom.errors import InputError
 from pipeloom.parallel.axis import Axis, AxisMeter
 from pipeloom.parallel.axis_forms import ChannelAxis, GroupAxis
@@ -22,6 +23,7 @@ from pipeloom.parallel.data.links import Links, ProcessLinks, SharedChannels, Sh
 from pipeloom.parallel.mesh_groups import MeshGroups
 from pipeloom.parallel.mesh_shape import AXES, MeshShape, check_line, check_parts
 from pipeloom.parallel.placed import Place
+from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.members import Members, ProcessMembers, current_members
 from pipeloom.transport import shared_memory
 from pipeloom.transport.interface import Lane, Transport
@@ -91,8 +93,27 @@ class Mesh:
         except InputError:
             self.close()
             raise
+        self._connects_on: Device | None = None  # where groups get their communicators before the first step
         if isinstance(members, ProcessMembers):
             self._groups.make()
+            self._connects_on = self._own_device()
+
+    def _own_device(self) -> Device | None:
+        """The GPU of this process; None: there is no NCCL, or not all processes have a GPU of their own."""
+        if "nccl" not in dist.get_backend_config():
+            return None
+        has_gpu = torch.cuda.is_available()
+        found = device_of(torch.device("cuda", torch.cuda.current_device())) if has_gpu else None
+        own = "" if found is None else sharing_of(found.device).identity
+        identities = self.members.gather(own.encode())
+        return found if all(identities) and len({*identities}) == len(identities) else None
+
+    def _connected(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The group, with its NCCL communicator; every member calls it."""
+        if self._connects_on is not None:
+            with noticing_lost_peers():
+                COMMUNICATORS.connect(group, self._connects_on, lambda element: dist.all_reduce(element, group=group))
+        return group
 
     def _agree(self) -> None:
         """Compare the meshes of all processes before groups are made: different groups would hang."""
@@ -148,7 +169,7 @@ class Mesh:
         def group() -> dist.ProcessGroup:
             return self._groups.along_all(axes)
 
-        group()  # raises once it is closed
+        self._connected(group())  # `group` raises once it is closed
         channels = self._shared_channels(line, lane)
         return ProcessLinks(group) if channels is None else SharedLinks(group, channels)
 
@@ -266,7 +287,7 @@ class Mesh:
             if all(local.reaches(peer, of=line[0]) for peer in line):
                 local.open(ChannelAxis.channels_between(line))
                 return ChannelAxis(name, local, line, index, copies=False, meter=self.meter)
-        return GroupAxis(name, self._groups.of(line), line, self.meter)
+        return GroupAxis(name, self._connected(self._groups.of(line)), line, self.meter)
 
     def leave(self, *axes: str) -> None:
         """Called after an error: closes what communicates along the axes, so that other processes stop waiting.

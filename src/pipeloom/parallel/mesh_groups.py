@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipeloom.devices.communicators import without_splits
 from pipeloom.errors import InputError
 from pipeloom.parallel.mesh_shape import EXPERT_LINES, MeshShape, check_axis
 from pipeloom.processes.collectives import destroy_groups, leave_group
@@ -32,6 +33,7 @@ class MeshGroups:
         self.device_mesh: DeviceMesh | None = None
         self.is_closed = False
 
+    @without_splits()
     def make(self) -> None:
         """Make the groups along axes. Every process calls it."""
         used = [axis for axis in self._shape.axes if axis in ("pp", "dp") or self._shape.degree(axis) > 1]
@@ -79,6 +81,7 @@ class MeshGroups:
             self._made += (self._groups[name],)
         return self._groups[name]
 
+    @without_splits()
     def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
         """A group that its members alone make.
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.common.quantities import bytes_text, counted
+from pipeloom.devices.communicators import COMMUNICATORS
 from pipeloom.parallel import Mesh
 from pipeloom.processes import rendezvous
 from pipeloom.processes.black_box import BlackBox
@@ -87,6 +89,15 @@ class Group(Exchange):
     def gather_json(self, value: Any) -> list[Any]:
         """Every process's JSON value, by rank."""
         return [json.loads(each) for each in self.all_gather(json.dumps(value).encode())]
+
+    def communicators(self) -> str | None:
+        """The NCCL communicators of the process where they take most memory; None: there are none."""
+        found = self.gather_json([COMMUNICATORS.num_bytes, COMMUNICATORS.number])
+        num_bytes, number = max(found)
+        if not number:
+            return None
+        rank, memory = found.index([num_bytes, number]), bytes_text(num_bytes)
+        return f"{counted(number, 'communicator')} in {memory} of device memory (rank {rank})"
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over processes, in place and on the CPU, in the order of ranks: bitwise reproducible."""

@@ -121,12 +121,18 @@ class Trainer:
             row: metrics of the last step, which may be missing after a recovery; or empty.
         """
         output_dir, recovery = self.run.output_dir, self._recovery
+        communicators = self.group.communicators()
+        environment = {} if communicators is None else {"NCCL": communicators}
+        if communicators is not None:
+            self.run.notices.append(f"NCCL: {communicators}, which memory forecasts and peaks do not count")
         if self.group.rank == 0:
             if not self._launched:  # else the launcher holds it
                 self._held.enter_context(in_use(output_dir))
             with writing(output_dir):
                 goes_on = recovery is not None and recovery.copies.first_step is not None
-                moved, written = prepare_output(self._configured, self._resumed, self._first_step - 1, goes_on=goes_on)
+                moved, written = prepare_output(
+                    self._configured, self._resumed, self._first_step - 1, goes_on=goes_on, environment=environment
+                )
             if moved:
                 shown.say(moved)
             names, options = self.config.reporters, self.config.to_mapping()

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.devices import Mark, device_of
+from pipeloom.devices.communicators import COMMUNICATORS, without_splits
 from pipeloom.devices.device import Stream
 from pipeloom.errors import PeerLost
 from pipeloom.processes.collectives import destroy_groups, first_line, is_lost_peer, noticing_lost_peers
@@ -58,6 +59,10 @@ class _PeerGroup:
 
     def receive(self, tensor: Tensor) -> None:
         self._groups[0].recv([tensor], self._peer, 0).wait()
+
+    def first_exchange(self, *, sends: bool) -> Callable[[Tensor], object]:
+        """What sends a tensor to the peer, or receives it from there."""
+        return (lambda tensor: self.send(tensor).wait()) if sends else self.receive
 
     def close(self, *, orderly: bool) -> None:
         """Destroy the group. Its threads and sockets end when the last reference is gone."""
@@ -225,18 +230,23 @@ class TorchDistributedTransport(Transport):
         for channel in channels:
             for replica in self._replicas:
                 members = sorted((replica[channel.source], replica[channel.target]))
-                control = dist.new_group(members, timeout=_NO_TIMEOUT, backend="gloo")
-                data = control
-                if self._device.type != "cpu":
-                    backend = "nccl" if self._device.type == "cuda" else None
-                    data = dist.new_group(members, timeout=_NO_TIMEOUT, backend=backend)
+                with without_splits():
+                    control = dist.new_group(members, timeout=_NO_TIMEOUT, backend="gloo")
+                    data = control
+                    if self._device.type != "cpu":
+                        backend = "nccl" if self._device.type == "cuda" else None
+                        data = dist.new_group(members, timeout=_NO_TIMEOUT, backend=backend)
                 if self._process not in members:
                     continue
                 peer = 1 - members.index(self._process)
                 process = members[peer]
                 links = _PeerGroup(control, peer), _PeerGroup(data, peer)
                 self._links += links
-                if channel.source == self._rank:
+                sends = channel.source == self._rank
+                if self._device.type == "cuda":
+                    with noticing_lost_peers(f"rank {channel.target if sends else channel.source} cannot be reached"):
+                        COMMUNICATORS.connect(data, device_of(self._device), links[1].first_exchange(sends=sends))
+                if sends:
                     self._outgoing[channel] = _TorchOutgoing(channel, process, *links, self._timeout_seconds)
                 else:
                     self._incoming[channel] = _TorchIncoming(

@@ -30,13 +30,22 @@ from pipeloom.version import __version__
 
 
 def prepare_output(
-    config: TrainConfig, resumed: Path | None, step: int, *, goes_on: bool = False
+    config: TrainConfig,
+    resumed: Path | None,
+    step: int,
+    *,
+    goes_on: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[str | None, set[Entry]]:
     """Make the output directory ready for the steps after `step`; one process calls it.
 
     A resumed run keeps its metrics up to the checkpoint. Later checkpoints, and all files of another run, are moved
     into ``previous-1/``, ``previous-2/``, ... Unfinished saves and token files of killed runs are cleaned up. A run
     that `goes_on` without a checkpoint keeps its files too.
+
+    Args:
+        config, resumed, step, goes_on: see above.
+        environment: facts for ``environment.json``, in addition to versions and machine.
 
     Returns:
         One line that says what was moved and what metrics are lost, or None; and what earlier processes of this run
@@ -68,15 +77,16 @@ def prepare_output(
         f"{CONFIG_HEAD}{__version__}; repeat this run: pipeloom train --config {directory.absolute() / 'config.yaml'}\n"
         + to_yaml(repeatable(config)),
     )
-    environment = {
+    facts = {
         "pipeloom": __version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": platform.platform(),
         "cores": os.cpu_count(),
         "threads a rank": torch.get_num_threads(),
+        **(environment or {}),
     }
-    write_whole(directory / "environment.json", json.dumps(environment, indent=2) + "\n")
+    write_whole(directory / "environment.json", json.dumps(facts, indent=2) + "\n")
     return "; ".join(said) or None, written
 
 
