@@ -30,9 +30,10 @@ _COLLECTED = 1_000_000  # objects between two looks for cycles
 _NEAR = 1.12  # of the bound of what is left: no second looks
 _FAR = 1.25  # from the bound of what is left: a search goes on, as where nothing is left
 _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
-# On many devices, where a search ends early: of its steps, for each part of the space and for all of them, then again
-# where the best plan is still far from the bounds; and for the rest.
-_LOOKS, _REST = ((0.4, 1.6), (1.0, 2.0)), 0.2
+# Of the steps of a search, for each part of the space and for all of them, then again where the best plan is still far
+# from the bounds; and for the search of all that follows. On many devices, and on few, where a search has more steps.
+_MANY_LOOKS, _MANY_REST = ((0.4, 1.6), (1.0, 2.0)), 0.2
+_FEW_LOOKS, _FEW_REST = ((0.04, 0.2), (0.1, 0.2)), 0.15
 _SECOND = 0.1  # of the steps of a search, for the least memory where a plan without offload is known
 _LOOSE = frozenset({"offload", "offload_states", "slices"})  # what plans take with them is far above their bounds
 
@@ -101,8 +102,9 @@ def find_plans(
         best, rest = list(known), 1.0
         if not known and not exhaustive:
             leasts, best = searches.first_looks()
-            if many and len(leasts) > 1 and best:  # else all plans offload, and these bounds say little about them
-                best, rest = searches.looks([first, request] if coarse else [request], leasts, best), _REST
+            if len(leasts) > 1 and best:  # else all plans offload, and these bounds say little about them
+                best = searches.looks([first, request] if coarse else [request], leasts, best)
+                rest = _MANY_REST if many else _FEW_REST
         search, found = searches.search(first, best, rest)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
         if coarse and (far if rest == 1.0 else not found.plans):  # finer granularities need less memory, and hide less
@@ -195,7 +197,7 @@ class _Searches:
             leasts: of each part, the bound of what is left; it is changed.
             best: plans that are known, at least one.
         """
-        for each, left in _LOOKS:
+        for each, left in _MANY_LOOKS if self.request.devices > MANY_DEVICES else _FEW_LOOKS:
             for degrees in sorted(leasts, key=lambda part: leasts[part]):
                 if left <= 0 or leasts[degrees] == inf:
                     break
