@@ -23,7 +23,7 @@ from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layer
 from pipeloom.plan.local.measured import CURVES, Measured, Rates, interpolated
 from pipeloom.plan.local.saved import local_path, notices
 from pipeloom.plan.profiled_costs import ProfiledCosts, Unit, UnitRow
-from pipeloom.plan.search.answer import row_of
+from pipeloom.plan.search.answer import row_of, seconds_of
 from pipeloom.plan.search.best_first import find_plans
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import Shape, Shapes
@@ -345,3 +345,13 @@ def test_half_precision_without_times_is_no_plan_and_the_peak_is_that_of_the_for
     rate = costs.operations(of.of) / of.step_seconds / of.of.devices
     assert row["model_flops_utilization"] == pytest.approx(rate / peak)
     assert row["model_flops_utilization"] < 1
+
+
+def test_parts_of_a_step_add_up_where_processes_that_exchange_compute_more_slowly():
+    costs = CostModel(model=model(), cluster=machine())
+    fixed = {"pipeline": 1, "data": 2}
+    request = Request(devices=2, batch_size=8, memory_bytes=1e12, fixed=fixed, optimizer="adamw", top=8)
+    for found in find_plans(costs, request).plans:
+        parts = seconds_of(costs, found)
+        assert sum(parts.values()) == pytest.approx(found.step_seconds)
+        assert min(parts.values()) >= 0

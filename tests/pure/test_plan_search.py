@@ -17,6 +17,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
+from pipeloom.plan.huggingface_config import architecture_of
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
@@ -303,14 +304,16 @@ def test_the_error_says_which_fixed_values_do_not_divide(fixed, why):
         search(fixed=fixed)
 
 
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "intermediate_size": 1376, "vocab_size": 32000, "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
+
+
 def test_a_configuration_of_hugging_face(tmp_path, capsys):
-    sizes = {
-        "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "intermediate_size": 1376, "vocab_size": 32000, "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    }  # fmt: skip
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(sizes))
+    file.write_text(json.dumps(LLAMA))
     words = f"--cluster dgx-h100 --devices 4 --batch.size 8 --model.config {file} --json --fix context=1,slices=1"
     assert main(["plan", *words.split()]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["devices"] == 4
@@ -368,7 +371,7 @@ def test_more_ranks_than_blocks_are_named_as_given():
 
 
 def test_fewer_devices_are_no_reason_where_the_cost_counts():
-    fixed = "pipeline=1,data=1,tensor=1,context=1,chunks=2"
+    fixed = "pipeline=1,data=1,tensor=1,context=1,chunks=16"
     with pytest.raises(InputError) as told:
         search(fixed=fixed, objective="cost")
     assert "of 8 devices" not in str(told.value)
@@ -388,6 +391,45 @@ def test_embedding_and_head_alone_can_be_fixed():
         parse_fixed("blocks=4,0,4")
     with pytest.raises(InputError, match="offload=cpu: must be none, or the number of activations"):
         parse_fixed("offload=cpu")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"intermediate_size": "1376"}, "intermediate_size is '1376': must be an integer of at least 1."),
+        ({"intermediate_size": -5}, "intermediate_size is -5: must be an integer of at least 1."),
+        ({"num_key_value_heads": [2]}, r"num_key_value_heads is \[2\]: must be an integer of at least 1."),
+        ({"num_local_experts": -8}, "num_local_experts is -8: must be an integer of at least 1."),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': must be true or false."),
+    ],
+)
+def test_wrong_values_of_a_configuration_are_not_replaced_by_defaults(wrong, said):
+    with pytest.raises(InputError, match=said):
+        architecture_of(LLAMA | wrong, "--model.config config.json")
+
+
+def test_zero_and_null_of_a_configuration_are_defaults():
+    known = architecture_of(LLAMA, "config.json")
+    nothing = {"num_local_experts": 0, "n_shared_experts": 0, "n_inner": None, "tie_word_embeddings": None}
+    assert architecture_of(LLAMA | nothing, "config.json") == known
+
+
+def test_a_rank_has_several_stages_where_only_some_have_to_recompute():
+    """Without a pipeline too: with one stage, all blocks would recompute."""
+    model, fixed = gpt(16, 2048, 16), "pipeline=1,tensor=1,context=1,microbatch_size=4,data_strategy=zero1"
+    case = {
+        "devices": 4,
+        "batch": 16,
+        "memory": 13 * GIB,
+        "top": 1,
+        "forbidden": frozenset({"offload", "offload_states"}),
+    }
+    found = search(model, fixed=fixed, **case).plans[0]
+    kinds = {found.of.recompute_of(stage) for stage in range(found.of.stages)}
+    assert (found.of.pipeline, kinds) == (1, {Recompute.NONE, Recompute.FULL})
+    assert found.step_seconds < search(model, fixed=fixed + ",schedule=1f1b", **case).plans[0].step_seconds
+    chunks = search(model, fixed=fixed + f",chunks={found.of.chunks}", **case).plans[0]
+    assert chunks.step_seconds == found.step_seconds
 
 
 @pytest.mark.parametrize(

@@ -50,15 +50,20 @@ def architecture_of(content: Mapping[str, Any], option: str) -> Architecture:
     sizes = {**content, **inner} if isinstance(inner, Mapping) else dict(content)
 
     def number(names: tuple[str, ...], default: int | None = None) -> int:
-        found = next((sizes[name] for name in names if type(sizes.get(name)) is int and sizes[name] > 0), default)
-        if found is None:
-            wrong = next((name for name in names if sizes.get(name) is not None), None)
-            if wrong is not None:
-                raise InputError(f"{option}: {wrong} is {folded(sizes[wrong])}: must be an integer of at least 1.")
+        for name in names:
+            found = sizes.get(name)
+            if found is None or (
+                default is not None and type(found) is int and found == 0
+            ):  # 0 is none, such as of experts
+                continue
+            if type(found) is not int or found < 1:
+                raise InputError(f"{option}: {name} is {folded(found)}: must be an integer of at least 1.")
+            return found
+        if default is None:
             raise InputError(
                 f"{option}: has no {names[0]}. Pass the config.json of a decoder, or give --model.* sizes."
             )
-        return found
+        return default
 
     try:
         return _architecture(sizes, number)
@@ -88,14 +93,21 @@ def _architecture(sizes: Mapping[str, Any], number: Any) -> Architecture:
         norm="rms" if any(name in sizes for name in ("rms_norm_eps", "layernorm_epsilon")) else "layer",
         positions=positions,
         biases=family in _BIASED,
-        tie_embeddings=bool(sizes.get("tie_word_embeddings", family in _TIED)),
+        tie_embeddings=_tied(sizes, family),
         experts=_experts(sizes, number, mlp_width, gated=gated),
         experts_every=number(_EVERY, 1),
     )
 
 
+def _tied(sizes: Mapping[str, Any], family: str) -> bool:
+    found = sizes.get("tie_word_embeddings")
+    if found is not None and not isinstance(found, bool):
+        raise InputError(f"tie_word_embeddings is {folded(found)}: must be true or false.")
+    return family in _TIED if found is None else found
+
+
 def _experts(sizes: Mapping[str, Any], number: Any, mlp_width: int, *, gated: bool) -> ExpertSizes | None:
-    count = next((sizes[name] for name in _EXPERTS if type(sizes.get(name)) is int), 0)
+    count = number(_EXPERTS, 0)
     if count < 2:
         return None
     return ExpertSizes(
@@ -103,5 +115,5 @@ def _experts(sizes: Mapping[str, Any], number: Any, mlp_width: int, *, gated: bo
         top_k=number(_TOP_K, 1),
         expert_width=number(_EXPERT_WIDTH, mlp_width),
         gated=gated,
-        shared=number(_SHARED, 0) if any(sizes.get(name) for name in _SHARED) else 0,
+        shared=number(_SHARED, 0),
     )

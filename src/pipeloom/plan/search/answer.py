@@ -84,12 +84,15 @@ def seconds_of(costs: StepCosts, found: Simulated) -> dict[str, float]:
     scale = found.busy_seconds / max(work, 1e-30)
     inside = {axis: scale * _collective_seconds(costs, plain, axis) for axis in _AXES}
     recompute = scale * (work - without)
+    busy = min(found.busy_seconds, found.step_seconds - found.update_seconds)
+    waits = found.step_seconds - found.update_seconds - busy
     data = max(0.0, found.makespan - found.step.without_replicas()) if of.replicas > 1 else 0.0
+    data = min(data, waits)  # on measured machines, processes that exchange compute more slowly meanwhile
     return {
-        "compute": found.busy_seconds - recompute - sum(inside.values()),
+        "compute": busy - recompute - sum(inside.values()),
         "recompute": recompute,
         **inside,
-        "pipeline": max(0.0, found.step_seconds - found.update_seconds - found.busy_seconds - data),
+        "pipeline": waits - data,
         "data": data,
         "optimizer": found.update_seconds,
     }

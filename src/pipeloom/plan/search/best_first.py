@@ -17,6 +17,7 @@ from math import inf
 from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import Granularity
+from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.request import Objective, Request
 from pipeloom.plan.search.shapes import MANY_DEVICES
@@ -109,6 +110,8 @@ def find_plans(
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
         if coarse and (far if rest == 1.0 else not found.plans):  # finer granularities need less memory, and hide less
             search, found = searches.search(request, found.plans)
+        if found.plans and not exhaustive:
+            search, found = searches.with_stages(search, found)
         if not found.plans:
             least: Sequence[Simulated] = ()
             if search.refusals.least_bytes < inf:
@@ -172,6 +175,24 @@ class _Searches:
             look, found = self.search(few, best, _FIRST_LOOK / self.part, counts=False)
             leasts[degrees], best = look.least, found.plans
         return leasts, best
+
+    def with_stages(self, search: TreeSearch, found: BestPlans) -> tuple[TreeSearch, BestPlans]:
+        """The same plans, or better ones where a rank that recomputes has several stages, and some of them do not.
+
+        Without a pipeline, all other plans of the space have one stage.
+
+        Args:
+            search: that found the plans.
+            found: the plans, at least one.
+        """
+        of, fixed = found.plans[0].of, self.request.fixed
+        given = {"schedule", "chunks", "recompute"}
+        if of.pipeline > 1 or of.recompute_of(0) is Recompute.NONE or given & (fixed.keys() | self.request.forbidden):
+            return search, found
+        inside = {"tensor": of.inside.tensor, "context": of.inside.context, "expert": of.inside.expert}
+        alike = {**inside, "pipeline": 1, "microbatch_size": of.microbatch_size, "schedule": "interleaved", **fixed}
+        _, better = self.search(replace(self.request, fixed=alike), found.plans, counts=False)
+        return search, better
 
     def least_memory(self) -> list[Simulated]:
         """The plan that needs the least memory: without offload it is soon found, and discards most with offload."""

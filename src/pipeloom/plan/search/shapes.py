@@ -109,7 +109,9 @@ class Shapes:
         for name, family in schedules.SYNCHRONOUS.items():
             if not self._request.allows("schedule", name) or (name in asked and "schedule" not in fixed):
                 continue
-            if of.pipeline == 1 and name != fixed.get("schedule", "1f1b"):
+            if of.pipeline == 1 and name != fixed.get(
+                "schedule", "interleaved" if fixed.get("chunks", 1) > 1 else "1f1b"
+            ):
                 continue  # all of them are the same
             for chunks, slices in product(self._chunks(family, of.pipeline), self._slices(family, of)):
                 try:

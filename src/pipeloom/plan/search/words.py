@@ -65,7 +65,7 @@ def _says_nothing(head: str, cells: Sequence[Sequence[str]]) -> bool:
 
 def schedule_text(row: Row) -> str:
     """The schedule as text, such as ``interleaved, 4 chunks``."""
-    if row["pipeline"] == 1:
+    if row["pipeline"] == row["chunks"] == 1:
         return "-"
     chunks = f", {row['chunks']} chunks" if row["chunks"] > 1 else ""
     return f"{row['schedule']}{chunks}" + (f", {row['slices']} slices" if row["slices"] > 1 else "")
@@ -76,7 +76,7 @@ def recompute_text(row: Row) -> str:
     given = row["recompute"]
     if isinstance(given, str):
         return given
-    return ", ".join(f"{word} on {given.count(word)} stages" for word in dict.fromkeys(given))
+    return ", ".join(f"{word} on {counted(given.count(word), 'stage')}" for word in dict.fromkeys(given))
 
 
 def offload_text(row: Row) -> str:
@@ -127,10 +127,12 @@ def lines_of(rows: Sequence[Row], memory_bytes: float, devices: int) -> list[str
     best = rows[0]
     of = "" if memory_bytes == inf else f" of {bytes_text(memory_bytes)}"
     unit = "samples" if best["tokens_per_second"] is None else "tokens"
+    length = round(best["tokens_per_second"] / best["samples_per_second"]) if unit == "tokens" else None
+    sequences = "" if length is None else f", sequences of {counted(length, 'token')}"
     lines = [
         *table_of(rows),
         "",
-        f"plan 1: {number_text(best[f'{unit}_per_second'])} {unit}/s in {best['precision']}; "
+        f"plan 1: {number_text(best[f'{unit}_per_second'])} {unit}/s in {best['precision']}{sequences}; "
         f"{bytes_text(max(best['peak_bytes']))}{of} per device",
         f"time: {', '.join(parts_of(best))}",
     ]
