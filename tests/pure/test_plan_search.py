@@ -19,6 +19,7 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.huggingface_config import architecture_of
 from pipeloom.plan.plan import Plan
+from pipeloom.plan.search import best_first
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.bounds import mixed_seconds
@@ -560,3 +561,20 @@ def test_offload_does_not_hide_what_a_plan_needs_at_least(monkeypatch):
             search(gpt(126, 16384, 128), 8, 8, GIB, forbidden=forbidden)
         needed.append(float(re.findall(r"needs ([\d.]+) GiB", str(no.value))[0]))
     assert needed[0] <= needed[1]
+
+
+def test_a_search_ends_where_no_plan_fits_on_many_devices(monkeypatch):
+    taken: list[float] = []
+
+    class Counted(best_first.TreeSearch):
+        def run(self):
+            super().run()
+            taken.append(self.taken)
+
+    monkeypatch.setattr(best_first, "TreeSearch", Counted)
+    experts = ExpertSizes(experts=128, top_k=2, expert_width=10240, gated=True)
+    model = replace(gpt(8, 2560, 40, sequence=128, vocabulary=256000), experts=experts, experts_every=8)
+    case = {"model": model, "devices": 96, "batch": 4096, "cluster": "p3.16xlarge", "top": 1}
+    with pytest.raises(InputError, match="the smallest one found needs "):
+        search(memory=3 * GIB, **case)
+    assert sum(taken) < 12  # of the steps of a search

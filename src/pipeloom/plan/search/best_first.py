@@ -35,7 +35,9 @@ _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
 # from the bounds; and for the search of all that follows. On many devices, and on few, where a search has more steps.
 _MANY_LOOKS, _MANY_REST = ((0.4, 1.6), (1.0, 2.0)), 0.2
 _FEW_LOOKS, _FEW_REST = ((0.04, 0.2), (0.1, 0.2)), 0.15
-_SECOND = 0.1  # of the steps of a search, for the least memory where a plan without offload is known
+_WITHOUT = 4.0  # more than the steps of a search, of all searches on many devices, while there is no plan
+_LEAN = ("1f1b", "v-min")  # schedules that hold the fewest activations
+_SECOND = 0.1  # of the steps of a search, for the least memory where a plan with one of these is known
 _LOOSE = frozenset({"offload", "offload_states", "slices"})  # what plans take with them is far above their bounds
 
 
@@ -113,12 +115,12 @@ def find_plans(
         if found.plans and not exhaustive:
             search, found = searches.with_stages(search, found)
         if not found.plans:
-            least: Sequence[Simulated] = ()
-            if search.refusals.least_bytes < inf:
+            refusals, least = search.refusals, list[Simulated]()
+            if refusals.least_bytes < inf or search.least < inf:
                 least = searches.least_memory()
             if not least or least[0].peak > request.memory_bytes:
-                raise InputError(no_plan(costs, request, search.refusals, least[0].peak if least else inf))
-            found.plans = [*least]  # closed forms of memory with offload led to none that fits
+                raise InputError(no_plan(costs, request, refusals, least[0].peak if least else inf))
+            search, found = searches.search(request, least)  # with a plan to compare with, it ends
     return Answer(
         objective=request.objective,
         plans=found.plans,
@@ -137,6 +139,7 @@ class _Searches:
 
     Attributes:
         simulated: configurations, by all of them.
+        without: of the steps of a search, what is left of `_WITHOUT`.
     """
 
     costs: StepCosts
@@ -147,6 +150,10 @@ class _Searches:
     accept: Callable[[Simulated], str | None]
     part: float
     simulated: int = 0
+    without: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.without = _WITHOUT if self.request.devices > MANY_DEVICES and not self.exhaustive else inf
 
     def search(
         self, of: Request, plans: Sequence[Simulated], part: float = 1.0, *, counts: bool = True
@@ -158,9 +165,13 @@ class _Searches:
             exhaustive=self.exhaustive,
             can_run=self.can_run,
             part=self.part * part,
+            long_steps=self.exhaustive or "schedule" in self.request.fixed or self.request.devices <= MANY_DEVICES,
+            without=self.without,
             counts=counts,
         )
         search.run()
+        if not best.plans:
+            self.without -= max(0.0, search.taken - self.part * part)
         self.simulated += search.simulated
         return search, best
 
@@ -195,12 +206,14 @@ class _Searches:
         return search, better
 
     def least_memory(self) -> list[Simulated]:
-        """The plan that needs the least memory: without offload it is soon found, and discards most with offload."""
+        """The plan that needs the least memory: plain ones are soon found, and discard most others."""
         any_memory = replace(self.request, memory_bytes=inf, objective="memory", top=1)
-        found: list[Simulated] = []
-        if _LOOSE - self.request.fixed.keys() - self.request.forbidden:
-            kept = replace(any_memory, forbidden=self._without_loose)
-            found = self.search(kept, (), _SECOND, counts=False)[1].plans
+        fixed, found = self.request.fixed, list[Simulated]()
+        small = {} if {"microbatches", "microbatch_size"} & fixed.keys() else {"microbatch_size": 1}
+        for schedule in _LEAN:
+            kept = replace(any_memory, fixed={"schedule": schedule, **small, **fixed}, forbidden=self._without_loose)
+            found = self.search(kept, found, counts=False)[1].plans
+        self.without = inf
         return self.search(any_memory, found, _SECOND if found else 1.0)[1].plans
 
     @property

@@ -21,6 +21,13 @@ def short_microbatches(of: Configuration, stages: int) -> tuple[int, int]:
     return of.microbatches - (of.microbatches - least) // group * group, group
 
 
+def simulated_actions(of: Configuration) -> int:
+    """Forwards and backwards that are simulated: of a short step, and of the shorter one with which it is compared."""
+    number, group = short_microbatches(of, of.stages)
+    both = number if number == of.microbatches else 2 * number - group
+    return 2 * of.stages * of.slices * both
+
+
 def order_number(of: Configuration) -> int | None:
     """A number of the order in which ranks compute, the same for schedules that have the same one.
 

@@ -20,7 +20,7 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.rank_memory import RankPeaks
 from pipeloom.plan.memory.stage_units import StageUnits
 from pipeloom.plan.search.shapes import KnownShapes
-from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
+from pipeloom.plan.search.short_steps import schedule_of, short_microbatches, simulated_actions
 from pipeloom.sim import Timeline
 
 T = TypeVar("T")
@@ -163,8 +163,7 @@ class Step:
     @property
     def actions(self) -> int:
         """Forwards and backwards that are simulated."""
-        both = self._short.microbatches + (self._shorter.microbatches if self._times else 0)
-        return 2 * self._of.stages * self._of.slices * both
+        return simulated_actions(self._of)
 
     def peaks(self) -> tuple[float, ...]:
         """Peak memory of every rank."""

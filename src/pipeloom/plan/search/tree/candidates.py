@@ -19,7 +19,6 @@ SIZES = "the schedule does not support the sizes"
 _MORE = 1.5  # room than what was missing
 _MUCH_MORE, _FEW_TRIES = 3.0, 2  # the same on many devices
 _MOST_TRIES = 4  # of more recomputation, where a simulated rank needs more memory than its closed form
-_MOST_ACTIONS = 60_000  # of a simulated step on more devices
 
 
 @dataclass(kw_only=True)
@@ -92,9 +91,6 @@ class Candidates:
         self._done.add(choice)
         try:
             step = Step(self._steps, choice.of, choice.schedule_limit)
-            if step.actions > _MOST_ACTIONS and not self._patient and "schedule" not in self._request.fixed:
-                self._refusals.add("too many actions to simulate in a search")
-                return []
             peaks = step.peaks()
         except PipeloomError:
             self._refusals.add(_too_few(choice.of) or SIZES)

@@ -10,7 +10,7 @@ from pipeloom.plan.search.memory.live_moments import Moments, moments_of
 from pipeloom.plan.search.memory.memory_choice import MemoryChoices
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import MANY_DEVICES, Shape, same_bound
-from pipeloom.plan.search.short_steps import order_number
+from pipeloom.plan.search.short_steps import order_number, simulated_actions
 from pipeloom.plan.search.simulated import Simulated, Steps
 from pipeloom.plan.search.space import PENALTIES, CanRun, Space, Way, Ways
 from pipeloom.plan.search.tree.best_plans import BestPlans
@@ -19,6 +19,7 @@ from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
 
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
 _RESERVE = 0.03  # of memory that stays free at first, on many devices
+_MOST_ACTIONS = 60_000  # of a simulated step on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
 _STEPS = 85  # on `MANY_DEVICES` devices
 _MOST_STEPS = 4_000.0  # on at most as many; models with experts and long sequences would take many times more
@@ -40,6 +41,8 @@ class TreeSearch:
         exhaustive: whether to simulate all configurations.
         can_run: see `find_plans`.
         part: of the steps after which a search ends.
+        long_steps: whether to simulate steps with any number of actions.
+        without: more of them, as long as there is no plan.
         counts: whether to find out why groups have no mesh.
 
     Attributes:
@@ -57,14 +60,16 @@ class TreeSearch:
         exhaustive: bool,
         can_run: CanRun,
         part: float,
+        long_steps: bool,
+        without: float = inf,
         counts: bool = True,
     ) -> None:
         self._steps, self._costs, self._request, self._best = steps, steps.costs, request, best
-        self._exhaustive, self._counts = exhaustive, counts
+        self._exhaustive, self._counts, self._long_steps = exhaustive, counts, long_steps
         self.refusals, self.simulated, self.least = Refusals(), 0, inf
         self._all = _steps(request.devices)
         self._left = inf if exhaustive else part * self._all
-        self._given = self._left
+        self._given, self._most_without = self._left, without * self._all
         self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes)
         self._patient = exhaustive or request.devices <= MANY_DEVICES
         self._orders: set[Hashable] = set()  # of shapes that were expanded
@@ -85,7 +90,7 @@ class TreeSearch:
             if node.bound >= self._best.limit and not self._exhaustive:
                 self.refusals.add(_SLOWER)
                 continue
-            if self._left <= 0 and self._best.plans:
+            if self._left <= (0 if self._best.plans else -self._most_without):
                 self.least = min(node.bound, self._open.least)
                 self.refusals.add("not looked at: the search ended", len(self._open) + 1)
                 break
@@ -127,6 +132,9 @@ class TreeSearch:
     def _choices(self, shape: Shape, ways: Ways) -> None:
         left = self._left_of(shape, ways)
         if not left:
+            return
+        if not self._long_steps and simulated_actions(shape.of) > _MOST_ACTIONS:
+            self.refusals.add("too many actions to simulate in a search")
             return
         try:
             moments = moments_of(shape.of)
