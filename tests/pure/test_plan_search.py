@@ -15,11 +15,13 @@ from pipeloom.errors import InputError, ScheduleError
 from pipeloom.ir import Placement
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.expert.sizes import ExpertSizes
+from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.huggingface_config import architecture_of
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search import best_first
+from pipeloom.plan.search.answer import seconds_of
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.bounds import mixed_seconds
@@ -578,3 +580,20 @@ def test_a_search_ends_where_no_plan_fits_on_many_devices(monkeypatch):
     with pytest.raises(InputError, match="the smallest one found needs "):
         search(memory=3 * GIB, **case)
     assert sum(taken) < 12  # of the steps of a search
+
+
+def test_rings_are_as_slow_as_the_links_that_an_order_of_the_mesh_leaves_them():
+    """Also where the same sizes were asked for in another order before; and so no plan has parts below 0."""
+    model = gpt(16, 2048, 16, sequence=16384)
+    inside, orders = InsideStage(context=4), (("dp", "pp", "cp", "tp"), ("cp", "pp", "dp", "tp"))
+    costs = cost_model(model, "dgx-a100-80", "pipeloom")
+    for order in orders:
+        of = Configuration(pipeline=2, data=4, inside=inside, microbatches=4, order=order)
+        assert costs.stage_seconds(of) == cost_model(model, "dgx-a100-80", "pipeloom").stage_seconds(of)
+    near, far = (
+        sum(map(sum, costs.stage_seconds(Configuration(pipeline=2, data=4, inside=inside, order=order))))
+        for order in orders
+    )
+    assert near < far  # between nodes
+    for found in search(model, 32, 32, fixed="context=4,pipeline=2,order=cp,pp,dp,tp", top=3).plans:
+        assert min(seconds_of(costs, found).values()) >= 0

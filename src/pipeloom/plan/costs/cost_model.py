@@ -140,11 +140,12 @@ class CostModel(StepCosts):
 
     def _same_layers(self, of: Configuration) -> tuple[object, ...]:
         """What seconds of single layers depend on, beside recomputation and corrections."""
-        far = of.strides["dp"] if of.inside.expert > 1 else 0
+        shared = [axis for axis, degree in (("dp", of.inside.expert), ("cp", of.inside.context)) if degree > 1]
+        apart = tuple(of.strides[axis] for axis in shared) if shared else ()
         beside = of.devices if self.cluster.measured else 1
         turns = of.microbatches if self.measured else 0
         sizes = of.microbatch_size, of.element, of.imbalance, of.slices, beside, turns
-        return of.inside, sizes, of.tensor_stride, far
+        return of.inside, sizes, of.tensor_stride, apart
 
     def same_seconds(self, of: Configuration) -> Hashable:
         return self._same_layers(of), self.corrections.factor(of)
