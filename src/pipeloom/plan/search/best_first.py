@@ -102,13 +102,18 @@ def find_plans(
     coarse = many and "data_granularity" not in request.fixed and request.objective != "memory"  # finer ones need less
     first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
     with rare_collections():
-        best, rest = list(known), 1.0
+        best, rest, settled = list(known), 1.0, False
         if not known and not exhaustive:
             leasts, best = searches.first_looks()
             if len(leasts) > 1 and best:  # else all plans offload, and these bounds say little about them
-                best = searches.looks([first, request] if coarse else [request], leasts, best)
                 rest = _MANY_REST if many else _FEW_REST
-        search, found = searches.search(first, best, rest)
+                if not many:  # most searches settle all there is to know about few devices
+                    search, found = searches.search(request, best, rest)
+                    best, settled = found.plans, search.least == inf
+                if not settled:
+                    best = searches.looks([first, request] if coarse else [request], leasts, best)
+        if not settled:
+            search, found = searches.search(first, best, rest)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
         if coarse and (far if rest == 1.0 else not found.plans):  # finer granularities need less memory, and hide less
             search, found = searches.search(request, found.plans)
