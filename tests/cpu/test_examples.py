@@ -192,7 +192,7 @@ def _as_rank_without_holes(rank: int, script: Path, options: list[str]) -> str:
 def test_a_training_state_over_the_cap_of_memory_trains_with_zero3_alone() -> None:
     script = ROOT / "examples" / "train_under_cap.py"
     torch.optim.SGD([torch.zeros(1)])  # loads torch._dynamo, which would count under the cap
-    # Threads and garbage of earlier tests leave a process up to some 80 MB more than its cap; ddp needs 120 MB more.
+    # What earlier tests left in a process may give it more room than its cap; ddp needs over 100 MB more.
     small = ["--width", "704", "--cap", "300", "--steps", "2"]
     assert "step 2  loss" in run_ranks(_as_rank_without_holes, 4, script, small)[0]
     with pytest.raises(AssertionError, match="can't allocate memory"):

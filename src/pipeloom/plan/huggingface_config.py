@@ -52,10 +52,8 @@ def architecture_of(content: Mapping[str, Any], option: str) -> Architecture:
     def number(names: tuple[str, ...], default: int | None = None) -> int:
         for name in names:
             found = sizes.get(name)
-            if found is None or (
-                default is not None and type(found) is int and found == 0
-            ):  # 0 is none, such as of experts
-                continue
+            if found is None or (type(found) is int and found == 0 and default is not None):
+                continue  # 0 means none, for example no experts
             if type(found) is not int or found < 1:
                 raise InputError(f"{option}: {name} is {folded(found)}: must be an integer of at least 1.")
             return found
