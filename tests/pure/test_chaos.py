@@ -34,11 +34,11 @@ SAVE = [
 
 @pytest.fixture
 def record(tmp_path: Path) -> Record:
-    """Two ranks, 30 steps of 10 actions, a checkpoint after each third step; rank 0 does all file operations."""
+    """Two ranks, 38 steps of 10 actions, a checkpoint after each third step; rank 0 does all file operations."""
     rows: list[dict[str, Any]] = []
     for rank in range(2):
         files = 0
-        for step in range(1, 31):
+        for step in range(1, 39):
             base = {"rank": rank, "at": float(step), "files": files}
             rows.append({**base, "phase": f"step {step}", "actions": 10 * (step - 1), "steps": step - 1})
             if step % 3 == 0:
@@ -46,7 +46,7 @@ def record(tmp_path: Path) -> Record:
                 for text in SAVE if rank == 0 else ():
                     files += 1
                     rows.append({"rank": rank, "at": float(step), "file": text, "number": files})
-        rows.append({"rank": rank, "at": 31.0, "files": files, "phase": "report", "actions": 300, "steps": 30})
+        rows.append({"rank": rank, "at": 39.0, "files": files, "phase": "report", "actions": 380, "steps": 38})
     path = tmp_path / "record"
     path.write_text("".join(json.dumps(each) + "\n" for each in rows) + '{"rank": 0, "ph')  # as a kill leaves it
     return Record(path)
@@ -61,7 +61,7 @@ def test_faults_are_drawn_where_they_have_a_place(record: Record) -> None:
         mine = [fault for fault in faults if fault.kind == kind]
         assert len(mine) == 40
         least = {"stop": 21, "loop": 21, "lock": 21, "slow": 121, "flip": 61, "late-flip": 61}.get(kind, 1)
-        most = 40 if KINDS[kind].trigger == "file" else 190 if kind == "slow" else 300
+        most = 48 if KINDS[kind].trigger == "file" else 190 if kind == "slow" else 380
         assert all(least <= fault.at <= most for fault in mine)
         assert {fault.rank for fault in mine} == ({0} if KINDS[kind].trigger == "file" else {0, 1})
     full = [fault for fault in faults if fault.kind == "full-disk"]

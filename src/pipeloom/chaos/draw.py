@@ -11,7 +11,7 @@ from pipeloom.errors import InputError
 
 _HANG_STEPS = 2  # completed before a hang, unless it may last long: the watchdog is patient in a process's first steps
 _SLOW_STEPS = 12  # completed before a rank becomes slow, so that it has a history
-_SLOWER_STEPS = 12  # then still to come, so that it can be noticed
+_SLOWER_STEPS = 20  # then still to come, so that it can be noticed
 _FLIP_SAVES = 2  # begun before a flip, so that an earlier checkpoint is good
 _LONGEST_DELAY_SECONDS = 0.003
 _TIMES_SLOWER = (1.5, 2.0, 3.0, 5.0, 10.0)
