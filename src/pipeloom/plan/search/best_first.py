@@ -22,7 +22,7 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.request import Objective, Request
 from pipeloom.plan.search.shapes import MANY_DEVICES
 from pipeloom.plan.search.simulated import Simulated, Steps
-from pipeloom.plan.search.space import CanRun
+from pipeloom.plan.search.space import MOST_TENSOR, CanRun
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.no_plan import no_plan
 from pipeloom.plan.search.tree.tree_search import TreeSearch
@@ -35,6 +35,7 @@ _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
 # from the bounds; and for the search of all that follows. On many devices, and on few, where a search has more steps.
 _MANY_LOOKS, _MANY_REST = ((0.4, 1.6), (1.0, 2.0)), 0.2
 _FEW_LOOKS, _FEW_REST = ((0.04, 0.2), (0.1, 0.2)), 0.15
+_BESIDE = 0.04  # the same, for each tensor-parallel degree beside the best plan's pipeline, on few devices
 _WITHOUT = 4.0  # more than the steps of a search, of all searches on many devices, while there is no plan
 _LEAN = ("1f1b", "v-min")  # schedules that hold the fewest activations
 _SECOND = 0.1  # of the steps of a search, for the least memory where a plan with one of these is known
@@ -101,6 +102,8 @@ def find_plans(
     many = request.devices > MANY_DEVICES and not exhaustive
     coarse = many and "data_granularity" not in request.fixed and request.objective != "memory"  # finer ones need less
     first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
+    whole = {name: 1 for name in ("context", "slices") if request.allows(name, 1)}  # sequences, as most plans have them
+    usual = first if coarse else replace(request, fixed={**request.fixed, **whole})
     with rare_collections():
         best, rest, settled = list(known), 1.0, False
         if not known and not exhaustive:
@@ -111,7 +114,8 @@ def find_plans(
                     search, found = searches.search(request, best, rest)
                     best, settled = found.plans, search.least == inf
                 if not settled:
-                    best = searches.looks([first, request] if coarse else [request], leasts, best)
+                    best = searches.looks([request] if usual == request else [usual, request], leasts, best)
+                    best = best if many else searches.looks_beside(usual, best)
         if not settled:
             search, found = searches.search(first, best, rest)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
@@ -248,6 +252,16 @@ class _Searches:
                 spaces = spaces[-1:] if better else spaces
             if BestPlans(self.request, self.accept, best).value(best[0]) <= _NEAR * min(leasts.values()):
                 break
+        return best
+
+    def looks_beside(self, space: Request, best: list[Simulated]) -> list[Simulated]:
+        """The best plans after a short look at each tensor-parallel degree beside the best plan's pipeline."""
+        pipeline, most = best[0].of.pipeline, max(MOST_TENSOR, self.costs.cluster.devices_per_node)
+        for tensor in divisors(self.request.devices // pipeline):
+            degrees = {"pipeline": pipeline, "tensor": tensor}
+            if tensor <= most and all(space.allows(*each) for each in degrees.items()):
+                of = replace(space, fixed={**space.fixed, **degrees})
+                best = self.search(of, best, _BESIDE, counts=False)[1].plans
         return best
 
 

@@ -31,7 +31,7 @@ from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
 CanRun = Callable[[Configuration], str | None]  # why a configuration cannot run; None: it can
 PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
-_MOST_TENSOR = 8  # processes, or those of a larger node: more share every product over a slow network
+MOST_TENSOR = 8  # processes, or those of a larger node: more share every product over a slow network
 _FILLED = 4  # ranks: with fewer, a bidirectional schedule has no rank that waits
 _INNER_DATA = ("pp", "dp", "cp", "tp")  # experts of neighbouring replicas are nearest
 _OF_GROUPS = frozenset(  # keys of `Request.fixed` and `Request.forbidden` on which groups depend
@@ -189,7 +189,7 @@ class Space:
                 continue
             if not request.allows("tensor", tensor) or not request.allows("context", context):
                 continue
-            if tensor > max(_MOST_TENSOR, node) and "tensor" not in request.fixed:
+            if tensor > max(MOST_TENSOR, node) and "tensor" not in request.fixed:
                 yield "tensor parallelism over many nodes"
                 continue
             if context > 1 and self.costs.tokens < context * LEAST_TOKENS and "context" not in request.fixed:
