@@ -412,6 +412,10 @@ def test_embedding_and_head_alone_can_be_fixed():
         ({"num_key_value_heads": [2]}, r"num_key_value_heads is \[2\]: must be an integer of at least 1."),
         ({"num_local_experts": -8}, "num_local_experts is -8: must be an integer of at least 1."),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': must be true or false."),
+        ({"hidden_act": "silo"}, "hidden_act is 'silo': must be one of silu, "),
+        ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]: must be one of "),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of kind 'linear_attention', which are not"),
+        ({"kv_lora_rank": 512}, "layers of kind 'multi-head latent attention"),
     ],
 )
 def test_wrong_values_of_a_configuration_are_not_replaced_by_defaults(wrong, said):

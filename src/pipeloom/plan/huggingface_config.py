@@ -3,7 +3,7 @@
 A configuration has the names of its family, and leaves out what is its family's default. Read are the names of about
 all decoders of transformers. Not in a configuration, and taken from the activation and the family: whether an MLP is
 gated, whether layers have biases, and which positions a model has. Dropout does not count: fused attention keeps no
-weights.
+weights. Layers of another kind than attention and MLPs are refused.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,14 @@ _BIASED = (*_LEARNED, "bloom", "gpt_neox", "gptj", "phi", "codegen", "starcoder2
 _TIED = (*_LEARNED, "bloom", "falcon", "mpt", "gpt_neo", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
 _GATED = ("gemma", "gemma2", "gemma3_text")  # with GELU
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn")
+_GATES = ("silu", "swiglu", "swish")
+_KNOWN_ACTIVATIONS = (
+    *_GATES,
+    *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "quick_gelu"),
+    *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "relu", "relu2", "relu6"),
+    *("sigmoid", "tanh", "xielu"),
+)
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "window_attention")
 
 
 def is_configuration(content: Mapping[str, Any]) -> bool:
@@ -44,7 +52,8 @@ def architecture_of(content: Mapping[str, Any], option: str) -> Architecture:
         option: that names it, for error messages.
 
     Raises:
-        InputError: it does not say the number of blocks, the width, the heads or the vocabulary.
+        InputError: it does not say the number of blocks, the width, the heads or the vocabulary; or layers are of a
+            kind that is not predicted.
     """
     inner = content.get("text_config")
     sizes = {**content, **inner} if isinstance(inner, Mapping) else dict(content)
@@ -73,8 +82,8 @@ def _architecture(sizes: Mapping[str, Any], number: Any) -> Architecture:
     family = str(sizes.get("model_type", ""))
     width, heads = number(_WIDTH), number(_HEADS)
     one_key_head = sizes.get("multi_query") is True and not sizes.get("new_decoder_architecture")
-    activation = str(next((sizes[name] for name in _ACTIVATIONS if name in sizes), "silu"))
-    gated = activation in ("silu", "swiglu", "swish") or family in _GATED
+    _check_layers(sizes)
+    gated = _activation(sizes) in _GATES or family in _GATED
     positions: Literal["learned", "rotary"] = "learned" if family in _LEARNED else "rotary"
     mlp_width = number(_MLP, 4 * width)
     return Architecture(
@@ -95,6 +104,26 @@ def _architecture(sizes: Mapping[str, Any], number: Any) -> Architecture:
         experts=_experts(sizes, number, mlp_width, gated=gated),
         experts_every=number(_EVERY, 1),
     )
+
+
+def _check_layers(sizes: Mapping[str, Any]) -> None:
+    """Raises InputError if layers are of a kind that is not predicted."""
+    kinds = sizes.get("layer_types")
+    kind = next((each for each in kinds if each not in _ATTENTION), None) if isinstance(kinds, list) else None
+    if sizes.get("kv_lora_rank"):
+        kind = "multi-head latent attention (kv_lora_rank)"
+    if kind is not None:
+        raise InputError(
+            f"the model has layers of kind {folded(kind)}, which are not predicted. Measure the model and plan with "
+            "--profile, or give --model.* sizes of a similar model."
+        )
+
+
+def _activation(sizes: Mapping[str, Any]) -> str:
+    name = next((name for name in _ACTIVATIONS if sizes.get(name) is not None), None)
+    if name is not None and sizes[name] not in _KNOWN_ACTIVATIONS:
+        raise InputError(f"{name} is {folded(sizes[name])}: must be one of {', '.join(_KNOWN_ACTIVATIONS)}.")
+    return "silu" if name is None else str(sizes[name])
 
 
 def _tied(sizes: Mapping[str, Any], family: str) -> bool:
