@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 
@@ -30,6 +31,27 @@ def _word(value) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def test_a_long_search_says_what_it_has_found(monkeypatch, capsys):
+    monkeypatch.setattr("pipeloom.cli.plan._PROGRESS_SECONDS", 0.0)
+    words = [
+        "--model.config",
+        "gpt3-175b",
+        "--cluster",
+        "dgx-a100-80",
+        "--devices",
+        "64",
+        "--batch.size",
+        "8",
+        "--json",
+    ]
+    assert main(["plan", *words, "--fix", "pipeline=8,tensor=8,schedule=1f1b,microbatch_size=1,recompute=full"]) == 0
+    printed = capsys.readouterr()
+    best = json.loads(printed.out)["plans"][0]["step_seconds"]
+    first, *_, last = printed.err.splitlines()
+    assert first.endswith("0 configurations simulated, no plan yet")
+    assert re.fullmatch(rf"searching for \d+ s: \d+ configurations? simulated, best time {best:.4g} s", last)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,15 +1,18 @@
 """`pipeloom plan`: the fastest way to train a model on a cluster."""
 
 import json
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any, get_args
 
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import train_command
 from pipeloom.cli.planned.model import Checks, Planned, add_model_options, planned_model
 from pipeloom.common.atomic_file import write_named
-from pipeloom.common.quantities import Bytes, bytes_text, percent_text
+from pipeloom.common.quantities import Bytes, bytes_text, counted, percent_text, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster
 from pipeloom.plan.costs.cost_model import CostModel
@@ -36,7 +39,9 @@ from pipeloom.plan.search.request import (
     parse_precisions,
 )
 from pipeloom.plan.search.simulated import Steps
+from pipeloom.plan.search.tree.tree_search import Tell
 
+_PROGRESS_SECONDS = 10.0  # between two lines of a long search
 _SHOWN = 3  # plans that are compared in words
 _DESCRIPTION = """\
 Choose everything for training a model on a cluster: pipeline-, data-, tensor-, sequence-, context- and
@@ -94,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         precisions=precisions,
     )
     asked: dict[str, Any] = {"can_run": planned.can_run, "accept": planned.accept, "steps": Steps(costs)}
-    answer = find_plans(costs, request, exhaustive=options.exhaustive, **asked)
+    answer = find_plans(costs, request, exhaustive=options.exhaustive, tell=_progress(request), **asked)
     rows = [row_of(costs, found) for found in answer.plans]
     plan = plan_of(costs, answer.plans[0].of, answer.plans[0].schedule_limit, **predicted(answer.plans[0]))
     lines, usual = ([], None) if options.json and options.html is None else _why(costs, request, answer, rows, asked)
@@ -120,6 +125,24 @@ def main(argv: Sequence[str]) -> int:
         run = "" if own is None else f"; run it: {train_command({'plan': options.out, **own})}"
         print(f"wrote {options.out}{run}")
     return 0
+
+
+def _progress(request: Request) -> Tell:
+    """What says on stderr, every ten seconds of a search, what it has found so far."""
+    first = last = time.monotonic()
+    text = {"time": seconds_text, "memory": bytes_text, "cost": "{:.4g} device seconds".format}[request.objective]
+
+    def tell(simulated: int, value: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < _PROGRESS_SECONDS:
+            return
+        last = now
+        best = "no plan yet" if value == inf else f"best {request.objective} {text(value)}"
+        line = f"searching for {now - first:.0f} s: {counted(simulated, 'configuration')} simulated, {best}"
+        print(line, file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _planned(options: Any, cluster: Cluster, fixed: Mapping[str, Any]) -> Planned:

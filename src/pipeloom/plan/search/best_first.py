@@ -25,7 +25,7 @@ from pipeloom.plan.search.simulated import Simulated, Steps
 from pipeloom.plan.search.space import MOST_TENSOR, CanRun
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.no_plan import no_plan
-from pipeloom.plan.search.tree.tree_search import TreeSearch
+from pipeloom.plan.search.tree.tree_search import Tell, TreeSearch
 
 _COLLECTED = 1_000_000  # objects between two looks for cycles
 _NEAR = 1.12  # of the bound of what is left: no second looks
@@ -80,6 +80,7 @@ def find_plans(
     known: Sequence[Simulated] = (),
     part: float = 1.0,
     steps: Steps | None = None,
+    tell: Tell | None = None,
 ) -> Answer:
     """The best plans.
 
@@ -93,12 +94,13 @@ def find_plans(
         known: plans of the request; nothing that is not faster is looked at.
         part: of the steps after which a search ends.
         steps: of an earlier search with these costs, whose results are used again.
+        tell: called again and again, with the configurations that were simulated and the best value so far.
 
     Raises:
         InputError: there is none.
     """
     begin = time.perf_counter()
-    searches = _Searches(costs, request, steps or Steps(costs), exhaustive, can_run, accept, part)
+    searches = _Searches(costs, request, steps or Steps(costs), exhaustive, can_run, accept, part, tell)
     many = request.devices > MANY_DEVICES and not exhaustive
     coarse = many and "data_granularity" not in request.fixed and request.objective != "memory"  # finer ones need less
     first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
@@ -158,6 +160,7 @@ class _Searches:
     can_run: CanRun
     accept: Callable[[Simulated], str | None]
     part: float
+    tell: Tell | None
     simulated: int = 0
     without: float = field(init=False)
 
@@ -168,7 +171,8 @@ class _Searches:
         self, of: Request, plans: Sequence[Simulated], part: float = 1.0, *, counts: bool = True
     ) -> tuple[TreeSearch, BestPlans]:
         """Search with a part of the steps, where plans are known; `counts` as for `TreeSearch`."""
-        best = BestPlans(of, self.accept, plans)
+        best, before, tell = BestPlans(of, self.accept, plans), self.simulated, self.tell
+        same = of.objective == self.request.objective
         search = TreeSearch(
             *(self.steps, of, best),
             exhaustive=self.exhaustive,
@@ -177,6 +181,7 @@ class _Searches:
             long_steps=self.exhaustive or "schedule" in self.request.fixed or self.request.devices <= MANY_DEVICES,
             without=self.without,
             counts=counts,
+            tell=None if tell is None else lambda number, value: tell(before + number, value if same else inf),
         )
         search.run()
         if not best.plans:

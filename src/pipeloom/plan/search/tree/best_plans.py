@@ -36,6 +36,11 @@ class BestPlans:
         top = self._request.top
         return self.value(self.plans[top - 1]) if len(self.plans) >= top else inf
 
+    @property
+    def best_value(self) -> float:
+        """What is minimized, of the best plan; infinite without one."""
+        return self.value(self.plans[0]) if self.plans else inf
+
     def value(self, plan: Simulated) -> float:
         """What is minimized, of a plan."""
         return self.score(plan.step_seconds, plan.peak, plan.of.devices)

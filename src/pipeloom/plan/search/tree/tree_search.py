@@ -17,6 +17,7 @@ from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.candidates import SIZES, Candidate, Candidates
 from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
 
+Tell = Callable[[int, float], None]
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
 _RESERVE = 0.03  # of memory that stays free at first, on many devices
 _MOST_ACTIONS = 60_000  # of a simulated step on many devices
@@ -44,6 +45,7 @@ class TreeSearch:
         long_steps: whether to simulate steps with any number of actions.
         without: more of them, as long as there is no plan.
         counts: whether to find out why groups have no mesh.
+        tell: called at each node, with the configurations that were simulated and the best value.
 
     Attributes:
         refusals: configurations that were refused.
@@ -63,7 +65,9 @@ class TreeSearch:
         long_steps: bool,
         without: float = inf,
         counts: bool = True,
+        tell: Tell | None = None,
     ) -> None:
+        self._tell = tell
         self._steps, self._costs, self._request, self._best = steps, steps.costs, request, best
         self._exhaustive, self._counts, self._long_steps = exhaustive, counts, long_steps
         self.refusals, self.simulated, self.least = Refusals(), 0, inf
@@ -96,6 +100,8 @@ class TreeSearch:
                 break
             self._left -= _WEIGHTS[node.level]
             node.expand(*node.given)
+            if self._tell is not None:
+                self._tell(self.simulated, self._best.best_value)
 
     @property
     def taken(self) -> float:
