@@ -37,10 +37,7 @@ def test_a_long_search_says_what_it_has_found(monkeypatch, capsys):
     monkeypatch.setattr("pipeloom.cli.plan._PROGRESS_SECONDS", 0.0)
     words = ["--model.config", "gpt3-175b", "--cluster", "dgx-a100-80", "--devices", "64", "--batch.size", "8"]
     fixed = "pipeline=8,tensor=8,schedule=1f1b,microbatch_size=1,recompute=full"
-    assert (
-        main(["plan", *words, "--json", "--fix", "pipeline=8,tensor=8,schedule=1f1b,microbatch_size=1,recompute=full"])
-        == 0
-    )
+    assert main(["plan", *words, "--json", "--fix", fixed]) == 0
     printed = capsys.readouterr()
     best = json.loads(printed.out)["plans"][0]["step_seconds"]
     first, *_, last = printed.err.splitlines()
