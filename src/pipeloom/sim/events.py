@@ -84,10 +84,10 @@ class _Rank:
         self.ends: list[float] = []
 
     @property
-    def computed(self) -> list[float]:
-        """Seconds of its computations."""
+    def computations(self) -> list[tuple[float, float]]:
+        """Starts and ends of its computations."""
         rows = zip(self.runs.actions, self.starts, self.ends, strict=False)
-        return [end - start for (_, op, _, _), start, end in rows if op in COMPUTE_OPS]
+        return [(start, end) for (_, op, _, _), start, end in rows if op in COMPUTE_OPS]
 
 
 class EventRun:

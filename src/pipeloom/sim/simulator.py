@@ -1,10 +1,10 @@
 """Exact earliest start times of every action of a schedule or program, and timelines of simulated and measured runs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from pipeloom.errors import InputError
 from pipeloom.ir.action import COMPUTE_OPS, Action, Op
@@ -71,20 +71,46 @@ def simulate(pipeline: Schedule | Program, costs: Costs, network: Network | None
         )
 
 
-def simulate_seconds(pipeline: Schedule | Program, costs: Costs, network: Network) -> tuple[float, float]:
-    """`Timeline.makespan` and `Timeline.ideal_seconds` of `simulate`, in less time: no curves are made.
+class StepSeconds(NamedTuple):
+    """What takes how long in a step.
+
+    Attributes:
+        makespan: of the step.
+        busy: for each rank, of its computations, without what they wait for.
+        outside: for each rank, from the beginning of the step to its first computation, and from its last one to the
+            end.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    outside: tuple[float, ...]
+
+    @classmethod
+    def of(cls, makespan: float, ranks: Iterable[Sequence[tuple[float, float]]], waits: Sequence[float]) -> Self:
+        """From the starts and ends of each rank's computations, and the seconds that they wait."""
+        busy, outside = list[float](), list[float]()
+        for computations, wait in zip(ranks, waits, strict=True):
+            busy.append(math.fsum(end - start for start, end in computations) - wait)
+            outside.append(computations[0][0] + makespan - computations[-1][1] if computations else makespan)
+        return cls(makespan, tuple(busy), tuple(outside))
+
+    @classmethod
+    def of_timeline(cls, timeline: Timeline) -> Self:
+        """The seconds of a timeline."""
+        ranks = [[(start, end) for (_, op, _, _), start, end in row if op in COMPUTE_OPS] for row in timeline.spans]
+        return cls.of(timeline.makespan, ranks, timeline.waits or (0.0,) * len(ranks))
+
+
+def simulate_seconds(program: Program, costs: Costs, network: Network) -> StepSeconds:
+    """The seconds of `simulate`, in less time: no curves are made.
 
     Raises:
         ScheduleError, InputError: as `simulate`.
     """
-    if not isinstance(pipeline, Program):
-        timeline = simulate(pipeline, costs, network)
-        return timeline.makespan, timeline.ideal_seconds
-    with explained(pipeline):
-        found = spans_by_events(pipeline, costs, network)
+    with explained(program):
+        found = spans_by_events(program, costs, network)
     ends = [*(end for rank in found.ranks for end in rank.ends[-1:]), *found.background.ends]
-    busy = math.fsum(seconds for rank in found.ranks for seconds in rank.computed)
-    return max(ends, default=0.0), (busy - math.fsum(found.waits)) / len(found.ranks)
+    return StepSeconds.of(max(ends, default=0.0), (rank.computations for rank in found.ranks), found.waits)
 
 
 def _ideal_seconds(spans: Sequence[Sequence[Span]], waits: Sequence[float]) -> float:

@@ -15,7 +15,7 @@ from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Conditions
 from pipeloom.sim import Costs, Network, Timeline, simulate
 from pipeloom.sim.shared_cores import simulate_shared
-from pipeloom.sim.simulator import simulate_seconds
+from pipeloom.sim.simulator import StepSeconds, simulate_seconds
 
 
 class StepCosts(ABC):
@@ -216,13 +216,12 @@ class StepCosts(ABC):
         copies, crowding = of.devices // of.pipeline, self.crowding(of)
         return simulate_shared(program, costs, network, cores=measured.cores, copies=copies, crowding=crowding)
 
-    def makespan(self, of: Configuration, program: Program, network: Network | None = None) -> tuple[float, float]:
-        """`Timeline.makespan` and `Timeline.ideal_seconds` of `timeline`, in less time."""
+    def seconds(self, of: Configuration, program: Program, network: Network | None = None) -> StepSeconds:
+        """The seconds of `timeline`, in less time."""
         network, measured = network or self.network(of), self.cluster.measured
         if measured is None or of.devices <= measured.cores:
             return simulate_seconds(program, self.costs(of), network)
-        timeline = self.timeline(of, program, None, network)
-        return timeline.makespan, timeline.ideal_seconds
+        return StepSeconds.of_timeline(self.timeline(of, program, None, network))
 
     def crowding(self, of: Configuration) -> float:
         """Slowdown of processes that take turns on the cores of a measured machine, beside their shares of a core."""

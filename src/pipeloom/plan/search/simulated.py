@@ -5,11 +5,15 @@ time, and a cool-down. So a step of m micro-batches takes
 
     T(m) = T(b) + (m - b) / g * (T(b) - T(b - g))    for b >= 3 p, b = m modulo g, g = p
 
-and memory, which grows with m in schedules such as gpipe, follows in the same way.
+The steady state may begin later: a rank that computes more than others falls behind only little by little. So a step
+takes no less than any rank needs, which waits before its first computation and after its last one as in the short step.
+Memory grows in the same way in schedules such as gpipe, in which all activations are held at once.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from math import fsum
+from operator import add
 from typing import TypeVar
 
 from pipeloom import schedules
@@ -22,10 +26,11 @@ from pipeloom.plan.memory.stage_units import StageUnits
 from pipeloom.plan.search.shapes import KnownShapes
 from pipeloom.plan.search.short_steps import schedule_of, short_microbatches, simulated_actions
 from pipeloom.sim import Timeline
+from pipeloom.sim.simulator import StepSeconds
 
 T = TypeVar("T")
 
-_LEAST_GROWTH = 1e-5  # of a peak; less is that of another backward of the steady state
+_LEAST_GROWTH = 0.5  # of the activations of a group of micro-batches; less is that of another backward
 _KEPT = 16  # programs
 _OF_MEMORY = 0.4  # of the time that a candidate takes: its program and its memory
 
@@ -85,7 +90,7 @@ class Steps:
         self._lowered: dict[Hashable, Program] = {}
         self._programs: dict[Hashable, Program] = {}
         self._peaks: dict[Hashable, tuple[float, ...]] = {}
-        self._makespans: dict[Hashable, tuple[float, float]] = {}
+        self._seconds: dict[Hashable, StepSeconds] = {}
 
     def program(self, of: Configuration, limit: float | None) -> Program:
         """What every replica runs. Raises ScheduleError where the schedule does not support the sizes."""
@@ -107,8 +112,8 @@ class Steps:
             self._peaks[key] = find()
         return self._peaks[key]
 
-    def makespan(self, of: Configuration, limit: float | None, *, replicas: bool) -> tuple[float, float]:
-        """Seconds of a step without the update, and of its computations, mean of the ranks.
+    def seconds(self, of: Configuration, limit: float | None, *, replicas: bool) -> StepSeconds:
+        """Seconds of a step without the update.
 
         Args:
             of: the configuration.
@@ -116,14 +121,14 @@ class Steps:
             replicas: whether data parallelism takes time.
         """
         key = of, limit, replicas
-        if schedules.find(of.schedule).to_measure or key not in self._makespans:
+        if schedules.find(of.schedule).to_measure or key not in self._seconds:
             network = self.costs.network(of)
             if not replicas:
                 network = replace(
                     network, data_bytes_per_second=None, data_sum_bytes_per_second=None, data_latency_seconds=0.0
                 )
-            self._makespans[key] = self.costs.makespan(of, self.program(of, limit), network)
-        return self._makespans[key]
+            self._seconds[key] = self.costs.seconds(of, self.program(of, limit), network)
+        return self._seconds[key]
 
 
 def _kept(known: dict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
@@ -177,9 +182,13 @@ class Step:
         if self._times:
             less = ranks.of(self._program(self._shorter))
             growth = [peak - other for peak, other in zip(found, less, strict=True)]
+            kept, number = self._costs.kept_bytes(self._short), self._short.microbatches - self._shorter.microbatches
+            least = [
+                _LEAST_GROWTH * number * min(kept[stage] for stage in held) for held in program.placement.stages_of
+            ]
             found = [
-                peak + self._times * (more if more > _LEAST_GROWTH * peak else 0.0)
-                for peak, more in zip(found, growth, strict=True)
+                peak + self._times * (more if more > minimum else 0.0)
+                for peak, more, minimum in zip(found, growth, least, strict=True)
             ]
         return tuple(found)
 
@@ -197,7 +206,7 @@ class Step:
             update_seconds=update,
             peak_bytes=peaks,
             makespan=seconds,
-            busy_seconds=busy * self._of.microbatches / self._short.microbatches,
+            busy_seconds=busy,
             step=self,
         )
 
@@ -210,12 +219,15 @@ class Step:
         return self._costs.timeline(self._short, self._program(self._short))
 
     def _makespan(self, *, replicas: bool = True) -> tuple[float, float]:
-        """Seconds of the step, without the update, and of the computations of its short step, mean of the ranks."""
-        seconds, busy = self._steps.makespan(self._short, self._limit, replicas=replicas)
+        """Seconds of the step, without the update, and of its computations, mean of the ranks."""
+        short = self._steps.seconds(self._short, self._limit, replicas=replicas)
+        makespan, busy = short.makespan, short.busy
         if self._times:
-            less, _ = self._steps.makespan(self._shorter, self._limit, replicas=replicas)
-            seconds += self._times * (seconds - less)
-        return seconds, busy
+            less = self._steps.seconds(self._shorter, self._limit, replicas=replicas)
+            makespan += self._times * (makespan - less.makespan)
+            busy = tuple(more + self._times * (more - other) for more, other in zip(busy, less.busy, strict=True))
+            makespan = max(makespan, *map(add, busy, short.outside))
+        return makespan, fsum(busy) / len(busy)
 
 
 def simulated(costs: StepCosts, of: Configuration, *, whole: bool = False) -> Simulated:
