@@ -68,6 +68,15 @@ class Background:
         return [[Span(*each) for each in row] for row in self._rows]
 
     @property
+    def transfers(self) -> list[list[tuple[float, float]]]:
+        """Starts and ends of the transfers on each link of each rank."""
+        return [
+            [(start, end) for action, start, end in row if LINKS[action.op] == link]
+            for row in self._rows
+            for link in ("data", "memory")
+        ]
+
+    @property
     def ends(self) -> list[float]:
         """When the last transfers of the ranks end."""
         return [end for row in self._rows for _, _, end in row]

@@ -1,7 +1,7 @@
 """Exact earliest start times of every action of a schedule or program, and timelines of simulated and measured runs."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
@@ -20,6 +20,7 @@ from pipeloom.sim.timeline import Timeline, of_schedule
 if TYPE_CHECKING:
     from pipeloom.ir.large.columns import Proof
 
+_Moments = Sequence[Sequence[tuple[float, float]]]  # starts and ends
 _AT_ONCE = {Op.OFFLOAD: 0, Op.RELOAD: 2}  # at the same time, ends of OFFLOAD come first and starts of RELOAD last
 
 
@@ -76,29 +77,30 @@ class StepSeconds(NamedTuple):
 
     Attributes:
         makespan: of the step.
-        busy: for each rank, of its computations, without what they wait for.
-        outside: for each rank, from the beginning of the step to its first computation, and from its last one to the
-            end.
+        ideal: mean of the ranks, of their computations without what they wait for.
+        busy: for each rank, of its computations, and for each of its links, of its transfers.
+        outside: for each of these, from the beginning of the step to the first one, and from the last one to the end.
     """
 
     makespan: float
+    ideal: float
     busy: tuple[float, ...]
     outside: tuple[float, ...]
 
     @classmethod
-    def of(cls, makespan: float, ranks: Iterable[Sequence[tuple[float, float]]], waits: Sequence[float]) -> Self:
-        """From the starts and ends of each rank's computations, and the seconds that they wait."""
-        busy, outside = list[float](), list[float]()
-        for computations, wait in zip(ranks, waits, strict=True):
-            busy.append(math.fsum(end - start for start, end in computations) - wait)
-            outside.append(computations[0][0] + makespan - computations[-1][1] if computations else makespan)
-        return cls(makespan, tuple(busy), tuple(outside))
+    def of(cls, timeline: Timeline) -> Self:
+        """The seconds of a timeline, without its links."""
+        ranks = [[(start, end) for (_, op, _, _), start, end in row if op in COMPUTE_OPS] for row in timeline.spans]
+        return cls.found(timeline.makespan, ranks, timeline.waits or (0.0,) * len(ranks), ())
 
     @classmethod
-    def of_timeline(cls, timeline: Timeline) -> Self:
-        """The seconds of a timeline."""
-        ranks = [[(start, end) for (_, op, _, _), start, end in row if op in COMPUTE_OPS] for row in timeline.spans]
-        return cls.of(timeline.makespan, ranks, timeline.waits or (0.0,) * len(ranks))
+    def found(cls, makespan: float, ranks: _Moments, waits: Sequence[float], transfers: _Moments) -> Self:
+        """From the starts and ends of computations of each rank, the seconds that they wait, and transfers of links."""
+        busy, outside = list[float](), list[float]()
+        for row, wait in (*zip(ranks, waits, strict=True), *((row, 0.0) for row in transfers)):
+            busy.append(math.fsum(end - start for start, end in row) - wait)
+            outside.append(row[0][0] + makespan - row[-1][1] if row else makespan)
+        return cls(makespan, math.fsum(busy[: len(waits)]) / len(waits), tuple(busy), tuple(outside))
 
 
 def simulate_seconds(program: Program, costs: Costs, network: Network) -> StepSeconds:
@@ -110,7 +112,8 @@ def simulate_seconds(program: Program, costs: Costs, network: Network) -> StepSe
     with explained(program):
         found = spans_by_events(program, costs, network)
     ends = [*(end for rank in found.ranks for end in rank.ends[-1:]), *found.background.ends]
-    return StepSeconds.of(max(ends, default=0.0), (rank.computations for rank in found.ranks), found.waits)
+    ranks = [rank.computations for rank in found.ranks]
+    return StepSeconds.found(max(ends, default=0.0), ranks, found.waits, found.background.transfers)
 
 
 def _ideal_seconds(spans: Sequence[Sequence[Span]], waits: Sequence[float]) -> float:

@@ -221,7 +221,7 @@ class StepCosts(ABC):
         network, measured = network or self.network(of), self.cluster.measured
         if measured is None or of.devices <= measured.cores:
             return simulate_seconds(program, self.costs(of), network)
-        return StepSeconds.of_timeline(self.timeline(of, program, None, network))
+        return StepSeconds.of(self.timeline(of, program, None, network))
 
     def crowding(self, of: Configuration) -> float:
         """Slowdown of processes that take turns on the cores of a measured machine, beside their shares of a core."""

@@ -6,31 +6,36 @@ time, and a cool-down. So a step of m micro-batches takes
     T(m) = T(b) + (m - b) / g * (T(b) - T(b - g))    for b >= 3 p, b = m modulo g, g = p
 
 The steady state may begin later: a rank that computes more than others falls behind only little by little. So a step
-takes no less than any rank needs, which waits before its first computation and after its last one as in the short step.
-Memory grows in the same way in schedules such as gpipe, in which all activations are held at once.
+takes no less than any rank needs, which waits before its first computation and after its last one as in the short step,
+and no less than any of its links. The short steps of plans that are kept grow until the last two groups take equally
+long.
+Memory grows in the same way where ranks hold more activations, as with gpipe; elsewhere it stays. A schedule that holds
+more and more activations, and offloads them, is simulated as a whole.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from math import fsum
 from operator import add
 from typing import TypeVar
 
 from pipeloom import schedules
+from pipeloom.errors import ScheduleError
 from pipeloom.ir import Program
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.rank_memory import RankPeaks
 from pipeloom.plan.memory.stage_units import StageUnits
+from pipeloom.plan.search.memory.live_moments import live_growth
 from pipeloom.plan.search.shapes import KnownShapes
-from pipeloom.plan.search.short_steps import schedule_of, short_microbatches, simulated_actions
+from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
 from pipeloom.sim import Timeline
 from pipeloom.sim.simulator import StepSeconds
 
 T = TypeVar("T")
 
-_LEAST_GROWTH = 0.5  # of the activations of a group of micro-batches; less is that of another backward
+_UNSTEADY = 2e-3  # of the time of a group of micro-batches: it changes by less where the steady state has begun
+_MOST_ACTIONS = 60_000  # of a short step that grows until it has
 _KEPT = 16  # programs
 _OF_MEMORY = 0.4  # of the time that a candidate takes: its program and its memory
 
@@ -69,6 +74,11 @@ class Simulated:
     def timeline(self) -> Timeline:
         """The timeline of the longest step that was simulated."""
         return self.step.timeline()
+
+    def settled(self) -> "Simulated":
+        """This one, or that of a longer short step, where the steady state had not begun in the short one."""
+        step = self.step.settled()
+        return self if step is self.step else step.simulated(self.peak_bytes)
 
 
 class Steps:
@@ -146,18 +156,25 @@ class Step:
         steps: what it shares with others.
         of: the configuration, with `blocks`.
         schedule_limit: see `Simulated`.
-        whole: whether to simulate all micro-batches.
+        microbatches: of the short step; default: few.
 
     Raises:
         InputError, ScheduleError: sizes that do not fit.
     """
 
     def __init__(
-        self, steps: Steps, of: Configuration, schedule_limit: float | None = None, *, whole: bool = False
+        self,
+        steps: Steps,
+        of: Configuration,
+        schedule_limit: float | None = None,
+        *,
+        microbatches: int | None = None,
     ) -> None:
         self._steps, self._costs, self._of, self._limit = steps, steps.costs, of, schedule_limit
         number, group = short_microbatches(of, of.stages)
-        number = of.microbatches if whole else number
+        if of.offload is not None and number < of.microbatches and any(live_growth(of)):
+            number = of.microbatches  # what is offloaded of a short step says little where more and more is
+        number = number if microbatches is None else microbatches
         self._times = (of.microbatches - number) // group  # of the group, beside the short step
         self._short = of._replace(microbatches=number)
         self._shorter = of._replace(microbatches=number - group)
@@ -168,7 +185,8 @@ class Step:
     @property
     def actions(self) -> int:
         """Forwards and backwards that are simulated."""
-        return simulated_actions(self._of)
+        both = self._short.microbatches + (self._shorter.microbatches if self._times else 0)
+        return 2 * self._of.stages * self._of.slices * both
 
     def peaks(self) -> tuple[float, ...]:
         """Peak memory of every rank."""
@@ -181,14 +199,10 @@ class Step:
         found = ranks.of(program)
         if self._times:
             less = ranks.of(self._program(self._shorter))
-            growth = [peak - other for peak, other in zip(found, less, strict=True)]
-            kept, number = self._costs.kept_bytes(self._short), self._short.microbatches - self._shorter.microbatches
-            least = [
-                _LEAST_GROWTH * number * min(kept[stage] for stage in held) for held in program.placement.stages_of
-            ]
+            grows = live_growth(self._of)
             found = [
-                peak + self._times * (more if more > minimum else 0.0)
-                for peak, more, minimum in zip(found, growth, least, strict=True)
+                peak + self._times * (peak - other if more else 0.0)
+                for peak, other, more in zip(found, less, grows, strict=True)
             ]
         return tuple(found)
 
@@ -210,6 +224,27 @@ class Step:
             step=self,
         )
 
+    def settled(self) -> "Step":
+        """This step, or that with more micro-batches in its short step whose steady state has begun there."""
+        step = self
+        while step._times and not step._is_steady and step.actions < _MOST_ACTIONS:
+            number, group = step._short.microbatches, step._short.microbatches - step._shorter.microbatches
+            more = number + group * min(step._times, number // group)
+            step = Step(self._steps, self._of, self._limit, microbatches=more)
+        return step
+
+    @property
+    def _is_steady(self) -> bool:
+        """Whether the last two groups of micro-batches of the short step took equally long."""
+        number, less = self._short.microbatches, self._shorter.microbatches
+        least = self._of._replace(microbatches=2 * less - number)
+        try:
+            steps = [self._steps.seconds(of, self._limit, replicas=True) for of in (self._short, self._shorter, least)]
+        except ScheduleError:  # the least has too few micro-batches
+            return False
+        whole, before, first = (step.makespan for step in steps)
+        return abs(whole - before - (before - first)) <= _UNSTEADY * (whole - before)
+
     def without_replicas(self) -> float:
         """Seconds of the step, without the update, where data parallelism communicates in no time."""
         return self._makespan(replicas=False)[0]
@@ -221,16 +256,22 @@ class Step:
     def _makespan(self, *, replicas: bool = True) -> tuple[float, float]:
         """Seconds of the step, without the update, and of its computations, mean of the ranks."""
         short = self._steps.seconds(self._short, self._limit, replicas=replicas)
-        makespan, busy = short.makespan, short.busy
-        if self._times:
-            less = self._steps.seconds(self._shorter, self._limit, replicas=replicas)
-            makespan += self._times * (makespan - less.makespan)
-            busy = tuple(more + self._times * (more - other) for more, other in zip(busy, less.busy, strict=True))
-            makespan = max(makespan, *map(add, busy, short.outside))
-        return makespan, fsum(busy) / len(busy)
+        if not self._times:
+            return short.makespan, short.ideal
+        less = self._steps.seconds(self._shorter, self._limit, replicas=replicas)
+
+        def longer(seconds: float, before: float) -> float:
+            return seconds + self._times * (seconds - before)
+
+        at_least = map(add, map(longer, short.busy, less.busy), short.outside)
+        return max(longer(short.makespan, less.makespan), *at_least), longer(short.ideal, less.ideal)
 
 
 def simulated(costs: StepCosts, of: Configuration, *, whole: bool = False) -> Simulated:
-    """Simulate a step. Raises InputError or ScheduleError for sizes that do not fit."""
-    step = Step(Steps(costs), of, whole=whole)
-    return step.simulated(step.peaks())
+    """Simulate a step, all its micro-batches where it is `whole`.
+
+    Raises:
+        InputError, ScheduleError: sizes that do not fit.
+    """
+    step = Step(Steps(costs), of, microbatches=of.microbatches if whole else None)
+    return step.simulated(step.peaks()).settled()

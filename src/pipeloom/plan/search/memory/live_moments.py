@@ -119,6 +119,19 @@ def moments_of(of: Configuration) -> Moments:
     ]
 
 
+def live_growth(of: Configuration) -> list[bool]:
+    """For each rank, whether it holds more activations at once, the more micro-batches a long step has.
+
+    A schedule that is built for measured times counts as one that does.
+    """
+    number, group = short_microbatches(of, of.stages)
+    if schedules.find(of.schedule).to_measure:
+        return [True] * of.pipeline
+    both = (_moments(of.schedule, of.pipeline, size, of.chunks, of.slices) for size in (number - group, number))
+    less, more = ([sum(first.live.values()) for first, *_ in moments] for moments in both)
+    return [before < after for before, after in zip(less, more, strict=True)]
+
+
 @lru_cache(maxsize=512)
 def _moments(name: str, ranks: int, microbatches: int, chunks: int, slices: int) -> list[list[Moment]]:
     return live_moments(schedule_of(name, ranks, microbatches, chunks, slices))

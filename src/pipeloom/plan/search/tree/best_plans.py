@@ -47,7 +47,7 @@ class BestPlans:
 
     def add(self, found: Simulated) -> str | None:
         """Keep a plan that is among the best, in place of a worse one of its kind; why it cannot be offered."""
-        if self.value(found) >= self._last:
+        if self.value(found) >= self._last or self.value(found := found.settled()) >= self._last:
             return None
         if (refusal := self._accept(found)) is not None:
             return refusal

@@ -221,11 +221,11 @@ class TreeSearch:
     def _simulate(self, candidate: Candidate) -> None:
         before = self._steps.work
         found = self._candidates.simulate(candidate)
-        self._left -= (self._steps.work - before) / _ACTIONS
-        if not isinstance(found, Simulated):
+        if isinstance(found, Simulated):
+            self.simulated += 1
+            if (refusal := self._best.add(found)) is not None:
+                self.refusals.add(refusal)
+        else:
             for each in found:
                 self._offer(each)
-            return
-        self.simulated += 1
-        if (refusal := self._best.add(found)) is not None:
-            self.refusals.add(refusal)
+        self._left -= (self._steps.work - before) / _ACTIONS
