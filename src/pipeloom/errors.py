@@ -78,8 +78,8 @@ class PeerLost(RunError):  # noqa: N818  # named after the event, like KeyboardI
 
 
 def one_line(error: BaseException) -> str:
-    """An error as ``Type: message`` on one line, to quote inside another message."""
-    return f"{type(error).__name__}: {unwrapped(str(error))}"
+    """An error as ``Type: message`` on one line, to quote inside another message; ``Type`` where it has no message."""
+    return ": ".join(text for text in (type(error).__name__, unwrapped(str(error))) if text)
 
 
 def unwrapped(text: str) -> str:

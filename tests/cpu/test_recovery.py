@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -124,6 +124,23 @@ def test_where_a_run_goes_on(
     assert isinstance(found.source, Path) == bool(on_disk and step in on_disk and step not in copied)
     (line,) = own.lines(found)
     assert f"step {step}  recovered: rank 2 was killed; all ranks went back to {found.words}; " in line
+
+
+def test_a_second_loss_on_the_way_counts_the_steps_of_the_first(tmp_path: Path, memories: list[Memories]) -> None:
+    state, own, group = Run(), recovery(tmp_path, memories), Alone()
+    own.copies.write(6, state.contents())
+    own.copies.begin(0)
+    own.begun, own.loss = 9, Loss("rank 2 was killed", 0.0)
+    own.start = own.restart(group)  # type: ignore[arg-type]
+    own.ended(6)  # rank 1 was killed while this one loaded the copies
+    own.start = own.restart(group)  # type: ignore[arg-type]
+    assert own.start is not None
+    assert (own.start.step, own.start.again) == (6, 3)
+    own.begin(cast("Any", SimpleNamespace(samples=None, group=group)), 6)
+    own.ended(7)  # rank 1 was killed in the step after that
+    found = own.restart(group)  # type: ignore[arg-type]
+    assert found is not None
+    assert (found.step, found.again) == (6, 1)
 
 
 @pytest.mark.parametrize(
@@ -601,7 +618,7 @@ def hangs_before_it_meets() -> None:
     def hangs(member: launcher.Membership, backend: str, limit_seconds: float) -> None:
         while member.rank == 1:
             time.sleep(60)
-        meets(member, backend, 1.0)
+        meets(member, backend, 3.0)
 
     rendezvous.join = hangs
 
@@ -611,7 +628,7 @@ def test_a_rank_that_hangs_as_it_starts_ends_the_run(text: Path, tmp_path: Path)
     assert done.returncode == 1
     *stack, line = done.stderr.splitlines()
     assert re.fullmatch(
-        rf"pipeloom: error: rank 1 on {socket.gethostname()} did not start within 1 s, and its process \d+ has not "
+        rf"pipeloom: error: rank 1 on {socket.gethostname()} did not start within 3 s, and its process \d+ has not "
         r"come here. Its Python stack is above. Start the run again. All ranks were ended.",
         line,
     ), done.stderr

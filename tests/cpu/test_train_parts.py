@@ -213,6 +213,13 @@ def test_tokens_that_a_killed_run_did_not_finish_are_deleted(tmp_path: Path) -> 
     assert not list(tokens.parent.iterdir())
 
 
+def test_small_files_that_a_killed_process_did_not_finish_are_deleted(tmp_path: Path) -> None:
+    unfinished = tmp_path / ".pipeloom-0123456789abcdef.tmp"
+    unfinished.write_text('[{"rank": 0')
+    prepare_output(TrainConfig(output_dir=str(tmp_path)), None, 5, goes_on=True)
+    assert not unfinished.exists()
+
+
 def test_a_resumed_run_keeps_its_metrics_up_to_the_checkpoint(tmp_path: Path) -> None:
     config = TrainConfig(output_dir=str(tmp_path))
     rows = [{"step": 1}, {"step": 2}, {"step": 2, "eval_loss": 1.0}, {"step": 3}]

@@ -20,7 +20,7 @@ from pipeloom.chaos.flip import flip_bit
 from pipeloom.chaos.record import Record
 from pipeloom.chaos.table import markdown, row, summary
 from pipeloom.cli import main
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, RunError
 from pipeloom.processes.launching.parents import adopting
 
 SIZES = {"model-00001-of-00002.safetensors": 900, "manifest.json": 50}
@@ -272,6 +272,17 @@ def test_campaigns_that_cannot_run_are_refused(
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert re.search(message, error), error
+
+
+def test_a_campaign_whose_reference_run_fails_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command can be given again, once the configuration is mended."""
+    (tmp_path / "job.yaml").write_text("steps: 3\nsave_steps: 1\n")
+    monkeypatch.setattr(campaign, "run_attempt", lambda *_, **__: (_ for _ in ()).throw(RunError("no reference")))
+    monkeypatch.chdir(tmp_path)
+    assert main(["chaos", "job.yaml", "--kills", "1", "--out", "out"]) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_rank_that_a_run_named_as_slow_comes_from_its_metrics(tmp_path: Path) -> None:

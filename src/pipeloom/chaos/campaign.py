@@ -18,6 +18,7 @@ from pipeloom.chaos.draw import draw_faults
 from pipeloom.chaos.fault import BY_ITSELF, ELASTIC, KINDS, Fault, Order
 from pipeloom.chaos.flip import flip_bit
 from pipeloom.chaos.record import Strike
+from pipeloom.common.quantities import counted
 from pipeloom.errors import RunError
 from pipeloom.processes.launching.parents import adopting
 from pipeloom.train.checkpoint.directory import list_checkpoints
@@ -278,5 +279,5 @@ def _recovered(attempts: list[Attempt], hurt: int, strike: Strike) -> str:
     start = int(found[1]) if found else 0
     words = ("restarted by torchrun" if since else "resumed") + (f" from checkpoint-{start}" if found else " at step 0")
     passed = any("passed over" in line for line in lines)
-    again = f", {max(0, begun - start)} steps again" if begun else ""
+    again = f", {counted(max(0, begun - start), 'step')} again" if begun else ""
     return words + (" before the damaged one" if passed else "") + again

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -59,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
         finally:  # also where the campaign is interrupted
             if results:
                 _show(given, campaign, results)
+            elif given["out"] is not None:  # the reference run has failed: the same command can be given again
+                shutil.rmtree(out, ignore_errors=True)
     struck = any(result.where is not None for result in results)
     return 0 if struck and all(result.good for result in results) else 1
 

@@ -247,7 +247,7 @@ def _train_on(
             raise
         finally:
             if recovery is not None:
-                recovery.begun = trainer.done
+                recovery.ended(trainer.done)
     return None
 
 

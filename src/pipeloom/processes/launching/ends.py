@@ -73,7 +73,8 @@ def explain(ranks: Sequence[Rank], lost: Mapping[int, int]) -> tuple[int, str]:
         return 2, f"error: {box.last_words}"
     if code == HUNG:
         return 1, f"error: {box.last_words} All ranks were ended."
-    return 1, f"error: {ending(ranks, lost)}; all ranks were ended"
+    text = ending(ranks, lost)
+    return 1, f"error: {text} All ranks were ended." if text.endswith(".") else f"error: {text}; all ranks were ended"
 
 
 def _first_to_fail(lost: Mapping[int, int]) -> int:

@@ -40,7 +40,7 @@ def prepare_output(
     """Make the output directory ready for the steps after `step`; one process calls it.
 
     A resumed run keeps its metrics up to the checkpoint. Later checkpoints, and all files of another run, are moved
-    into ``previous-1/``, ``previous-2/``, ... Unfinished saves and token files of killed runs are cleaned up. A run
+    into ``previous-1/``, ``previous-2/``, ... Unfinished files of killed processes are cleaned up. A run
     that `goes_on` without a checkpoint keeps its files too.
 
     Args:
@@ -53,8 +53,9 @@ def prepare_output(
     """
     directory = Path(config.output_dir)
     clean(directory)
-    for unfinished in (directory / "data").glob(UNFINISHED):  # all processes of this run have their tokens by now
-        unfinished.unlink(missing_ok=True)
+    for folder in (directory, directory / "data"):  # all processes of this run have their tokens by now
+        for unfinished in folder.glob(UNFINISHED):
+            unfinished.unlink(missing_ok=True)
     goes_on = goes_on or (resumed is not None and resumed.absolute().parent == directory.absolute())
     later = [entry.path for entry in list_checkpoints(directory) if not goes_on or entry.step > step]
     stale = [path for path in later if not path.name.startswith(".")]
@@ -66,7 +67,7 @@ def prepare_output(
         place.mkdir()
         for path in stale:
             path.rename(place / path.name)
-    said = [f"an earlier run was moved to {place}"] if stale else []
+    said = [f"{'later checkpoints were' if goes_on else 'an earlier run was'} moved to {place}"] if stale else []
     written = set[Entry]()
     if goes_on:
         written = _cut_metrics(directory / "metrics.jsonl", step)

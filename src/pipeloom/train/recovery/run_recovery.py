@@ -138,11 +138,12 @@ class RunRecovery:
         Returns:
             `start` without its source, whose memory is no longer needed.
         """
-        start, self.start = self.start, None
+        start = self.start
+        if start is not None:
+            self.start = start._replace(source=None)
         self.samples = run.samples
         if self.agreement is not None:
             self.agreement.begin(step, whole=_is_whole(run))
-        self.copies.note_begun(step)
         if start is None:  # earlier copies are of before a rewind
             self._drop_after(-1)
         has_copy = start is not None and isinstance(start.source, StateCopy) and step in self.copies.steps
@@ -151,12 +152,18 @@ class RunRecovery:
         elif self._every and self.partners is not None:
             self.partners.exchange(step)  # the next machine may be a new one
         run.group.all_gather(b"")
-        self.entry = None
+        self.copies.note_begun(step)
+        self.start = self.entry = None
         if not self._every:  # copies that replicas lent
             self.copies.release()
         if self.partners is not None:
             self.partners.release_others()
         return None if start is None else start._replace(source=None)
+
+    def ended(self, begun: int) -> None:
+        """The steps have ended, the last that had begun is `begun`, or the run has not gone on after a loss."""
+        if self.start is None:
+            self.begun = begun
 
     def step_begins(self, step: int) -> None:
         """The batch of a step is asked for."""
