@@ -104,8 +104,8 @@ def find_plans(
     many = request.devices > MANY_DEVICES and not exhaustive
     coarse = many and "data_granularity" not in request.fixed and request.objective != "memory"  # finer ones need less
     first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
-    whole = {name: 1 for name in ("context", "slices") if request.allows(name, 1)}  # sequences, as most plans have them
-    usual = first if coarse else replace(request, fixed={**request.fixed, **whole})
+    whole = {"context", "slices"} - request.fixed.keys() - request.forbidden  # sequences, as most plans have them
+    usual = first if coarse else replace(request, fixed={**request.fixed, **dict.fromkeys(whole, 1)})
     with rare_collections():
         best, rest, settled = list(known), 1.0, False
         if not known and not exhaustive:
@@ -245,7 +245,9 @@ class _Searches:
             leasts: of each part, the bound of what is left; it is changed.
             best: plans that are known, at least one.
         """
-        for each, left in _MANY_LOOKS if self.request.devices > MANY_DEVICES else _FEW_LOOKS:
+        many = self.request.devices > MANY_DEVICES
+        for each, most in _MANY_LOOKS if many else _FEW_LOOKS:
+            left = most if many else most * len(spaces)
             for degrees in sorted(leasts, key=lambda part: leasts[part]):
                 if left <= 0 or leasts[degrees] == inf:
                     break
