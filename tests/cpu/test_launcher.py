@@ -411,6 +411,34 @@ def test_a_rank_whose_agent_ended_before_it_began_ends_at_once(
     assert err == ends * "pipeloom: error: rank 3: the torchrun that started it has ended. Start the run again.\n"
 
 
+def test_ranks_of_torchrun_killed_at_once_are_all_named(tmp_path: Path) -> None:
+    """On the second of two machines, whose ranks are 4 to 7."""
+    body = """
+box.phase = "step 9"
+(here / f"starting-{rank}").write_text(str(os.getpid()))
+(here / f"starting-{rank}").rename(here / f"ready-{rank}")
+while len(list(here.glob("ready-*"))) < member.local_size: time.sleep(0.005)
+if rank != 5: time.sleep(60)
+for other in (4, 6): os.kill(int((here / f"ready-{other}").read_text()), signal.SIGKILL)
+raise PeerLost("rank 4 ended while rank 5 waited for it")
+"""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK + "".join(f"    {line}\n" for line in body.strip().splitlines()))
+    agent = (
+        "import os, subprocess, sys\n"
+        "own = {**os.environ, 'TORCHELASTIC_RUN_ID': 'x', 'WORLD_SIZE': '8', 'LOCAL_WORLD_SIZE': '4'}\n"
+        "places = [{**own, 'RANK': f'{4 + each}', 'LOCAL_RANK': f'{each}'} for each in range(4)]\n"
+        "ranks = [subprocess.Popen([sys.executable, *sys.argv[2:]], env=place) for place in places]\n"
+        "code = ranks[1].wait()\n"
+        "ranks[3].kill()\n"
+        "sys.exit(code)\n"
+    )
+    command = [sys.executable, "-c", agent, "torchrun", str(script), str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    told = "rank 5 in step 9: rank 4 ended while rank 5 waited for it; also ended: rank 6"
+    assert (done.returncode, done.stderr) == (1, f"pipeloom: error: {told}\n")
+
+
 @pytest.mark.parametrize(("program", "local_rank", "starts"), [("torchrun", 0, 1), ("torchrun", 1, 2), ("mine", 0, 2)])
 def test_no_restart_of_torchrun_is_spent_on_the_same_refusal(
     program: str, local_rank: int, starts: int, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from pipeloom.cli import main
 from pipeloom.data.sampler import Sampler
 from pipeloom.processes.preemption import PREEMPTED, Preemption
-from tests.cpu.train_runs import launched, local, printed, run, started, story, text, words  # noqa: F401
+from tests.cpu.train_runs import launched, local, printed, run, started, story, text, under_torchrun, words  # noqa: F401
 
 BATCH = 6
 
@@ -107,6 +108,14 @@ def test_a_stream_drains_early_and_goes_on_to_the_last_bit(text: Path, tmp_path:
     assert story(out)[step:] == story(tmp_path / "other")
 
 
+def _is_late(line: str) -> bool:
+    """Whether an error names rank 1, which hangs, and not the one that waits for it; and the signal that was sent."""
+    late = "pipeloom: error: preempt_seconds=0.5: no checkpoint was complete so long after SIGTERM. "
+    where = r"rank 1 is in step 5, .*at .*/test_preemption\.py:\d+ in sampled, without progress for \d+\.\d s"
+    after = "; rank 0 waits for it. Earlier checkpoints are unchanged: resume from the latest one."
+    return re.fullmatch(re.escape(late) + where + re.escape(after), line) is not None
+
+
 @pytest.mark.parametrize("ended_by", ["time", "signal"])
 def test_a_run_without_a_step_in_time_ends_and_keeps_its_checkpoint(
     text: Path,  # noqa: F811
@@ -126,12 +135,18 @@ def test_a_run_without_a_step_in_time_ends_and_keeps_its_checkpoint(
     assert errors.count("\n") == 1, errors
     if ended_by == "time":
         assert code == 1
-        assert "failed in step 5" in errors
-        assert "preempt_seconds=0.5: no checkpoint was complete so long after SIGUSR1. Earlier checkpoints" in errors
+        assert _is_late(errors.removesuffix(" All ranks were ended.\n")), errors
     else:
         assert code == 128 + signal.SIGTERM
         assert "SIGTERM: all ranks were ended, in step 5" in errors
     assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_a_run_of_torchrun_without_a_step_in_time_ends(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    first = partial(signalled, signal.SIGTERM, "parent", 1, stuck=tmp_path / "stuck")
+    done = under_torchrun(words(text, tmp_path / "out", "--preempt_seconds=0.5"), "--nproc-per-node=2", first=first)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("pipeloom: error: ")]
+    assert _is_late(line), done.stderr
 
 
 SECOND_SIGNALS = [  # under torchrun or not; U for SIGUSR1, T for SIGTERM; the exit code

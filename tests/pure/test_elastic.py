@@ -267,7 +267,7 @@ def test_a_signal_while_ranks_save_for_more_ranks_is_a_preemption(monkeypatch: p
     assert found.ending(running, begun=True) is None
     found.signals.append(15)
     assert found.ending(running, begun=True) is None  # they save already, now within the limit
-    clock[0] += 14.0
+    clock[0] += 17.0
     assert found.ending(running, begun=True) is None
     clock[0] += 2.0
     assert found.ending(running, begun=True) == 15

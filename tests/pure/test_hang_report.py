@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.processes.hang_report import NoticeTimes, RankReport, Verdict, judge, notice
+from pipeloom.processes.hang_report import NoticeTimes, RankReport, Verdict, judge, late, notice
 
 SILENT = {2: "rank 2, process 7, is stopped"}
 TIMES = NoticeTimes(30.0, 60.0)
@@ -66,6 +66,19 @@ def test_the_line_has_stage_action_and_micro_batch() -> None:
     )
     again = report(1, (0,))
     assert RankReport.from_json(again.to_json()) == again
+
+
+def test_where_no_checkpoint_is_complete_in_time_the_ranks_that_wait_for_none_are_named() -> None:
+    def is_at(rank: int, seconds: float) -> str:
+        place = f"in step 3, action {rank}F1 (stage {rank}, micro-batch 1)"
+        return f"rank {rank} is {place}, at model.py:3 in forward, without progress for {seconds} s"
+
+    waits, hangs = report(0, (1,)), report(1, None, seconds=4.0)
+    assert late([waits, hangs, report(2, (0, 1))], {}) == f"{is_at(1, 4.0)}; ranks 0, 2 wait for it"
+    assert late([waits, hangs, report(2, None)], {}) == f"{is_at(2, 6.0)}; {is_at(1, 4.0)}"
+    assert late([waits, report(1, (2,))], SILENT) == f"{SILENT[2]}; ranks 0, 1 wait for it"
+    assert late([waits, report(1, (0,))], {}).startswith("the ranks wait for each other: rank 0 waits for rank 1; ")
+    assert late([report(rank, None) for rank in range(9)], {}).endswith("; 5 more ranks")
 
 
 def patient(rank: int, waits: tuple[int, ...] | None, seconds: float = 33.0) -> RankReport:

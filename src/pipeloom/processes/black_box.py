@@ -11,6 +11,7 @@ from typing import Any
 from pipeloom.ir import Action
 
 LABEL_BYTES = 64  # size of the label of the running action
+HUNG = 4  # exit code of ranks that name the one which holds up the others, in their last words
 BLACKBOX_BYTES = LABEL_BYTES + 8  # of the label, and of the time when the action started
 _CLOCK, _STEPS, _PATIENT, _LIMIT, _ENDING, _READY, _GROWS, _COMPLETE = range(8)  # float64 numbers behind the label
 _NUMBERS_END = LABEL_BYTES + 8 * 8

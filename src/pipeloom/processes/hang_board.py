@@ -113,11 +113,11 @@ class HangBoard:
                 return found
             time.sleep(_LOOK_SECONDS)
 
-    def decide(self, number: int, verdict: Verdict) -> None:
+    def decide(self, number: int | str, verdict: Verdict) -> None:
         """Publish the verdict of a round."""
         self._ask(lambda store: store.set(f"verdict/{number}", json.dumps(verdict)), None)
 
-    def verdict(self, number: int, seconds: float) -> Verdict | None:
+    def verdict(self, number: int | str, seconds: float) -> Verdict | None:
         """The verdict of a round; None: it does not come within `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.answers:

@@ -148,12 +148,24 @@ def judge(
         own = reports[0]
         waits = f"{own.name} waits for {ranks_text(own.waits or ())} {own.place}"
         return Verdict(own.waits or (), f"{waits}: no progress for {own.seconds:.1f} s, and {unreachable}. {fix}")
-    cycle = "; ".join(f"rank {report.rank} waits for {ranks_text(report.waits or ())}" for report in reports[:8])
-    return Verdict(
-        (),
-        f"no progress for {reports[0].seconds:.1f} s, and the ranks wait for each other: {cycle}. Look at the stacks "
-        "above.",
-    )
+    return Verdict((), f"no progress for {reports[0].seconds:.1f} s, and {_cycle(reports)}. Look at the stacks above.")
+
+
+def late(reports: Sequence[RankReport], silent: Mapping[int, str]) -> str:
+    """Where the ranks are that wait for no other one, the longest without progress first.
+
+    Args:
+        reports: of the ranks that answered; at least one.
+        silent: a sentence about each rank that did not.
+    """
+    free = sorted((report for report in reports if not report.waits), key=lambda report: -report.seconds)
+    words = [
+        *silent.values(),
+        *(f"{each.name} is {each.place}, at {each.line}, without progress for {each.seconds:.1f} s" for each in free),
+    ]
+    more = [f"{len(words) - _MOST_NOTICED} more ranks"] if len(words) > _MOST_NOTICED else []
+    waiting = _waiting([report.rank for report in reports if report.waits]) if len(words) == 1 else ""
+    return "; ".join([*words[:_MOST_NOTICED], *more]) + waiting or _cycle(reports)
 
 
 def notice(reports: Sequence[RankReport], silent: Mapping[int, str], times: NoticeTimes) -> str:
@@ -194,6 +206,11 @@ def _reached(reports: Mapping[int, RankReport], ranks: Iterable[int]) -> set[int
             found.add(rank)
             open_ranks += (reports[rank].waits or ()) if rank in reports else ()
     return found
+
+
+def _cycle(reports: Sequence[RankReport]) -> str:
+    waits = "; ".join(f"rank {report.rank} waits for {ranks_text(report.waits or ())}" for report in reports[:8])
+    return f"the ranks wait for each other: {waits}"
 
 
 def _waiting(ranks: Sequence[int]) -> str:

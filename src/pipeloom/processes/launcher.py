@@ -11,6 +11,7 @@ The launcher does not import torch: it starts in a tenth of a second and takes l
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, unwrapped
+from pipeloom.errors import CheckpointError, InputError, PeerLost, PipeloomError, listed, unwrapped
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.cluster_environment import meeting_of, with_rank
 from pipeloom.processes.elastic.generation import Generation
@@ -127,7 +128,8 @@ def last_words(member: Membership | None) -> Iterator[None]:
                 raise
             if isinstance(error, PeerLost):  # threads may be inside torch, which the interpreter's clean-up would abort
                 where = f" in {member.black_box.phase}" if member.black_box.phase else ""
-                sys.stderr.write(f"pipeloom: error: rank {member.rank}{where}: {unwrapped(str(error))}\n")
+                text = unwrapped(str(error))
+                sys.stderr.write(f"pipeloom: error: rank {member.rank}{where}: {text}{_also_ended(text)}\n")
                 leave(1)
             raise type(error)(f"rank {member.rank}: {error}") from error
         if not known:
@@ -135,6 +137,16 @@ def last_words(member: Membership | None) -> Iterator[None]:
         member.black_box.last_words = str(error) if known else f"{type(error).__name__}: {error}"
         lost = isinstance(error, PeerLost) or _is_of_another(error, member.rank)
         leave(PEER_LOST if lost else 2 if isinstance(error, InputError) else 1)
+
+
+def _also_ended(text: str) -> str:
+    """The ranks of this machine that have ended under torchrun, beside the one that `text` names."""
+    if torchrun.RUN not in os.environ:
+        return ""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun's agent, which ends all ranks once it has seen one end
+    time.sleep(_TOGETHER_SECONDS)
+    ended = [rank for rank in torchrun.ended_ranks(os.environ) if not re.search(rf"\brank {rank}\)? ended", text)]
+    return f"; also ended: {listed(f'rank {rank}' for rank in ended)}" if ended else ""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """`Preemption`: SIGTERM and SIGUSR1 ask a run to save a checkpoint and to end, within a time limit.
 
-    scheduler ──SIGTERM──> launcher ──SIGUSR1──> every rank     a rank or torchrun's agent may get the signal too
+    scheduler ──SIGTERM──> launcher ──SIGTERM──> every rank     a rank or torchrun's agent may get the signal too
                                                    │ notes it
                                                    ▼
     the sum over processes that ends each step tells all ranks in the same step; they save, and exit with `PREEMPTED`
@@ -15,12 +15,12 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
-from pipeloom.processes.black_box import BlackBox
+from pipeloom.processes.black_box import HUNG, BlackBox
 from pipeloom.processes.launching import torchrun
 
 PREEMPTED = 75  # exit code, EX_TEMPFAIL of sysexits.h: a checkpoint was saved, run it again
@@ -30,8 +30,8 @@ _REPEATED_SECONDS = 1.0
 _PASSED_ON_SECONDS = 15.0  # the same for the same signal under torchrun
 _AGENT_SECONDS = 30.0  # from SIGTERM of torchrun's agent to its SIGKILL, unless the environment has another number
 _AGENT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-_BEFORE_KILL_SECONDS = 2.0  # a rank ends so much earlier, with a message
-_AFTER_RANKS_SECONDS = 5.0  # so much longer than its ranks the launcher waits
+_BEFORE_KILL_SECONDS = 5.0  # a rank ends so much earlier, with a message, for which it asks other ranks
+_AFTER_RANKS_SECONDS = 8.0  # so much longer than its ranks the launcher waits
 _AGREED = 0  # in the pipe of signals: another process was asked
 
 
@@ -50,6 +50,8 @@ class Preemption:
         asked: whether this process has got a signal.
         agreed: whether all processes know, after the same step, that one was asked.
         saved: the checkpoint with which the run ends.
+        ask_ranks: returns where the ranks are that hold up the others, and whether this process says so for all of
+            them (`Watchdog.ask_late`); None: without a watchdog.
         lock, shared: for what the threads of a process that act as processes decide together.
     """
 
@@ -61,6 +63,7 @@ class Preemption:
         self._has_agent = torchrun.RUN in os.environ
         self.asked = self.agreed = False
         self.saved: Path | None = None
+        self.ask_ranks: Callable[[], tuple[str, bool]] | None = None
         self.lock, self.shared = threading.Lock(), dict[str, Any]()
 
     def __enter__(self) -> Self:
@@ -122,11 +125,7 @@ class Preemption:
                 left = max(0.0, first[0] + self._seconds - time.monotonic())
             if not select.select([reader], [], [], left)[0]:
                 if self._is_limited and first is not None:
-                    self._end(
-                        1,
-                        f"preempt_seconds={self._seconds:g}: no checkpoint was complete so long after {first[1]}. "
-                        "Earlier checkpoints are unchanged: resume from the latest one.",
-                    )
+                    self._end_late(first[1])
                 continue
             numbers = os.read(reader, 1024)
             if not numbers:
@@ -144,11 +143,24 @@ class Preemption:
                 if now > own[0] + (_PASSED_ON_SECONDS if passed_on else _REPEATED_SECONDS):
                     self._end(128 + number, f"ended by a second signal, {name}, without a checkpoint")
 
-    def _end(self, code: int, text: str) -> NoReturn:
+    def _end_late(self, name: str) -> NoReturn:
+        """No checkpoint is complete in time after the signal of this name."""
+        where, tells = ("", True) if self.ask_ranks is None else self.ask_ranks()
+        text = (
+            f"preempt_seconds={self._seconds:g}: no checkpoint was complete so long after {name}. "
+            f"{where and where + '. '}Earlier checkpoints are unchanged: resume from the latest one."
+        )
+        if self._black_box is not None:  # the launcher prints the same text once, whichever rank ends first
+            self._end(HUNG, text)
+        if tells:
+            self._end(1, text, named=not where)
+        os._exit(1)
+
+    def _end(self, code: int, text: str, *, named: bool = True) -> NoReturn:
         if self._black_box is not None:
             self._black_box.last_words = text
         else:
-            name = "" if self._rank is None else f"rank {self._rank}: "
+            name = f"rank {self._rank}: " if named and self._rank is not None else ""
             with suppress(OSError):
                 os.write(2, f"pipeloom: error: {name}{text}\n".encode())
         os._exit(code)
@@ -209,7 +221,7 @@ class Request:
             self._asked.append(rank.process)
             if rank.process.returncode is None:
                 with suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, signal.SIGUSR1)
+                    os.kill(rank.process.pid, signal.SIGUSR1 if self._first is None else self._first[1])
 
     def ending(self, ranks: Sequence[_Rank], *, begun: bool) -> int | None:
         """The signal that ends the run now; None: there was none, or the ranks save, or will once they are ready.

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from pipeloom.common.process_place import children, stat_fields
 from pipeloom.processes.black_box import ActionObserver, BlackBox
 from pipeloom.processes.hang_board import HangBoard
-from pipeloom.processes.hang_report import NoticeTimes, RankReport, Verdict, judge, notice, patient_seconds
+from pipeloom.processes.hang_report import NoticeTimes, RankReport, Verdict, judge, late, notice, patient_seconds
 from pipeloom.processes.launcher import HUNG, Membership
 from pipeloom.processes.launching.torchrun import is_orphan
 from pipeloom.processes.network.sockets import ConnectionLimits
@@ -49,6 +50,7 @@ _NOTICE_SECONDS = 30.0  # without progress in a phase that may take long, until 
 _NOTICE_GAP_SECONDS = 60.0  # at least between two such lines
 _LONGEST_LOOK, _SHORTEST_LOOK = 3.0, 0.1  # seconds between two looks
 _ANSWER_SECONDS = 3.0  # how long other ranks may take to answer, beside one look
+_LATE, _LATE_ANSWER_SECONDS = "late", 1.0  # the round of `ask_late`; as _ANSWER_SECONDS in it
 _LINK_SECONDS = 10.0  # beyond a step's limit, until connections over which nothing comes back end in any phase
 _LAST_SECONDS = 1.5  # for stacks of other ranks, before the run ends
 _OWN_DIRECTORY = str(Path(__file__).parents[1])
@@ -135,6 +137,28 @@ class Watchdog:
             if self._always:
                 self._renew_limit()
 
+    def ask_late(self) -> tuple[str, bool]:
+        """Where the ranks are that hold up the others, as no checkpoint is complete in time and the run ends.
+
+        Any thread of any rank may call this.
+
+        Returns:
+            The same words on all ranks that call, and whether this one is the first of them.
+        """
+        self.black_box.ending = 1.0
+        report, patience = self._report_late(), _LATE_ANSWER_SECONDS + self._look_seconds
+        leads = self._board.claim(_LATE)
+        if not leads and (found := self._board.verdict(_LATE, patience + _LATE_ANSWER_SECONDS)) is not None:
+            return found.line, False
+        line = late(*self._answers(_LATE, report, patience if leads else 0.0))
+        self._board.decide(_LATE, Verdict((), line))
+        return line, True
+
+    def _report_late(self) -> RankReport:
+        report = replace(self._report(), seconds=time.perf_counter() - self.black_box.clock)
+        self._board.report(_LATE, report.to_json())
+        return report
+
     # The thread
 
     @property
@@ -182,6 +206,8 @@ class Watchdog:
             self._dump_later(limit)
             if self._limits is not None:
                 self._limits.apply(self._step_limit + _LINK_SECONDS)
+            if self._board.is_alarmed(_LATE):
+                self._report_late()
             alarmed = self._board.is_alarmed(self._round)
             if alarmed or (self._stuck >= limit and (self._always or self._in_call())):
                 self._confer()

@@ -61,7 +61,7 @@ def train(config: TrainConfig, member: Membership | None) -> bool:
     if not config.compile:
         without_dynamo()
     seconds = allowed_seconds(config.preempt_seconds, os.environ)
-    rank, black_box = (member.rank, member.black_box) if member else (None, None)
+    rank, black_box = (member.rank if member else None), (member.black_box if member and member.launched else None)
     with Preemption(seconds, rank, black_box) as preemption:
         if config.num_threads > 1:
             run_threads(config.num_threads, lambda: _train(config, None, preemption))

@@ -139,8 +139,13 @@ def join(member: Membership | None, config: TrainConfig, preemption: Preemption 
     limit = patient_seconds(config.watchdog_seconds) if config.watchdog else rendezvous.STARTING_SECONDS
     rendezvous.join(member, backend, limit)
     group = Group(member.rank, member.world_size, device, None, preemption, member.black_box, sharing)
-    with _watched(config, member.black_box, member):
-        yield group if config.measures_plan else with_layout(group, config)
+    with _watched(config, member.black_box, member) as watchdog:
+        if watchdog is not None:
+            group.preemption.ask_ranks = watchdog.ask_late
+        try:
+            yield group if config.measures_plan else with_layout(group, config)
+        finally:
+            group.preemption.ask_ranks = None
     dist.destroy_process_group()  # not after an error: others may be gone
 
 
@@ -157,7 +162,9 @@ def device_of_process(member: Membership | None) -> tuple[torch.device, int]:
     return torch.device("cuda", index), len(range(index, local_size, num_devices))
 
 
-def _watched(config: TrainConfig, black_box: BlackBox, member: Membership | None) -> AbstractContextManager[object]:
+def _watched(
+    config: TrainConfig, black_box: BlackBox, member: Membership | None
+) -> AbstractContextManager[Watchdog | None]:
     """A watchdog of this process, unless the run has none."""
     if not config.watchdog:
         return nullcontext()

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from pipeloom.errors import listed
+from pipeloom.processes.black_box import HUNG as HUNG
 from pipeloom.processes.launching.ranks import Rank
 from pipeloom.processes.recovery.lifeline import PEER_LOST
 
-HUNG = 4  # exit code of ranks that name the one which hangs, in their last words
 _HINTS = {
     int(signal.SIGKILL): "out of memory?",
     int(signal.SIGBUS): "is a disk or /dev/shm full, or a file shorter than before?",

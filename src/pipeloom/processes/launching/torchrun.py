@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pipeloom.common.process_place import stat_fields
+from pipeloom.common.process_place import children, stat_fields
 from pipeloom.processes.launching.parents import end_with_parent
 
 RUN = "TORCHELASTIC_RUN_ID"  # variable that torchrun sets
@@ -74,6 +74,22 @@ def _read(process: int, name: str) -> str:
         return Path(f"/proc/{process}/{name}").read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+def ended_ranks(environment: Mapping[str, str]) -> list[int]:
+    """The ranks of this machine whose processes have ended; none where torchrun is not this process's parent.
+
+    Args:
+        environment: variables of this process.
+    """
+    agent, names = os.getppid(), ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    processes = children(agent)
+    if os.getpid() not in processes or not _is_agent(agent) or not all(name in environment for name in names):
+        return []
+    rank, local_rank, local_size = (int(environment[name]) for name in names)
+    started = [word for each in processes for word in _read(each, "environ").split("\0")]  # empty once it has ended
+    near = range(rank - local_rank, rank - local_rank + local_size)
+    return [each for each in near if each != rank and f"RANK={each}" not in started]
 
 
 def end_agent(environment: Mapping[str, str]) -> None:

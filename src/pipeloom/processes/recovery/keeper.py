@@ -40,6 +40,7 @@ class Keeper:
         if self._asked(keeper_process.LIST) is None:
             subprocess.Popen(
                 [sys.executable, "-I", "-S", str(Path(keeper_process.__file__)), self._name, str(agent)],
+                env={name: value for name, value in os.environ.items() if name != "RANK"},  # it is none
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
