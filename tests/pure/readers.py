@@ -28,7 +28,7 @@ from pipeloom.common.tensor_file import stored_tensors, tensor_sources
 from pipeloom.data.parts import ABOUT
 from pipeloom.data.sampler import Sampler
 from pipeloom.data.shards import Shard, read_lines, read_texts
-from pipeloom.data.token_cache import cached_tokens
+from pipeloom.data.token_cache import cached_tokens, write_tokens
 from pipeloom.data.tokenizers import FileTokenizer
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.integrations.ray.run_files import RunFiles
@@ -275,6 +275,7 @@ def _about(path: Path) -> None:
     def write(out: BinaryIO) -> dict[str, Any]:
         out.write(bytes(12))
         about: dict[str, Any] = json.loads((CORPUS / "tokens_about.json" / "valid.json").read_bytes())
+        del about["checksums"]
         return about
 
     (path.parent / f"corpus-{_KEY}.bin").write_bytes(bytes(12))
@@ -291,9 +292,14 @@ def _document_tokens(path: Path) -> None:
     def prepared() -> tuple[Any, dict[str, Any]]:
         return prepare_documents(shards, "d", tokenizer, path.parent, 0.5)  # type: ignore[arg-type]
 
-    prepared()
+    _, about = prepared()
     [tokens] = path.parent.glob("corpus-*.bin")
-    path.replace(tokens)
+
+    def write(out: BinaryIO) -> dict[str, Any]:
+        out.write(path.read_bytes())
+        return about
+
+    write_tokens(path.parent, tokens.stem.removeprefix("corpus-"), write)  # with checksums that fit
     numbers, facts = prepared()
     for packing in (False, True):
         Documents(numbers, facts, tokenizer, 4, packing=packing)  # type: ignore[arg-type]

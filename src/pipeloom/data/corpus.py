@@ -207,8 +207,8 @@ def prepare_corpus(
     parts = parts_of(files.shards, field, validation_fraction, part_bytes)
     found = tokenize(parts, encoder, Path(directory), workers=workers, shows=shows, read=read)
     facts = [each for _, each in found]
-    trains = [tokens[: each["num_train_tokens"]] for tokens, each in found]
-    rests = [tokens[each["num_train_tokens"] :] for tokens, each in found]
+    trains = [tokens.cut(0, each["num_train_tokens"]) for tokens, each in found]
+    rests = [tokens.cut(each["num_train_tokens"], len(tokens)) for tokens, each in found]
     stream = Joined([*trains, *rests], encoder.dtype)
     skipped = {name: sum(each["skipped"][name] for each in facts) for name in ("not UTF-8 text", "empty")}
     if not len(stream):

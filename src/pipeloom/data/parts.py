@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.data.shards import Shard, Text, read_texts
+from pipeloom.data.token_cache import CheckedTokens
 from pipeloom.data.tokenizers import Tokenizer
 
 _FORMAT = 3  # increment when the same shards give another file of tokens
@@ -165,14 +166,14 @@ def _is_chosen(key: bytes, fraction: float) -> bool:
 
 
 class Joined:
-    """Arrays behind each other, as one that is read by slices.
+    """Files of tokens behind each other, as one array that is read by slices.
 
     Args:
-        arrays: of one dimension and one dtype.
+        arrays: the files, or cuts of them, of one dtype.
         dtype: of their numbers.
     """
 
-    def __init__(self, arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> None:
+    def __init__(self, arrays: Sequence[CheckedTokens], dtype: np.dtype[Any]) -> None:
         self.arrays, self.dtype = [each for each in arrays if len(each)], dtype
         self._ends = np.cumsum([len(each) for each in self.arrays])
 
@@ -200,10 +201,10 @@ class Joined:
 
     def max(self) -> int:
         """The largest number; 0 if there is none."""
-        return max((int(each.max()) for each in self.arrays), default=0)
+        return max((int(each[:].max()) for each in self.arrays), default=0)
 
-    def _between(self, start: int, stop: int) -> Iterator[NDArray[Any]]:
+    def _between(self, start: int, stop: int) -> Iterator[CheckedTokens]:
         begin = 0
         for array in self.arrays:
-            yield array[max(0, start - begin) : max(0, stop - begin)]
+            yield array.cut(max(0, start - begin), max(0, stop - begin))
             begin += len(array)

@@ -13,13 +13,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO
 
-from numpy.typing import NDArray
-
 from pipeloom.common.cores import usable_cores
 from pipeloom.data.parts import ABOUT, Part, Read, Told, write_part
 from pipeloom.data.progress import tokenizing
 from pipeloom.data.shards import Shard, read_texts
-from pipeloom.data.token_cache import only_writer, open_tokens, read_about, told, write_tokens
+from pipeloom.data.token_cache import CheckedTokens, only_writer, open_tokens, read_about, told, write_tokens
 from pipeloom.data.tokenizers import Tokenizer
 from pipeloom.errors import DataError
 
@@ -34,7 +32,7 @@ def tokenize(
     workers: int | None = None,
     shows: bool = True,
     read: Read | None = None,
-) -> list[tuple[NDArray[Any], dict[str, Any]]]:
+) -> list[tuple[CheckedTokens, dict[str, Any]]]:
     """The tokens of parts, memory-mapped, and the JSON that describes them.
 
     Args:

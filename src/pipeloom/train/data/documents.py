@@ -19,7 +19,7 @@ from pipeloom.common.division import even_parts
 from pipeloom.data.corpus import Part
 from pipeloom.data.pretrained_tokenizer import PretrainedTokenizer
 from pipeloom.data.shards import Shard, read_lines
-from pipeloom.data.token_cache import cached_tokens, fits_fraction
+from pipeloom.data.token_cache import CheckedTokens, cached_tokens, fits_fraction
 from pipeloom.errors import DataError
 from pipeloom.train.data.packing import pack
 from pipeloom.train.data.records import Document, documents
@@ -58,7 +58,7 @@ class Documents(Samples):
 
     def __init__(
         self,
-        numbers: NDArray[Any],
+        numbers: CheckedTokens,
         facts: dict[str, Any],
         tokenizer: PretrainedTokenizer,
         length: int,
@@ -69,7 +69,7 @@ class Documents(Samples):
         self.tokenizer, self._padding = tokenizer, tokenizer.padding
         self._length, self._packing, self._multiple = length, packing, multiple
         self.identity = f"{facts['digest']}:{length}:{packing}"
-        count, self._tokens = facts["num_documents"], numbers[: len(numbers) - facts["num_documents"]]
+        count, self._tokens = facts["num_documents"], numbers.cut(0, len(numbers) - facts["num_documents"])
         marked = np.asarray(numbers[len(numbers) - count :], np.int64)
         lengths = np.abs(marked)
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if count else lengths
@@ -106,7 +106,8 @@ class Documents(Samples):
         return int(self._pieces[part].labels[self._chosen(indices, part)].sum())
 
     def largest_id(self) -> int:
-        return max(int(self._tokens.max(initial=0)), ~int(self._tokens.min(initial=0)))
+        tokens = self._tokens[:]
+        return max(int(tokens.max(initial=0)), ~int(tokens.min(initial=0)))
 
     def batch(self, indices: ArrayLike, num_microbatches: int, part: Part = "train") -> tuple[Any, Any]:
         """Micro-batches of inputs and labels, each as long as its longest sample."""
@@ -201,7 +202,7 @@ class Documents(Samples):
 
 def prepare_documents(
     files: Sequence[Shard], root: str, tokenizer: PretrainedTokenizer, directory: Path, validation_fraction: float
-) -> tuple[NDArray[Any], dict[str, Any]]:
+) -> tuple[CheckedTokens, dict[str, Any]]:
     """The tokens of all documents of some files, and what `Documents` needs to know; made once.
 
     Args:
