@@ -27,7 +27,7 @@ from tests.cpu.fine_tuning import records, save_llama, write_lines
 from tests.cpu.train_runs import launched, local, metrics, story, text, words  # noqa: F401
 
 LENGTH = 1 << 10
-PER_BLOCK = BLOCK_BYTES // LENGTH  # windows of a block, of which the last one reads the next block too
+PER_BLOCK = BLOCK_BYTES // LENGTH  # windows of a block; the last one reads into the next block
 
 
 @pytest.fixture

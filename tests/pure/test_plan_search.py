@@ -127,6 +127,14 @@ def test_a_long_step_follows_from_short_ones(schedule):
     assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
 
 
+def test_a_long_step_of_one_rank_follows_from_short_ones():
+    costs = cost_model(MODELS[0], "dgx-a100-80", "pipeloom")
+    of = Configuration(schedule="interleaved", pipeline=1, chunks=2, microbatches=4096)
+    short, whole = simulated(costs, of), simulated(costs, of, whole=True)
+    assert short.timeline.num_microbatches < of.microbatches
+    assert (short.makespan, short.peak_bytes) == (pytest.approx(whole.makespan), pytest.approx(whole.peak_bytes))
+
+
 @pytest.mark.parametrize(("schedule", "ranks"), [("chimera", 8), ("zb-v", 4), ("dualpipe", 8), ("dualpipev", 4)])
 def test_a_long_step_with_a_late_steady_state_follows_from_short_ones(schedule, ranks):
     """Ranks with embedding or head compute more: over many micro-batches, the others wait for them."""

@@ -227,6 +227,8 @@ class Step:
     def settled(self) -> "Step":
         """This step, or that with more micro-batches in its short step whose steady state has begun there."""
         step = self
+        if schedules.find(self._of.schedule).to_measure:  # each short step has an order of its own
+            return self
         while step._times and not step._is_steady and step.actions < _MOST_ACTIONS:
             number, group = step._short.microbatches, step._short.microbatches - step._shorter.microbatches
             more = number + group * min(step._times, number // group)
@@ -237,6 +239,8 @@ class Step:
     def _is_steady(self) -> bool:
         """Whether the last two groups of micro-batches of the short step took equally long."""
         number, less = self._short.microbatches, self._shorter.microbatches
+        if 2 * less <= number:
+            return False
         least = self._of._replace(microbatches=2 * less - number)
         try:
             steps = [self._steps.seconds(of, self._limit, replicas=True) for of in (self._short, self._shorter, least)]
