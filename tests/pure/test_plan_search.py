@@ -554,6 +554,9 @@ def test_plans_that_steps_compare_include_a_plain_one():
     first, plain = with_plain(costs, request, found)
     assert (first, plain.of.schedule, plain.of.chunks, plain.of.pipeline) == (found[0], "1f1b", 1, 4)
     assert with_plain(costs, request, [first, plain]) == [first, plain]
+    slower = replace(found[1], step_seconds=1.001 * plain.step_seconds)
+    of_three = with_plain(costs, replace(request, top=3), [first, slower, slower])
+    assert [each.step_seconds for each in of_three] == [first.step_seconds, plain.step_seconds, slower.step_seconds]
     other = replace(request, fixed={**fixed, "schedule": "zb-h1"})
     assert with_plain(costs, other, found) == found
 

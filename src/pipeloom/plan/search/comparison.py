@@ -12,7 +12,7 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.local.trials import is_plain
 from pipeloom.plan.search.best_first import find_plans
-from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.request import Request, score
 from pipeloom.plan.search.simulated import Simulated
 
 USUAL_NAME = "usual choice"
@@ -103,7 +103,10 @@ def with_plain(costs: StepCosts, request: Request, plans: Sequence[Simulated], *
         found = find_plans(costs, replace(request, fixed=fixed, top=1), **asked).plans
     except InputError:
         return list(plans)
-    return [*plans[: request.top - 1], *found] if plain_of([plans[0], *found]) else list(plans)
+    if plain_of([plans[0], *found]) is None:
+        return list(plans)
+    both = [*plans[: request.top - 1], *found]  # the plain one may be better by less than a search looks for
+    return sorted(both, key=lambda plan: score(request.objective, plan.step_seconds, plan.peak, plan.of.devices))
 
 
 def _degrees(of: Configuration) -> tuple[object, ...]:
