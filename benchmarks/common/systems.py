@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from benchmarks.common.links import EmulatedLinks
 from benchmarks.common.peers import DeepSpeedPipeline, TorchPipelining, parameters_of
 from benchmarks.common.ping_pong import ping_pong
+from benchmarks.common.pipes import PipeProgram
 from benchmarks.common.processes import Crew, run_first
 from benchmarks.common.reference import BareStages, Sequential, compare, judge
 from benchmarks.common.workloads import Workload
-from pipeloom.ir import Action, Schedule
+from pipeloom.ir import Action, Program, Schedule
 
 Record = tuple[Action, float, float]
 
@@ -108,14 +109,15 @@ class System:
     """A system under test, as data.
 
     Attributes:
-        kind: "pipeloom", "torch", "deepspeed", "sequential" or "bare".
-        schedule: "gpipe", "1f1b", ... where `kind` has schedules; for pipeloom also a schedule itself, or "auto".
+        kind: "pipeloom", "torch", "deepspeed", "sequential", "bare" or "pipes".
+        schedule: "gpipe", "1f1b", ... where `kind` has schedules; for pipeloom also a schedule itself, or "auto"; for
+            pipes the program that ranks run.
         options: further arguments of the class behind `kind`.
         latency_seconds: of emulated links; None for the links as they are.
     """
 
     kind: str
-    schedule: str | Schedule = ""
+    schedule: str | Schedule | Program = ""
     options: Mapping[str, Any] | None = None
     latency_seconds: float | None = None
 
@@ -149,6 +151,7 @@ class Bench:
             options["links"] = EmulatedLinks(path, self._num_ranks, self._rank, system.latency_seconds)
         built: Any
         if system.kind == "pipeloom":
+            assert not isinstance(system.schedule, Program)
             built = Pipeloom(workload, system.schedule, self._num_ranks, **options)
         elif system.kind == "torch":
             built = TorchPipelining(workload, str(system.schedule), **options)
@@ -158,6 +161,9 @@ class Bench:
             built = Sequential(workload, **options)
         elif system.kind == "bare":
             built = BareStages(workload)
+        elif system.kind == "pipes":
+            assert isinstance(system.schedule, Program)
+            built = PipeProgram(workload, system.schedule, self._rank, self._scratch / name.replace(" ", "-"))
         else:
             raise ValueError(f"unknown kind of system {system.kind!r}")
         self._systems[name] = built

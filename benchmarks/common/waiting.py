@@ -16,7 +16,7 @@ from benchmarks.common.processes import Crew
 from benchmarks.common.reference import write_reference
 from benchmarks.common.systems import Bench, System, build_checked, step_seconds
 from benchmarks.common.workloads import WaitingWorkload
-from pipeloom.ir import Placement, Schedule
+from pipeloom.ir import Placement, Program, Schedule
 from pipeloom.passes import lower, merge_backwards, separate_units
 from pipeloom.schedules import FAMILIES, Conditions
 from pipeloom.sim import Timeline, measured_timeline
@@ -43,11 +43,13 @@ def waiting_schedule(name: str, num_ranks: int, num_microbatches: int, latency_s
 def waiting_systems(
     names: Iterable[str], num_ranks: int, num_microbatches: int, latency_seconds: float | None = None
 ) -> dict[str, System]:
-    """Each schedule in pipeloom and, where torch has it too, in torch."""
+    """Each schedule in pipeloom, without latency over plain pipes and, where torch has it too, in torch."""
     systems = {}
     for name in names:
         schedule = waiting_schedule(name, num_ranks, num_microbatches, latency_seconds or 0.0)
         systems[f"pipeloom {name}"] = System(kind="pipeloom", schedule=schedule, latency_seconds=latency_seconds)
+        if latency_seconds is None:
+            systems[f"pipes {name}"] = System(kind="pipes", schedule=lower(ran(schedule)))
         if name in TORCH_SCHEDULES:
             systems[f"torch {name}"] = System(kind="torch", schedule=name, latency_seconds=latency_seconds)
     return systems
@@ -84,7 +86,9 @@ def measure_waiting(
         with Crew(f"{num_ranks} ranks", num_ranks, Bench, num_ranks, scratch) as crew:
             for name, system in systems.items():
                 schedule = system.schedule
-                if not isinstance(schedule, Schedule):
+                if isinstance(schedule, Program):
+                    schedule = schedule.schedule
+                elif not isinstance(schedule, Schedule):
                     schedule = waiting_schedule(schedule, num_ranks, num_microbatches)
                 workload = waiting_workload(schedule.num_stages, num_microbatches)
                 reference = Path(scratch) / f"{workload.num_stages}.safetensors"

@@ -35,6 +35,10 @@ def measure(num_ranks: int, names: list[str], num_rounds: int) -> dict[str, Any]
     return result
 
 
+def percent_over(seconds: list[float], theory: float) -> str:
+    return spread([100 * (value / theory - 1) for value in seconds]).show("{:.1f}")
+
+
 def tables(results: dict[int, Any]) -> Parts:
     """For each size a table: times and bubbles, simulated and measured, and torch's."""
     header = (
@@ -42,6 +46,8 @@ def tables(results: dict[int, Any]) -> Parts:
         "simulated ms",
         "measured ms",
         "% over simulated",
+        "pipes, % over simulated",
+        "measured / pipes",
         "% over it with messages",
         "simulated bubble %",
         "measured bubble %",
@@ -59,15 +65,16 @@ def tables(results: dict[int, Any]) -> Parts:
             own, bubble = result["seconds"][f"pipeloom {name}"], result["simulated_bubbles"][name]
             bubbles = spread(result["bubbles"][f"pipeloom {name}"])
             row = [name, f"{theory * 1e3:.0f}", spread(own).show("{:.1f}", 1e3)]
-            for limit in (theory, result["simulated_seconds_with_messages"][name]):
-                row.append(spread([100 * (value / limit - 1) for value in own]).show("{:.1f}"))
+            pipes, with_messages = result["seconds"][f"pipes {name}"], result["simulated_seconds_with_messages"][name]
+            row += [percent_over(own, theory), percent_over(pipes, theory), ratio(own, pipes).show("{:.3f}")]
+            row.append(percent_over(own, with_messages))
             row += [f"{100 * bubble:.1f}", bubbles.show("{:.1f}", 100), f"{100 * (bubbles.median - bubble):+.1f}"]
             bubble = result["simulated_bubbles_with_messages"][name]
             row += [f"{100 * bubble:.1f}", f"{100 * (bubbles.median - bubble):+.1f}"]
             if name in TORCH_SCHEDULES:
                 peer = result["seconds"][f"torch {name}"]
                 row.append(spread(peer).show("{:.1f}", 1e3))
-                row.append(spread([100 * (value / theory - 1) for value in peer]).show("{:.1f}"))
+                row.append(percent_over(peer, theory))
                 row.append(ratio(own, peer).show("{:.3f}"))
             rows.append(row + [""] * (len(header) - len(row)))
         worst, messages = max(result["errors"].values()), spread(result["message_seconds"])
@@ -82,14 +89,14 @@ def tables(results: dict[int, Any]) -> Parts:
 
 
 def headlines(results: dict[int, Any]) -> dict[str, Spread]:
-    """Ratios for the README: measured over simulated step time."""
-    return {
-        f"{num_ranks} ranks: {name}, measured / simulated": spread(
-            [value / theory for value in result["seconds"][f"pipeloom {name}"]]
-        )
-        for num_ranks, result in results.items()
-        for name, theory in result["simulated_seconds"].items()
-    }
+    """Step time over the simulated one, and over that of the same program over plain pipes."""
+    found = {}
+    for num_ranks, result in results.items():
+        for name, theory in result["simulated_seconds"].items():
+            own, pipes = result["seconds"][f"pipeloom {name}"], result["seconds"][f"pipes {name}"]
+            found[f"{num_ranks} ranks: {name}, measured / simulated"] = spread([value / theory for value in own])
+            found[f"{num_ranks} ranks: {name}, measured / pipes"] = ratio(own, pipes)
+    return found
 
 
 def main() -> None:
