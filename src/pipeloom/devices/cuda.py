@@ -44,6 +44,10 @@ class CudaDevice(Device):
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream(stream, threading.get_ident()))
 
+    def is_in(self, stream: Stream) -> bool:
+        current = torch.cuda.current_stream(self.device)
+        return any(kind is stream and made == current for (kind, *_), made in [*self._streams.items()])
+
     @contextmanager
     def computing(self, after: Mark = None) -> Iterator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream("compute", threading.get_ident())):

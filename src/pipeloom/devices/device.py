@@ -9,6 +9,7 @@ runs ahead and waits for a device only where it reads a value. What must come af
     rank b, compute                                                wait | F |
 
     compute     forwards, backwards and the optimizer: the current stream of the thread that runs the rank
+    second      forwards and backwards of every second stage of a rank, where pairs of them overlap
     outgoing    copies of messages to other ranks
     incoming    copies of messages from other ranks
 
@@ -33,6 +34,7 @@ Stamp = Any  # a moment whose time can be asked for later
 class Stream(StrEnum):
     """The streams of a rank beside the one where it computes."""
 
+    SECOND = "second"
     OUTGOING = "outgoing"
     INCOMING = "incoming"
 
@@ -65,6 +67,10 @@ class Device(ABC):
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Inside the block, `stream` is the current stream."""
+
+    @abstractmethod
+    def is_in(self, stream: Stream) -> bool:
+        """Whether the current stream is `stream`, of this thread or of another whose backward this one runs."""
 
     @abstractmethod
     def computing(self, after: Mark = None) -> AbstractContextManager[Any]:

@@ -33,6 +33,9 @@ class HostDevice(Device):
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def is_in(self, stream: Stream) -> bool:
+        return False
+
     def computing(self, after: Mark = None) -> AbstractContextManager[Any]:
         return nullcontext()
 

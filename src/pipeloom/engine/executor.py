@@ -13,9 +13,10 @@ from pipeloom.engine.calls.intake import BatchIntake
 from pipeloom.engine.calls.reader import Batching, Programs
 from pipeloom.engine.calls.refusals import PeerRefused, refused_by, send_refusals
 from pipeloom.engine.elsewhere import Elsewhere
-from pipeloom.engine.instructions import Record, Run
+from pipeloom.engine.instructions import Run
 from pipeloom.engine.model_state import ModelState
-from pipeloom.engine.rank_state import RankWiring
+from pipeloom.engine.pair_streams import stages_of_second_stream
+from pipeloom.engine.rank_state import RankWiring, Record
 from pipeloom.engine.rank_threads import RankThreads
 from pipeloom.engine.result_exchange import ResultExchange
 from pipeloom.engine.stores.gradient_sum import GradientSum
@@ -97,6 +98,7 @@ class Executor:
                 skips=skips,
                 device=devices[rank],
                 elsewhere=elsewhere,
+                second=stages_of_second_stream(programs.train, rank) if devices[rank].is_asynchronous else frozenset(),
             )
             self.workers[rank] = self._worker(wiring, blackbox)
         self._intake = BatchIntake(devices, state, programs, connection, batching)

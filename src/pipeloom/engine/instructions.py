@@ -1,20 +1,21 @@
 """`InstructionList`: the loop that runs the program of one rank; a stream runs it block by block."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from pipeloom.devices import Device, Stamp
 from pipeloom.engine.calls.refusals import PeerRefused
-from pipeloom.engine.rank_state import Step
+from pipeloom.engine.pair_streams import PairStreams, in_turn
+from pipeloom.engine.rank_state import Record, Step
 from pipeloom.errors import CallerError, PeerLost, PipeloomError, RunError, StageError, one_line, unwrapped
 from pipeloom.ir import Action, Op
 from pipeloom.processes.black_box import BLACKBOX_BYTES, LABEL_BYTES, label_of
 
 # What one rank does in a call. It yields whenever it has to wait and the transport does not block.
 Run = Generator[None]
-Record = tuple[Action, float, float]  # an action, and when it started and ended (time.perf_counter, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,18 @@ class InstructionList:
         device: where the rank computes: it says when an action began and ended, which may be after its call returned.
         blocking: whether steps may block; else they are asked whether they are ready.
         blackbox: a buffer for the label of the running action and its start; None: without labels.
+        streams: makes what knows the stream of each step from their actions; None: all are in the current stream.
     """
 
     def __init__(
-        self, rank: int, steps: Iterable[tuple[Action, Step]], *, device: Device, blocking: bool, blackbox: Any
+        self,
+        rank: int,
+        steps: Iterable[tuple[Action, Step]],
+        *,
+        device: Device,
+        blocking: bool,
+        blackbox: Any,
+        streams: Callable[[Sequence[Action]], PairStreams] | None = None,
     ) -> None:
         self._instructions = tuple(
             Instruction(action, run, None if blocking else ready, label_of(action)) for action, (run, ready) in steps
@@ -53,6 +62,7 @@ class InstructionList:
         self._clock = None if blackbox is None else memoryview(blackbox)[LABEL_BYTES:BLACKBOX_BYTES].cast("B").cast("d")
         self._starts: list[Stamp] = [0.0] * len(self._instructions)
         self._ends: list[Stamp] = [0.0] * len(self._instructions)
+        self._streams = None if streams is None else streams([each.action for each in self._instructions])
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self._instructions)
@@ -66,8 +76,10 @@ class InstructionList:
             PeerRefused: the batch of another rank is invalid.
         """
         starts, ends, blackbox, clock = self._starts, self._ends, self._blackbox, self._clock
-        stamp = self._device.stamp
-        position = start
+        stamp, streams = self._device.stamp, self._streams
+        position, here = start, nullcontext()
+        if streams is not None:
+            streams.begin()
         try:
             for position, instruction in enumerate(self._instructions[start:stop], start):
                 if instruction.ready is not None:
@@ -76,19 +88,23 @@ class InstructionList:
                 if clock is not None:
                     blackbox[:LABEL_BYTES] = instruction.label
                     clock[0] = perf_counter()
-                starts[position] = stamp()
-                instruction.run()
-                ends[position] = stamp()
+                with here if streams is None else streams.at(position):
+                    starts[position] = stamp()
+                    instruction.run()
+                    ends[position] = stamp()
+            if streams is not None:
+                streams.end()
         except (CallerError, PeerRefused):
             raise
         except Exception as error:
             raise explained(error, self._rank, self._instructions[position].action) from error
 
-    def records(self) -> Iterator[Record]:
-        """Every instruction with its last start and end; 0.0 where it has not run yet."""
+    def records(self) -> Iterable[Record]:
+        """Every instruction with its last start and end; 0.0 where it has not run yet. Overlapped pairs in turn."""
         actions = (instruction.action for instruction in self._instructions)
         times = self._device.seconds([*self._starts, *self._ends])
-        return zip(actions, times[: len(self._starts)], times[len(self._starts) :], strict=True)
+        found = zip(actions, times[: len(self._starts)], times[len(self._starts) :], strict=True)
+        return found if self._streams is None else in_turn(found, self._streams.partners)
 
 
 def explained(error: Exception, rank: int, action: Action) -> PipeloomError:

@@ -41,6 +41,7 @@ LossFn = Callable[[Any, Any], Tensor | Mapping[str, Any]]
 
 # One part of an action: the function that runs it, and a function that says whether it would run without blocking.
 Step = tuple[Callable[[], None], Callable[[], bool] | None]
+Record = tuple[Action, float, float]  # an action, and when it started and ended (time.perf_counter, seconds)
 Binder = Callable[["RankState", Action, Program], Step]
 
 
@@ -80,6 +81,7 @@ class RankWiring:
         skips: by pair of stages, the names of the values that skip stages between them.
         device: where the rank computes.
         elsewhere: parameters that only other ranks train.
+        second: the stages whose actions are in the second stream of the device (`pipeloom.engine.pair_streams`).
         forwards: by stage, the function that F calls in training: the module, or a wrapper that saves less.
         copies_input: by stage, whether it receives a copy of its input: the caller's batch, and leaves, must not change
             in place.
@@ -97,6 +99,7 @@ class RankWiring:
     skips: Mapping[Skip, tuple[str, ...]]
     device: Device
     elsewhere: Elsewhere
+    second: frozenset[int] = frozenset()
     forwards: dict[int, Callable[..., Value]] = field(init=False)
     copies_input: dict[int, bool] = field(init=False)
     runs_known: set[tuple[int, bool]] = field(init=False, default_factory=set)
@@ -105,6 +108,11 @@ class RankWiring:
         self.forwards = {stage: recomputed(module, self.recompute[stage]) for stage, module in self.stages.items()}
         # Inputs of stage 0 are no leaves: its first run shows whether it works in place (`binders.inputs`).
         self.copies_input = {stage: stage > 0 and may_change_input(module) for stage, module in self.stages.items()}
+
+    def between_streams(self, stage: int, other: int) -> bool:
+        """Whether two stages are on this rank, in different streams."""
+        here = stage in self.stages and other in self.stages
+        return here and (stage in self.second) != (other in self.second)
 
 
 @dataclass(slots=True, eq=False)

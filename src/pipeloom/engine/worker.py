@@ -5,7 +5,7 @@ the rank's stores (`pipeloom.engine.rank_state`). A step is then one loop over t
 look-ups (`InstructionList`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_native_id
@@ -19,9 +19,10 @@ from pipeloom.engine.binders.sequence_parts import in_tokens
 from pipeloom.engine.binders.sequence_slices import in_slice
 from pipeloom.engine.binders.transfers import bind_offload, bind_receive, bind_reload, bind_send, moved_keys
 from pipeloom.engine.calls.refusals import PeerRefused
-from pipeloom.engine.instructions import InstructionList, Record, Run, explained
+from pipeloom.engine.instructions import InstructionList, Run, explained
 from pipeloom.engine.overlap_times import OverlapTimes
-from pipeloom.engine.rank_state import Binder, RankState, RankWiring, Step
+from pipeloom.engine.pair_streams import PairStreams, backward_first
+from pipeloom.engine.rank_state import Binder, RankState, RankWiring, Record, Step
 from pipeloom.engine.stores.blocks import BlockSum
 from pipeloom.engine.stores.gradient_sum import GradientSum
 from pipeloom.engine.stores.parameter_store import ParameterStore
@@ -120,25 +121,39 @@ class Worker:
 
     def bind(self, program: Program, wrap: WrapStep | None = None) -> Bound:
         """Turn this rank's part of `program` into functions, each of them as `wrap` returns it."""
+        wiring = self.state.wiring
         self.state.to_offload = moved_keys(program, self.rank)
-        steps = ((action, step) for action in program.orders[self.rank] for step in self.steps(action, program))
-        if not (self.state.wiring.device.is_asynchronous or program.schedule.forward_only):
+        order = backward_first(program, self.rank) if wiring.second else program.orders[self.rank]
+        steps = ((action, step) for action in order for step in self.steps(action, program))
+        if not (wiring.device.is_asynchronous or program.schedule.forward_only):
             steps = ((action, self._timed(action, step)) for action, step in steps)
         if self._graphs is not None and not program.schedule.forward_only:
             steps = ((action, self._graphs.around(self.state, action, step)) for action, step in steps)
         if wrap is not None:
             steps = ((action, wrap(self.state, action, step)) for action, step in steps)
-        instructions = self.bind_steps(steps)
+        trains_in_pairs = wiring.second and not program.schedule.forward_only
+        instructions = self.bind_steps(steps, self._streams(program) if trains_in_pairs else None)
         return Bound(instructions, program, self.overlap if self._overlaps(program) else None)
 
     def _overlaps(self, program: Program) -> bool:
         return program.data is not None or self.state.wiring.mover is not None
 
-    def bind_steps(self, steps: Iterable[tuple[Action, Step]]) -> InstructionList:
-        """Instructions of this rank, one per step."""
+    def _streams(self, program: Program) -> Callable[[Sequence[Action]], PairStreams]:
+        wiring = self.state.wiring
+        return lambda actions: PairStreams(wiring.device, program, self.rank, actions, wiring.second)
+
+    def bind_steps(
+        self, steps: Iterable[tuple[Action, Step]], streams: Callable[[Sequence[Action]], PairStreams] | None = None
+    ) -> InstructionList:
+        """Instructions of this rank, one per step; for `streams` see `InstructionList`."""
         wiring = self.state.wiring
         return InstructionList(
-            self.rank, steps, device=wiring.device, blocking=wiring.transport.blocking, blackbox=self._blackbox
+            self.rank,
+            steps,
+            device=wiring.device,
+            blocking=wiring.transport.blocking,
+            blackbox=self._blackbox,
+            streams=streams,
         )
 
     def steps(self, action: Action, program: Program) -> list[Step]:

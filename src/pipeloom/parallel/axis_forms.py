@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.devices import Device
+from pipeloom.devices.device import Stream
 from pipeloom.parallel.axis import Axis, AxisMeter, Combine
 from pipeloom.processes.collectives import noticing_lost_peers
 from pipeloom.processes.waits import waits_for
@@ -118,15 +120,29 @@ class GroupAxis(Axis):
     Args:
         group: of the members.
         members: their ranks in the default group, in the order of coordinates.
+
+    Attributes:
+        members: as given.
     """
 
     def __init__(
         self, name: str, group: dist.ProcessGroup, members: Sequence[int], meter: AxisMeter | None = None
     ) -> None:
         super().__init__(name, len(members), members.index(dist.get_rank()), meter)
-        self._group = group
+        self.members = tuple(members)
+        self._first, self._second = group, group
+        self._device: Device | None = None
         self._ranks = [dist.get_group_rank(group, member) for member in members]  # by coordinate
         self._coordinates = [self._ranks.index(rank) for rank in range(len(members))]  # by rank in the group
+
+    def overlap(self, second: dist.ProcessGroup, device: Device) -> None:
+        """From now on calls in the second stream of a device use the group `second` of the same members."""
+        self._second, self._device = second, device
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        in_second = self._device is not None and self._device.is_in(Stream.SECOND)
+        return self._second if in_second else self._first
 
     def _all_reduce(self, x: Tensor, combine: Combine) -> Tensor:
         found = x.clone(memory_format=torch.contiguous_format)

@@ -93,6 +93,7 @@ class Mesh:
         except InputError:
             self.close()
             raise
+        self._overlaps_on: Device | None = None  # where collectives of two streams overlap
         self._connects_on: Device | None = None  # where groups get their communicators before the first step
         if isinstance(members, ProcessMembers):
             self._groups.make()
@@ -287,7 +288,26 @@ class Mesh:
             if all(local.reaches(peer, of=line[0]) for peer in line):
                 local.open(ChannelAxis.channels_between(line))
                 return ChannelAxis(name, local, line, index, copies=False, meter=self.meter)
-        return GroupAxis(name, self._connected(self._groups.of(line)), line, self.meter)
+        axis = GroupAxis(name, self._connected(self._groups.of(line)), line, self.meter)
+        self._overlap(axis)
+        return axis
+
+    def overlap_pairs(self, device: Device) -> None:
+        """Collectives inside an F and a B that overlap pass each other: those of each stream have their own groups.
+
+        A group runs its collectives in the order in which they are started. Every process calls it.
+
+        Args:
+            device: where this process computes.
+        """
+        if self._overlaps_on is None:
+            self._overlaps_on = device
+            for axis in self._axes.values():
+                self._overlap(axis)
+
+    def _overlap(self, axis: Axis) -> None:
+        if self._overlaps_on is not None and isinstance(axis, GroupAxis):
+            axis.overlap(self._connected(self._groups.second_of(axis.members)), self._overlaps_on)
 
     def leave(self, *axes: str) -> None:
         """Called after an error: closes what communicates along the axes, so that other processes stop waiting.

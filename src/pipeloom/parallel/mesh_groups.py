@@ -81,6 +81,10 @@ class MeshGroups:
             self._made += (self._groups[name],)
         return self._groups[name]
 
+    def second_of(self, line: Sequence[int]) -> dist.ProcessGroup:
+        """Another group of these processes, for the second stream; made as `of` makes one."""
+        return self.of(line, _second(_name_of(line)))
+
     @without_splits()
     def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
         """A group that its members alone make.
@@ -108,8 +112,9 @@ class MeshGroups:
     def leave(self, axes: Sequence[str]) -> None:
         """Close the group along axes, so that other processes stop waiting; with NCCL they wait until their timeout."""
         used = [axis for axis in axes if self._shape.degree(axis) > 1] or axes
-        self._leave("+".join(used))
-        self._leave(_name_of(self._shape.along_all(used, self._rank)))
+        line = _name_of(self._shape.along_all(used, self._rank))
+        for name in ("+".join(used), line, _second(line)):
+            self._leave(name)
 
     def _leave(self, name: str) -> None:
         if self.is_closed or name not in self._groups or "nccl" in dist.get_backend_config(self._groups[name]):
@@ -138,6 +143,10 @@ class MeshGroups:
         return (
             f"mesh {self._shape} has no group along {name}: a pipeline on it failed. Make a new mesh and new pipelines."
         )
+
+
+def _second(name: str) -> str:
+    return f"{name} in the second stream"
 
 
 def _name_of(line: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pipeloom.common.quantities import counted
+from pipeloom.devices import device_of as runtime_device
 from pipeloom.engine.calls.reader import Batching, Programs
 from pipeloom.engine.elsewhere import parameters_elsewhere
 from pipeloom.engine.executor import Executor
@@ -76,7 +77,7 @@ def construct(
     check_arguments(schedule, loss_fn, slices, offload, mesh, timeout_seconds)
     if graphs:
         check_graphs(schedule, options, transport)
-    schedule = separate_units(merge_backwards(schedule))
+    schedule = merge_backwards(schedule)
     sliced = schedule.num_slices > 1 or slices is not None
     parts = context_of(mesh, context, schedule, sliced=sliced)
 
@@ -99,10 +100,14 @@ def construct(
         check_heads_of_model(stages.modules, parts.kind, parts.axis.degree)
     sharing = share(mesh, data, precision, timeout_seconds)
     tied = [parameter.stages for parameter in stages.tied]
-    programs = _programs(schedule, tied, sharing.axis, offload, tuple(skips))
-
     device = device_of(stages)
     sharing.check_device(device)
+    if graphs or skips or offload is not None or not runtime_device(device).is_asynchronous:
+        schedule = separate_units(schedule)  # recordings share memory in their order; skips and offload have one stream
+    programs = _programs(schedule, tied, sharing.axis, offload, tuple(skips))
+    if schedule.overlapped and mesh is not None:
+        mesh.overlap_pairs(runtime_device(device))
+
     open_mover = open_activation_offload(offload, device) if offload is not None else lambda: None
     fingerprint = RunFingerprint.of(
         programs.train, () if is_cut else stages.layers, slices, sharing.terms, parts.terms if parts else ()

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.engine.batch import Batch
-from pipeloom.engine.instructions import Record
 from pipeloom.engine.memory_use import MemoryUse
-from pipeloom.engine.rank_state import LossFn
+from pipeloom.engine.rank_state import LossFn, Record
 from pipeloom.engine.result_exchange import total
 from pipeloom.engine.worker import WarmUp
 from pipeloom.errors import InputError

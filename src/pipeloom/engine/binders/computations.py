@@ -18,7 +18,7 @@ from pipeloom.engine.binders.inputs import StageInputs
 from pipeloom.engine.binders.sequence_parts import module_of_tokens
 from pipeloom.engine.binders.sequence_slices import cut_slice, join_slices, sliced_module
 from pipeloom.engine.binders.skips import SkipValues, bind_skip_gradients, bind_skip_values
-from pipeloom.engine.rank_state import RankState, Step
+from pipeloom.engine.rank_state import RankState, RankWiring, Step
 from pipeloom.errors import RunError, one_line
 from pipeloom.ir import Action, Op, Program
 from pipeloom.transport.values import Layout, Value, flatten, unflatten, with_overlapping
@@ -47,9 +47,12 @@ def bind_forward(state: RankState, action: Action, program: Program) -> Step:
     mover = wiring.mover if key in state.to_offload else None
     inputs = StageInputs(wiring, stage, training=training)
     finish = _bind_loss(state, action, program) if last else _bind_output(state, action, program, inputs, skips)
+    from_other_stream = training and wiring.between_streams(stage, stage - 1)
 
     def forward() -> None:
         value, leaves, shared = (state.batch.inputs[microbatch], [], ()) if first else arrived.pop(key)
+        if from_other_stream:
+            _use_here(wiring, flatten(value)[1])
         value = inputs.take(value, shared)
         if skips is not None:
             leaves = skips.take(leaves)
@@ -209,6 +212,13 @@ def bind_entry(
     return enter
 
 
+def _use_here(wiring: RankWiring, tensors: Sequence[Tensor | None]) -> None:
+    """A computation uses tensors that another stage of its rank made in another stream."""
+    for tensor in tensors:
+        if tensor is not None:
+            wiring.device.used_here(tensor)
+
+
 def bind_backward(state: RankState, action: Action, program: Program) -> Step:
     """B, or I, which keeps what its W needs."""
     stage, op, microbatch, piece = action
@@ -218,6 +228,7 @@ def bind_backward(state: RankState, action: Action, program: Program) -> Step:
     mover = state.wiring.mover if key in state.to_offload else None
     deliver = _bind_gradients(state, action, program) if stage > 0 else None
     come_back, send_back = bind_skip_gradients(state, action, program) if program.skips else (None, None)
+    from_other_stream = state.wiring.between_streams(stage, stage + 1)
 
     def backward() -> None:
         if mover is not None:
@@ -231,6 +242,8 @@ def bind_backward(state: RankState, action: Action, program: Program) -> Step:
             given = [state.seed(weight, state.batch.losses[microbatch])] if roots else ()
         else:
             given = arrived.pop(key)
+            if from_other_stream:
+                _use_here(state.wiring, given)
             if come_back is not None:
                 given = [*given, *come_back()]
         starts: list[Root] = []

@@ -21,8 +21,8 @@ import torch
 
 from pipeloom.common.division import even_parts
 from pipeloom.engine.batch import sample_mismatch
-from pipeloom.engine.instructions import Record, Run
-from pipeloom.engine.rank_state import Step
+from pipeloom.engine.instructions import Run
+from pipeloom.engine.rank_state import Record, Step
 from pipeloom.engine.stores.ownership import Ownership
 from pipeloom.engine.worker import Worker
 from pipeloom.errors import RunError
