@@ -16,6 +16,9 @@ from benchmarks.common.statistics import Spread, ratio, spread
 from benchmarks.common.systems import Bench, System, build_checked, step_seconds
 from benchmarks.common.workloads import GPTWorkload
 
+from pipeloom.errors import InputError
+from pipeloom.plan.costs.named_clusters import find_cluster
+
 NUM_RANKS = 2
 CONFIGURATIONS = {
     "4x256 M=8": GPTWorkload(micro_batch=4, sequence_length=256, num_microbatches=8),
@@ -144,6 +147,11 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=ENTRIES, default=installed)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "step_time.json")
     arguments = parser.parse_args()
+    if "pipeloom auto" in arguments.systems:
+        try:
+            find_cluster("local", "cluster")
+        except InputError as error:
+            parser.error(str(error))
     machine = environment()
     results = {}
     for label in arguments.configurations:
