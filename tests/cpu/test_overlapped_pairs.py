@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from pipeloom.ir import Action, Op, Schedule
 from pipeloom.parallel import OffloadActivations
 from pipeloom.parallel.axis_forms import GroupAxis
 from pipeloom.passes import lower
+from tests.cpu.every_schedule import Case, train_and_compare
 from tests.cpu.fake_graphs import FakeGraphs
 from tests.cpu.ranks import run_ranks
-from tests.cpu.reference import language_loss, make_gpt, make_mlp, tokens
+from tests.cpu.reference import language_loss, make_gpt, tokens
 
 Before = set[tuple[int, Action]]  # by rank
 
@@ -62,7 +63,8 @@ class TwoStreams(HostDevice):
         return set(self.over)
 
     def wait(self, mark: Before | None) -> None:
-        self.over.update(mark or ())
+        assert mark is not None, "a mark was lost"
+        self.over.update(mark)
 
     def used_here(self, tensor: Tensor) -> None:
         self.used.append((self.current, tensor.data_ptr()))
@@ -210,6 +212,10 @@ def test_values_that_pass_between_streams_are_kept_for_both(two_streams: None) -
         # 4 outputs of stage 1 that stage 2 reads, 4 gradients that come back.
         assert per_stream.count("second") == 4
         assert per_stream.count("first") == 4
+        device().used.clear()
+        device().device = torch.device("cpu", 0)  # tensors of "cpu" are not its own
+        step()
+        assert device().used == []
 
 
 def test_the_host_starts_the_backward_first(two_streams: None) -> None:
@@ -225,23 +231,44 @@ def test_the_host_starts_the_backward_first(two_streams: None) -> None:
 
 
 @pytest.mark.parametrize("second", [0, 1])
-def test_a_run_comes_between_what_is_before_and_after_it(second: int) -> None:
-    schedule = pl.schedules.build("dualpipe", num_ranks=2, num_microbatches=6)
-    program, here = lower(schedule), TwoStreams()
+@pytest.mark.parametrize("ends", [(), (1,), (7, 20)])
+def test_a_run_in_parts_comes_between_what_is_before_and_after_each(ends: tuple[int, ...], second: int) -> None:
+    program, here = lower(pl.schedules.build("dualpipe", num_ranks=2, num_microbatches=6)), TwoStreams()
     order = program.orders[0]
     streams = PairStreams(here, program, 0, order, frozenset({second}))
-    update = Action(0, Op.STEP)
-    here.over.add((0, update))  # in the first stream, where an optimizer works
-    streams.begin()
-    for position, action in enumerate(order):
-        with streams.at(position):
-            assert (0, update) in here.over
-            here.over.add((0, action))
-    streams.end()
-    assert here.over == {(0, action) for action in (update, *order)}
+    between = Action(0, Op.STEP)
+    for start, end in pairwise((0, *ends, len(order))):
+        here.over.add((start, between))  # in the first stream, where an optimizer works
+        with streams.running():
+            for position in range(start, end):
+                with streams.at(position):
+                    assert (start, between) in here.over
+                    here.over.add((0, order[position]))
+        assert here.over >= {(0, action) for action in order[:end]}
 
 
-@pytest.mark.parametrize("kind", ["graphs", "offload", "host"])
+def test_after_an_error_in_the_second_stream_the_first_one_goes_on_behind_it() -> None:
+    program, here = lower(pl.schedules.build("dualpipe", num_ranks=2, num_microbatches=6)), TwoStreams()
+    order = program.orders[0]
+    streams = PairStreams(here, program, 0, order, frozenset({0}))
+    with suppress(RuntimeError), streams.running(), streams.at(0):
+        here.over.add((0, order[0]))
+        raise RuntimeError
+    assert (0, order[0]) in here.over
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches"), SCHEDULES)
+def test_steps_and_evaluations_are_as_without_pairs(
+    two_streams: None, name: str, num_ranks: int, num_microbatches: int, checkpointed: bool
+) -> None:
+    """Losses, gradients, evaluations and the peak of live activations."""
+    train_and_compare(
+        Case(name, num_ranks, 2, num_microbatches, uneven=False, tied=False, checkpointed=checkpointed), "loopback"
+    )
+
+
+@pytest.mark.parametrize("kind", ["graphs", "offload", "tied", "host"])
 def test_without_two_streams_pairs_run_in_turn(
     kind: str, request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -254,8 +281,24 @@ def test_without_two_streams_pairs_run_in_turn(
     elif kind == "offload":
         options["offload"] = OffloadActivations(f"disk:{tmp_path}")
     schedule = pl.schedules.build("dualpipe", num_ranks=2, num_microbatches=6)
-    with pl.Pipeline(make_mlp(2), schedule, loss_fn=nn.functional.mse_loss, **options) as pipe:
+    model = make_gpt(tied=kind == "tied", layers=2)
+    with pl.Pipeline(model, schedule, loss_fn=language_loss, **options) as pipe:
         assert not pipe.schedule.overlapped
+
+
+@pytest.mark.parametrize("granularity", ["step", "chunk", "microbatch"])
+def test_pairs_run_in_turn_where_replicas_gather_or_reduce_inside_a_step(two_streams: None, granularity: str) -> None:
+    schedule = pl.schedules.build("dualpipe", num_ranks=2, num_microbatches=6)
+    data = pl.DataParallel("zero2", granularity=granularity)
+
+    def pairs() -> int:
+        with pl.Mesh(pp=2, dp=2) as mesh:
+            pipe = pl.Pipeline(make_gpt(layers=2), schedule, loss_fn=language_loss, mesh=mesh, data=data)
+            with pipe:
+                return len(pipe.schedule.overlapped)
+
+    wanted = len(schedule.overlapped) if granularity == "step" else 0
+    assert pl.run_threads(4, pairs, timeout_seconds=60.0) == [wanted] * 4
 
 
 def test_the_time_of_a_pair_is_counted_once() -> None:

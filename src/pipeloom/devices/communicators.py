@@ -5,11 +5,11 @@ which then takes long, and takes memory that torch's allocator does not know. `C
 set-up.
 
 Ranks do not wait in a circle. All processes run the same set-up, which makes one sequence of groups: channels in sorted
-order and replica after replica, axes and links in the order of the program. A process connects the groups that it is a
-member of in the order of this sequence, and `connect` waits for members of that group alone. Of the groups that are not
-connected, consider the first one. Each member has connected its earlier groups, so it waits for no other group and
-arrives at this one, which connects. The same holds for the next one, until all are connected. Where a group has gloo
-too, gloo has connected the same members in the same order just before.
+order and replica after replica, axes and links in the order of the program, and where pairs overlap a second group of
+each axis. A process connects the groups that it is a member of in the order of this sequence, and `connect` waits for
+members of that group alone. Of the groups that are not connected, consider the first one. Each member has connected its
+earlier groups, so it waits for no other group and arrives at this one, which connects. The same holds for the next one,
+until all are connected. Where a group has gloo too, gloo has connected the same members in the same order just before.
 """
 
 from collections.abc import Callable, Iterator

@@ -124,5 +124,7 @@ class CudaDevice(Device):
         """The stream of this kind, made when it is first used."""
         if key not in self._streams:
             device = next((each for each in key if isinstance(each, torch.device)), self.device)
-            self._streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # torch deals a few streams out in turn, also to others: those of a higher priority are not theirs.
+            priority = -1 if key[0] is Stream.SECOND else 0
+            self._streams[key] = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
         return self._streams[key]

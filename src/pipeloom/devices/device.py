@@ -32,7 +32,7 @@ Stamp = Any  # a moment whose time can be asked for later
 
 
 class Stream(StrEnum):
-    """The streams of a rank beside the one where it computes."""
+    """The streams of a rank beside its first one, where it computes."""
 
     SECOND = "second"
     OUTGOING = "outgoing"

@@ -42,7 +42,7 @@ class InstructionList:
         device: where the rank computes: it says when an action began and ended, which may be after its call returned.
         blocking: whether steps may block; else they are asked whether they are ready.
         blackbox: a buffer for the label of the running action and its start; None: without labels.
-        streams: makes what knows the stream of each step from their actions; None: all are in the current stream.
+        streams: makes the `PairStreams` of these actions, one per step; None: all are in the current stream.
     """
 
     def __init__(
@@ -78,22 +78,19 @@ class InstructionList:
         starts, ends, blackbox, clock = self._starts, self._ends, self._blackbox, self._clock
         stamp, streams = self._device.stamp, self._streams
         position, here = start, nullcontext()
-        if streams is not None:
-            streams.begin()
         try:
-            for position, instruction in enumerate(self._instructions[start:stop], start):
-                if instruction.ready is not None:
-                    while not instruction.ready():
-                        yield
-                if clock is not None:
-                    blackbox[:LABEL_BYTES] = instruction.label
-                    clock[0] = perf_counter()
-                with here if streams is None else streams.at(position):
-                    starts[position] = stamp()
-                    instruction.run()
-                    ends[position] = stamp()
-            if streams is not None:
-                streams.end()
+            with here if streams is None else streams.running():
+                for position, instruction in enumerate(self._instructions[start:stop], start):
+                    if instruction.ready is not None:
+                        while not instruction.ready():
+                            yield
+                    if clock is not None:
+                        blackbox[:LABEL_BYTES] = instruction.label
+                        clock[0] = perf_counter()
+                    with here if streams is None else streams.at(position):
+                        starts[position] = stamp()
+                        instruction.run()
+                        ends[position] = stamp()
         except (CallerError, PeerRefused):
             raise
         except Exception as error:

@@ -4,18 +4,21 @@
     first          ──wait── B ────────────────╲ mark ─ W ─
     second     ──wait── F ────────╲ mark ─────────────────
 
-The stages of a rank take turns: the first has the stream in which the rank computes, the next the second stream, and so
-on. All actions of a stage are in its stream, since autograd runs a backward in the stream of its forward. Between two
-actions of different streams there is a mark: they run one after the other, as on one stream, and memory that one of
-them has freed is not used again too early. Only the two sides of a pair, messages included, have none: what one of them
-waits for, such as its messages and the exchanges of its experts, the other one computes beside.
+The first, third, ... stage of a rank has the stream in which the rank computes, the others the second stream. All
+actions of a stage are in its stream, since autograd runs a backward in the stream of its forward. Between two actions
+of different streams there is a mark: they run one after the other, as in one stream, and memory that one of them has
+freed is not used again too early. Only the two sides of a pair have none. While one of them waits for other processes,
+for example for the exchanges of its experts, the other one computes.
 
-The host starts the backward first: it knows the sizes of all that it exchanges. A forward with experts reads on the
-host how many rows each of them gets, and until they are known the host would start nothing else.
+The host starts the backward first: without recomputation it knows the sizes of all that it exchanges. A forward with
+experts reads on the host how many rows each of them gets, and until they are known the host would start nothing else.
+
+What several stages of a rank share could be freed in one stream and used in the other. So pairs run in turn with tied
+parameters, and where replicas gather or reduce inside a step (`pipeloom.training.construction`).
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from operator import itemgetter
 
 from pipeloom.devices import Device, Mark
@@ -88,7 +91,7 @@ class PairStreams:
         device: where the rank computes.
         program, rank: a program, in which this rank has overlapped pairs.
         actions: those that the rank starts, in this order, each as often as it has steps.
-        second: the stages of the second stream, among which some of the actions are.
+        second: the stages of the second stream.
 
     Attributes:
         partners: of each F that starts a pair of the program, the backward.
@@ -100,16 +103,29 @@ class PairStreams:
         self._device, self.partners = device, program.schedule.partners
         self._second, pairs = [action.stage in second for action in actions], _pairs(program, rank)
         self._waits = _waits(self._second, [pairs.get(action) for action in actions])
-        self._last = max(position for position, is_second in enumerate(self._second) if is_second)
-        self._marked = {self._last, *self._waits}
+        self._marked = {*self._waits}
         self._marks: dict[int, Mark] = {}
 
-    def begin(self) -> None:
-        """A run begins: the second stream comes after all that the first one holds."""
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Around a run, or a part of one: the second stream comes after all that is before it in the first one, and
+        the first one after all of the second one, also where the run fails."""
         self._marks.clear()
         began = self._device.mark()
         with self._device.on(Stream.SECOND):
             self._device.wait(began)
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # of a device that failed: the first error says more
+                self._join()
+            raise
+        self._join()
+
+    def _join(self) -> None:
+        with self._device.on(Stream.SECOND):
+            done = self._device.mark()
+        self._device.wait(done)
 
     @contextmanager
     def at(self, position: int) -> Generator[None]:
@@ -117,12 +133,8 @@ class PairStreams:
         device = self._device
         with device.on(Stream.SECOND) if self._second[position] else nullcontext():
             wait = self._waits[position]
-            if wait is not None:
-                device.wait(self._marks.get(wait))
+            if wait in self._marks:  # else it was in an earlier part of the run
+                device.wait(self._marks[wait])
             yield
             if position in self._marked:
                 self._marks[position] = device.mark()
-
-    def end(self) -> None:
-        """The run is over: what the first stream does from now on comes after all of the second one."""
-        self._device.wait(self._marks.get(self._last))

@@ -125,6 +125,9 @@ class Worker:
         self.state.to_offload = moved_keys(program, self.rank)
         order = backward_first(program, self.rank) if wiring.second else program.orders[self.rank]
         steps = ((action, step) for action in order for step in self.steps(action, program))
+        if wiring.second:
+            behind = frozenset(program.schedule.partners.values())
+            steps = ((action, self._beside_forward(step) if action in behind else step) for action, step in steps)
         if not (wiring.device.is_asynchronous or program.schedule.forward_only):
             steps = ((action, self._timed(action, step)) for action, step in steps)
         if self._graphs is not None and not program.schedule.forward_only:
@@ -137,6 +140,16 @@ class Worker:
 
     def _overlaps(self, program: Program) -> bool:
         return program.data is not None or self.state.wiring.mover is not None
+
+    def _beside_forward(self, step: Step) -> Step:
+        """A backward of a pair, which starts first: the activation of the forward counts as one beside its own."""
+        (run, ready), state = step, self.state
+
+        def beside() -> None:
+            state.peak_live = max(state.peak_live, len(state.saved) - state.num_offloaded + 1)
+            run()
+
+        return beside, ready
 
     def _streams(self, program: Program) -> Callable[[Sequence[Action]], PairStreams]:
         wiring = self.state.wiring

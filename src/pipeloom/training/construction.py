@@ -19,7 +19,7 @@ from pipeloom.engine.model_state import ModelState
 from pipeloom.engine.rank_state import LossFn
 from pipeloom.engine.stores.sharing import Sharing
 from pipeloom.errors import InputError
-from pipeloom.ir import DataAxis, Program, Schedule, Skip, check, routes
+from pipeloom.ir import DataAxis, Granularity, Program, Schedule, Skip, check, routes
 from pipeloom.parallel import Mesh, OffloadActivations
 from pipeloom.parallel.context.attention_modules import check_heads_of_model
 from pipeloom.parallel.data.sharing import share
@@ -102,8 +102,10 @@ def construct(
     tied = [parameter.stages for parameter in stages.tied]
     device = device_of(stages)
     sharing.check_device(device)
-    if graphs or skips or offload is not None or not runtime_device(device).is_asynchronous:
-        schedule = separate_units(schedule)  # recordings share memory in their order; skips and offload have one stream
+    one_order = graphs or skips or offload is not None or tied  # memory that a rank's actions share in this order
+    in_step = sharing.axis is not None and sharing.axis.granularity is not Granularity.STEP
+    if one_order or in_step or not runtime_device(device).is_asynchronous:
+        schedule = separate_units(schedule)
     programs = _programs(schedule, tied, sharing.axis, offload, tuple(skips))
     if schedule.overlapped and mesh is not None:
         mesh.overlap_pairs(runtime_device(device))

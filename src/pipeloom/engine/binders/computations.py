@@ -215,7 +215,7 @@ def bind_entry(
 def _use_here(wiring: RankWiring, tensors: Sequence[Tensor | None]) -> None:
     """A computation uses tensors that another stage of its rank made in another stream."""
     for tensor in tensors:
-        if tensor is not None:
+        if tensor is not None and tensor.device == wiring.device.device:
             wiring.device.used_here(tensor)
 
 

@@ -36,6 +36,7 @@ _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
 _MANY_LOOKS, _MANY_REST = ((0.4, 1.6), (1.0, 2.0)), 0.2
 _FEW_LOOKS, _FEW_REST = ((0.04, 0.2), (0.1, 0.2)), 0.15
 _BESIDE = 0.04  # the same, for each tensor-parallel degree beside the best plan's pipeline, on few devices
+_AROUND = 0.3  # the same, for each neighbour of the best plan's pipeline and tensor-parallel degrees, on many devices
 _WITHOUT = 4.0  # more than the steps of a search, of all searches on many devices, while there is no plan
 _LEAN = ("1f1b", "v-min")  # schedules that hold the fewest activations
 _SECOND = 0.1  # of the steps of a search, for the least memory where a plan with one of these is known
@@ -117,7 +118,7 @@ def find_plans(
                     best, settled = found.plans, search.least == inf
                 if not settled:
                     best = searches.looks([request] if usual == request else [usual, request], leasts, best)
-                    best = best if many else searches.looks_beside(usual, best)
+                    best = searches.looks_around(leasts, best) if many else searches.looks_beside(usual, best)
         if not settled:
             search, found = searches.search(first, best, rest)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
@@ -257,19 +258,50 @@ class _Searches:
                     better, best, left = found.plans[0] is not best[0], found.plans, left - look.taken / self.part
                 leasts[degrees] = look.least
                 spaces = spaces[-1:] if better else spaces
-            if BestPlans(self.request, self.accept, best).value(best[0]) <= _NEAR * min(leasts.values()):
+            if self._are_near(best, leasts):
                 break
         return best
 
+    def _are_near(self, best: list[Simulated], leasts: dict[_Degrees, float]) -> bool:
+        return BestPlans(self.request, self.accept, best).value(best[0]) <= _NEAR * min(leasts.values())
+
     def looks_beside(self, space: Request, best: list[Simulated]) -> list[Simulated]:
         """The best plans after a short look at each tensor-parallel degree beside the best plan's pipeline."""
-        pipeline, most = best[0].of.pipeline, max(MOST_TENSOR, self.costs.cluster.devices_per_node)
+        pipeline = best[0].of.pipeline
         for tensor in divisors(self.request.devices // pipeline):
-            degrees = {"pipeline": pipeline, "tensor": tensor}
-            if tensor <= most and all(space.allows(*each) for each in degrees.items()):
-                of = replace(space, fixed={**space.fixed, **degrees})
-                best = self.search(of, best, _BESIDE, counts=False)[1].plans
+            best = self._look(space, pipeline, tensor, _BESIDE, best)
         return best
+
+    def looks_around(self, leasts: dict[_Degrees, float], best: list[Simulated]) -> list[Simulated]:
+        """The best plans after looks at the neighbours of the best plan, and at those of each that is better.
+
+        Neighbours have half, once or twice its pipeline and tensor-parallel degrees. The bounds of most parts are below
+        any plan there: a search of one pipeline degree ends before it has looked at each tensor-parallel degree.
+
+        Args:
+            leasts: of each part, the bound of what is left.
+            best: plans that are known, at least one.
+        """
+        seen, start = set[tuple[int, int]](), None
+        while start is not best[0] and not self._are_near(best, leasts):
+            start = best[0]
+            pipeline, tensor = start.of.pipeline, start.of.inside.tensor
+            for degrees in product((pipeline // 2, pipeline, 2 * pipeline), (tensor // 2, tensor, 2 * tensor)):
+                if degrees not in seen:
+                    seen.add(degrees)
+                    best = self._look(self.request, *degrees, _AROUND, best)
+        return best
+
+    def _look(self, space: Request, pipeline: int, tensor: int, part: float, best: list[Simulated]) -> list[Simulated]:
+        """The best plans after a look at two degrees with a part of the steps, where plans may have them."""
+        most, degrees = max(MOST_TENSOR, self.costs.cluster.devices_per_node), {"pipeline": pipeline, "tensor": tensor}
+        possible = 0 < pipeline <= self.costs.num_blocks and 0 < tensor <= most
+        if not possible or self.request.devices % (pipeline * tensor):
+            return best
+        if not all(space.allows(*each) for each in degrees.items()):
+            return best
+        of = replace(space, fixed={**space.fixed, **degrees})
+        return self.search(of, best, part, counts=False)[1].plans
 
 
 def _degrees(request: Request, costs: StepCosts) -> Iterator[_Degrees]:
