@@ -591,6 +591,21 @@ def test_on_many_devices_a_fixed_pipeline_degree_is_no_faster_than_the_plan(pipe
     assert best <= 1.01 * search(**case, fixed=f"pipeline={pipeline}").plans[0].step_seconds
 
 
+@pytest.mark.parametrize(
+    ("layers", "devices", "batch", "length", "fixed"),
+    [
+        (64, 256, 512, 4096, "pipeline=1,tensor=1"),  # several stages on ranks without a pipeline, near the bounds
+        (80, 128, 256, 4096, "pipeline=1,tensor=1"),  # the same, far from them
+        pytest.param(80, 256, 512, 8192, "pipeline=2,tensor=2", marks=pytest.mark.whole_grid),
+    ],
+)
+def test_on_many_devices_neighbours_of_the_best_plan_are_looked_at(layers, devices, batch, length, fixed):
+    case = {"model": gpt(layers, 8192, 64, sequence=length, vocabulary=128256), "cluster": "dgx-h100", "top": 1}
+    case |= {"devices": devices, "batch": batch, "memory": 73.6 * GIB}
+    best = search(**case).plans[0].step_seconds
+    assert best <= 1.005 * search(**case, fixed=fixed).plans[0].step_seconds
+
+
 def test_models_with_experts_are_looked_at_with_each_expert_degree(monkeypatch):
     """The search that follows ends early, among other degrees."""
     monkeypatch.setattr("pipeloom.plan.search.tree.tree_search._MOST_STEPS", 40.0)

@@ -33,10 +33,12 @@ _FAR = 1.25  # from the bound of what is left: a search goes on, as where nothin
 _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
 # Of the steps of a search, for each part of the space and for all of them, then again where the best plan is still far
 # from the bounds; and for the search of all that follows. On many devices, and on few, where a search has more steps.
-_MANY_LOOKS, _MANY_REST = ((0.4, 1.6), (1.0, 2.0)), 0.2
+_MANY_LOOKS, _MANY_REST = ((0.2, 0.8), (1.0, 2.0)), 0.2
 _FEW_LOOKS, _FEW_REST = ((0.04, 0.2), (0.1, 0.2)), 0.15
 _BESIDE = 0.04  # the same, for each tensor-parallel degree beside the best plan's pipeline, on few devices
-_AROUND = 0.3  # the same, for each neighbour of the best plan's pipeline and tensor-parallel degrees, on many devices
+# The same, on many devices, for each neighbour of the best plan's pipeline and tensor-parallel degrees, and for several
+# stages on ranks without a pipeline; of these also where the best plan is near the bounds.
+_AROUND, _NEAR_AROUND = 0.3, 0.2
 _WITHOUT = 4.0  # more than the steps of a search, of all searches on many devices, while there is no plan
 _LEAN = ("1f1b", "v-min")  # schedules that hold the fewest activations
 _SECOND = 0.1  # of the steps of a search, for the least memory where a plan with one of these is known
@@ -282,14 +284,21 @@ class _Searches:
             leasts: of each part, the bound of what is left.
             best: plans that are known, at least one.
         """
+        several = replace(self.request, fixed={**self.request.fixed, "schedule": "interleaved"})
+        has_several = self.request.allows("schedule", "interleaved")
         seen, start = set[tuple[int, int]](), None
-        while start is not best[0] and not self._are_near(best, leasts):
+        while start is not best[0]:
             start = best[0]
             pipeline, tensor = start.of.pipeline, start.of.inside.tensor
             for degrees in product((pipeline // 2, pipeline, 2 * pipeline), (tensor // 2, tensor, 2 * tensor)):
-                if degrees not in seen:
-                    seen.add(degrees)
+                if degrees in seen:
+                    continue
+                seen.add(degrees)
+                near = self._are_near(best, leasts)
+                if not near:
                     best = self._look(self.request, *degrees, _AROUND, best)
+                if degrees[0] == 1 and has_several:
+                    best = self._look(several, *degrees, _NEAR_AROUND if near else _AROUND, best)
         return best
 
     def _look(self, space: Request, pipeline: int, tensor: int, part: float, best: list[Simulated]) -> list[Simulated]:
