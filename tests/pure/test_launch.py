@@ -207,7 +207,17 @@ def test_rays_program_is_python_with_all_workers():
         (["slurm", "--", "a.py"], "Add --processes_per_node"),
         (["slurm", "--gpus_per_node", "2", "--name", "A b", "--", "a.py"], "name=A b: must be small letters"),
         (["slurm", "--gpus_per_node", "2", "--notice_seconds", "5", "--", "a.py"], "must be at least 30"),
+        (
+            ["slurm", "--gpus_per_node", "2", "--hours", "0.03", "--", "a.py"],
+            "hours=0.03: the job would be told",
+        ),
         (["skypilot", "--gpus_per_node", "2", "--", "a.py"], "Add --accelerator"),
+        (["skypilot", "--gpus_per_node", "2", "--accelerator", "H100, x: y", "--", "a.py"], "must be letters, digits"),
+        (["skypilot", "--processes_per_node", "2", "--gpus_per_node", "0", "--", "a.py", "b\nc"], "has a line break"),
+        (
+            ["slurm", "--gpus_per_node", "2", "--", "train", "--preempt_seconds", "500"],
+            "preempt_seconds=500: the",
+        ),
         (["ray", "--gpus_per_node", "2", "--", "a.py"], "starts `pipeloom train` alone"),
         (["slurm", "plan.json", "--gpus_per_node", "2", "--", "a.py"], "let a.py read it"),
         (

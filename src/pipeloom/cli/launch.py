@@ -12,9 +12,9 @@ from pipeloom.errors import InputError
 from pipeloom.job_files import SCHEDULERS, Job, job_file
 
 _EXAMPLES = """\
-pipeloom launch slurm --nodes 2 --gpus_per_node 8 -- train --parallel.pipeline 16 --output_dir /shared/run
-pipeloom launch slurm plan.json --nodes 4 --gpus_per_node 8 --out job.sbatch -- train --output_dir /shared/run
-pipeloom launch kubernetes --nodes 2 --gpus_per_node 8 --image me/pipeloom --volume runs -- train --output_dir /data/run
+pipeloom launch slurm --nodes 2 --gpus_per_node 2 -- train --parallel.pipeline 4 --output_dir /shared/run
+pipeloom launch slurm plan.json --nodes 4 --gpus_per_node 8 -- train --config model.yaml --output_dir /shared/run
+pipeloom launch kubernetes --gpus_per_node 2 --image me/pipeloom --volume runs -- train --output_dir /data/run
 pipeloom launch torchrun --nodes 2 --processes_per_node 4 -- my_script.py --epochs 3
 """
 _PODS, _VOLUME = ("kubernetes", "kubeflow"), Path("/data")
@@ -132,6 +132,11 @@ def _checked(job: Job, scheduler: str) -> Job:
     if (scheduler == "ray" or job.nodes > 1) and not Path(config.output_dir).is_absolute():
         raise InputError(
             f"output_dir={config.output_dir}: must be an absolute path that all nodes share. Add --output_dir after --."
+        )
+    if config.preempt_seconds > job.notice_seconds and config.preempt_seconds != TrainConfig().preempt_seconds:
+        raise InputError(
+            f"preempt_seconds={config.preempt_seconds:g}: the ranks are killed {job.notice_seconds} s after the signal "
+            "(--notice_seconds). Use fewer, or more --notice_seconds before --."
         )
     words = list(job.words)
     if config.resume_from_checkpoint is None:

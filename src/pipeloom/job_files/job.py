@@ -17,6 +17,7 @@ SCHEDULERS = {  # name -> the file's usual name, and the command that takes it
     "skypilot": ("job.sky.yaml", "sky launch job.sky.yaml"),
 }
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")  # a DNS label, with room for the index of a pod
+_ACCELERATOR = re.compile(r"[A-Za-z0-9.-]+")
 _CPUS_PER_GPU = 8
 _LEAST_NOTICE = 30
 
@@ -122,8 +123,18 @@ def job_file(scheduler: str, job: Job) -> str:
     """
     import jinja2
 
-    if scheduler == "skypilot" and job.gpus_per_node and job.accelerator is None:
-        raise InputError("skypilot: the kind of GPU is missing. Add --accelerator, such as --accelerator H100.")
+    if scheduler == "slurm" and job.hours * 3600 <= job.notice_seconds:
+        raise InputError(
+            f"hours={job.hours:g}: the job would be told to end as soon as it starts, {job.notice_seconds} s before "
+            "its limit. Use more hours, or fewer --notice_seconds."
+        )
+    if scheduler == "skypilot":
+        if job.gpus_per_node and job.accelerator is None:
+            raise InputError("skypilot: the kind of GPU is missing. Add --accelerator, such as --accelerator H100.")
+        if job.accelerator is not None and not _ACCELERATOR.fullmatch(job.accelerator):
+            raise InputError(f"accelerator={job.accelerator!r}: must be letters, digits, '.' and '-', as A100-80GB.")
+        if any("\n" in word for word in job.words):
+            raise InputError("skypilot: an argument of the run has a line break, which breaks its YAML. Remove it.")
     if scheduler == "ray" and job.words[:3] != ("-m", "pipeloom", "train"):
         raise InputError(f"ray: starts `pipeloom train` alone, not {job.words[0]}. Put `train` after --.")
     environment = jinja2.Environment(

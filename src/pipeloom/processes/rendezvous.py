@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipeloom.errors import PeerLost, unwrapped
+from pipeloom.errors import InputError, PeerLost, unwrapped
 from pipeloom.processes.cluster_environment import with_rank
 from pipeloom.processes.collectives import is_lost_peer, noticing_lost_peers
 from pipeloom.processes.launcher import HUNG, STACKS, Membership
@@ -60,6 +60,7 @@ def join(member: Membership, backend: str, limit_seconds: float = STARTING_SECON
         limit_seconds: until all ranks have come. Then this process ends with a line about the first that has not.
 
     Raises:
+        InputError: the environment does not say where the ranks meet.
         PeerLost: a process timed out.
     """
     rank, size, began = member.rank, member.world_size, time.monotonic()
@@ -76,6 +77,11 @@ def join(member: Membership, backend: str, limit_seconds: float = STARTING_SECON
         arrivals = Arrivals(store, rank, size, size)
         arrivals.note()
     else:
+        if member.meeting == "env://" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise InputError(
+                "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT, where the ranks meet. Start the "
+                "processes with torchrun, or set both to the host of rank 0 and a free port there."
+            )
         host, port = _meeting_place(member.meeting)
         place = f"{host}, port {port}"
 
