@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from pipeloom.errors import PeerLost
+from pipeloom.errors import InputError, PeerLost
 from pipeloom.processes import rendezvous
 from pipeloom.processes.black_box import BlackBox
 from pipeloom.processes.collectives import first_line
@@ -215,3 +215,13 @@ def test_what_gloo_saw_is_told_without_its_source_and_advice() -> None:
     seen = "Read error [10.77.0.2]:4809: Connection timed out"
     advice = "This is typically caused by a remote worker hanging or bugs in the application. Check the logs."
     assert first_line(RuntimeError(f"[/home/gloo/transport/tcp/pair.cc:537] {seen}. {advice}\nframe 0")) == seen
+
+
+@pytest.mark.parametrize("known", [{}, {"MASTER_ADDR": "127.0.0.1"}])
+def test_a_meeting_place_that_is_not_set_is_said(monkeypatch: pytest.MonkeyPatch, known: dict[str, str]) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="not MASTER_ADDR and MASTER_PORT, where the ranks meet"):
+        join(Membership(0, 0, 2, 2, "env://", BlackBox()), "gloo", 5.0)
