@@ -77,9 +77,9 @@ class InstructionList:
         """
         starts, ends, blackbox, clock = self._starts, self._ends, self._blackbox, self._clock
         stamp, streams = self._device.stamp, self._streams
-        position, here = start, nullcontext()
+        position = start
         try:
-            with here if streams is None else streams.running():
+            with nullcontext() if streams is None else streams.running():
                 for position, instruction in enumerate(self._instructions[start:stop], start):
                     if instruction.ready is not None:
                         while not instruction.ready():
@@ -87,7 +87,12 @@ class InstructionList:
                     if clock is not None:
                         blackbox[:LABEL_BYTES] = instruction.label
                         clock[0] = perf_counter()
-                    with here if streams is None else streams.at(position):
+                    if streams is None:  # not one context for both: this loop runs for every action
+                        starts[position] = stamp()
+                        instruction.run()
+                        ends[position] = stamp()
+                        continue
+                    with streams.at(position):
                         starts[position] = stamp()
                         instruction.run()
                         ends[position] = stamp()
