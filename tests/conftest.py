@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -64,6 +65,17 @@ def pytest_collection_finish() -> None:
     """Collections look through what tests make, not through all modules; forks share the pages of these for longer."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def same_signal_handlers() -> Iterator[None]:
+    """A test that leaves a handler behind does not end the process at a later test's interrupt."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            warnings.warn(f"a test left the handler {signal.getsignal(number)} of {number.name}", stacklevel=1)
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

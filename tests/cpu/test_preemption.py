@@ -88,7 +88,7 @@ def test_a_stream_drains_early_and_goes_on_to_the_last_bit(text: Path, tmp_path:
         "--parallel.replicas=2,1",
         "--batch.microbatches=1",
         "--eval_steps=0",
-        "--steps=30",
+        "--steps=120",
         "--sample_tokens=0",
     )
     command = words(text, out, *more, "--save_steps=0", "--resume_from_checkpoint=auto")
@@ -96,7 +96,7 @@ def test_a_stream_drains_early_and_goes_on_to_the_last_bit(text: Path, tmp_path:
         assert process.wait() == PREEMPTED, printed(process.stderr)
     (saved,) = out.glob("checkpoint-*")
     step = int(saved.name.removeprefix("checkpoint-"))
-    assert 5 < step < 30
+    assert 5 < step < 120
     assert step % 2 == 0  # every stage has updated
     done = launched(command)
     assert done.returncode == 0, done.stderr
