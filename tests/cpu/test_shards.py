@@ -14,9 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
+from fsspec.spec import AbstractBufferedFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +28,7 @@ from pipeloom.data import Corpus, MixedCorpus, Mixture, Sampler, prepare_corpus
 from pipeloom.data import parts as parts_file
 from pipeloom.data import tokenizing as tokenizing_file
 from pipeloom.data.files import weighted_paths
+from pipeloom.data.opened import opened
 from pipeloom.data.shards import kind_of, pieces_of, read_texts
 from pipeloom.errors import DataError
 from pipeloom.train.config.schedule import samples_of_replica
@@ -435,3 +438,33 @@ def test_mixtures_are_paths_and_weights() -> None:
     for wrong, words in {"a": "must be a path", "a=-1": "above 0", "=1": "path", "a=1,a=2": "names a twice"}.items():
         with pytest.raises(DataError, match=words):
             weighted_paths(wrong)
+
+
+class BlockFileSystem(fsspec.AbstractFileSystem):
+    """Local files that are read block by block, as those behind http:// and s3:// are."""
+
+    protocol = "blocks"
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "size": Path(path).stat().st_size, "type": "file"}
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> AbstractBufferedFile:
+        return _BlockFile(self, path, mode)
+
+
+class _BlockFile(AbstractBufferedFile):
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return Path(self.path).read_bytes()[start:end]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
+def test_lines_of_files_that_are_read_in_blocks(tmp_path: Path, name: str) -> None:
+    fsspec.register_implementation("blocks", BlockFileSystem, clobber=True)
+    text = b'{"text": "one"}\n{"text": "two"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    with opened(f"blocks://{tmp_path / name}") as file:
+        assert [file.content.readline(100), file.content.readline(5), file.content.readline(100)] == [
+            b'{"text": "one"}\n',
+            b'{"tex',
+            b't": "two"}\n',
+        ]

@@ -47,6 +47,8 @@ def opened(path: str) -> Iterator[Opened]:
                 yield Opened(cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw)
             elif without_query(path).lower().endswith(".zst"):
                 yield Opened(cast(BinaryIO, io.BufferedReader(_zstandard(path, raw))), raw)
+            elif is_url(path):  # files of fsspec have no limit of a line's length
+                yield Opened(cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, raw))), raw)
             else:
                 yield Opened(raw, raw)
     except (DataError, UnicodeDecodeError, MemoryError):
