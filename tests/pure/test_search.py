@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -243,6 +244,43 @@ def test_cp_sat_proves_what_was_found():
         assert simulated(proved.schedule, conditions).makespan == pytest.approx(proved.makespan)
         assert found.lower_bound <= proved.lower_bound <= proved.makespan <= found.makespan
         assert proved.makespan <= proved.lower_bound * (1 + 1e-5)
+
+
+PROVES = """
+import os, random, signal, threading, time
+from pipeloom import schedules
+from pipeloom.ir import Placement
+from tests.pure.test_search import instance
+
+def prove(ranks, seconds):
+    placement = Placement.v(ranks)
+    conditions = instance(random.Random(1), placement, 1.5)
+    found = schedules.search(placement=placement, num_microbatches=2 * ranks, conditions=conditions, effort=0)
+    running.set()
+    schedules.prove(found, conditions=conditions, seconds=seconds, workers=2)
+
+def interrupt():
+    running.wait()
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGINT)
+
+running = threading.Event()
+threading.Thread(target=interrupt).start()
+for ranks, seconds in ((6, 400), (2, 10)):
+    try:
+        prove(ranks, seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_an_interrupt_ends_the_solver_and_one_after_it_comes_through():
+    """The solver has a handler of its own, behind which the second one would end the process."""
+    pytest.importorskip("ortools")
+    done = subprocess.run([sys.executable, "-c", PROVES], check=False, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n" * 2), done.stderr
 
 
 def test_proving_without_the_solver_is_refused(monkeypatch):

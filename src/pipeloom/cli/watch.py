@@ -3,6 +3,7 @@
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from pipeloom.cli.common.parser import Parser
@@ -37,8 +38,9 @@ def main(argv: Sequence[str]) -> int:
     from pipeloom.watch.server import served
 
     ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
-    with served(RunView(directory, options.seconds), options.port) as address:
+    with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: ended.set()))
+        address = stack.enter_context(served(RunView(directory, options.seconds), options.port))
         print(f"{directory} at {address}\nCtrl-C ends this page; the run goes on.", flush=True)
         try:
             ended.wait()

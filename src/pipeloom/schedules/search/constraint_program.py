@@ -6,6 +6,7 @@ for the step.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,8 @@ def prove(
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
-    status = solver.solve(model)
+    solver.parameters.catch_sigint_signal = False  # it leaves no handler behind: the next Ctrl-C would end the process
+    status = _interruptible(solver, model)
     proved = solver.best_objective_bound * unit * (1 - 1e-12)
     bound = max(found.lower_bound, proved * min(1.0, conditions.overlap))
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -60,6 +62,19 @@ def prove(
             if makespan < found.makespan:
                 found = replace(found, schedule=schedule, makespan=makespan)
     return replace(found, lower_bound=min(bound, found.makespan))
+
+
+def _interruptible(solver: Any, model: Any) -> Any:
+    """`solver.solve(model)` in a thread, since Python sees Ctrl-C only between its own instructions."""
+    with ThreadPoolExecutor(1) as pool:
+        status = pool.submit(solver.solve, model)
+        try:
+            return status.result()
+        except BaseException:
+            while not status.done():  # one that has not begun would not hear of it
+                solver.stop_search()
+                wait([status], timeout=0.1)
+            raise
 
 
 def _model(cp_model: Any, work: Work, orders: IntOrders, bound: float) -> tuple[Any, list[Any], float]:
