@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -24,7 +25,15 @@ from pipeloom.processes.cluster_environment import first_host, with_rank
 from pipeloom.processes.launcher import membership
 from pipeloom.train.checkpoint.manifest import MANIFEST_NAME
 
-TRICKY = ("script.py", "--name", 'it\'s a "test" $HOME `x` {{ y }}', "--empty=", "ünï: [1, 2]", "# no comment", "-1")
+TRICKY = (
+    "script.py",
+    "--name",
+    'it\'s a "test" $HOME $(HOME) $$ `x` {{ y }}',
+    "--empty=",
+    "ünï: [1, 2]",
+    "# no comment",
+    "-1",
+)
 
 
 def of_cluster(*words: str, nodes: int = 2) -> Job:
@@ -47,9 +56,9 @@ def words_of(scheduler: str, text: str) -> list[str]:
         return ast.literal_eval(lists[0])
     documents = list(yaml.safe_load_all(text))
     if scheduler == "kubernetes":
-        return documents[1]["spec"]["template"]["spec"]["containers"][0]["command"]
+        return [_expanded(word) for word in documents[1]["spec"]["template"]["spec"]["containers"][0]["command"]]
     if scheduler == "kubeflow":
-        return documents[0]["spec"]["trainer"]["command"]
+        return [_expanded(word) for word in documents[0]["spec"]["trainer"]["command"]]
     script = documents[0]["run"]
     environment = {
         "PATH": "/usr/bin:/bin",
@@ -59,6 +68,11 @@ def words_of(scheduler: str, text: str) -> list[str]:
     }
     found = subprocess.run(["bash", "-c", _FAKES + script], capture_output=True, text=True, check=True, env=environment)
     return found.stdout.removesuffix("\0").split("\0")
+
+
+def _expanded(word: str) -> str:
+    """As Kubernetes does with the words of a command."""
+    return re.sub(r"\$(\$|\(HOME\))", lambda found: "$" if found[1] == "$" else "/root", word)
 
 
 # Commands that print their arguments in place of running them.
@@ -81,8 +95,12 @@ def test_a_run_keeps_its_words(scheduler, nodes):
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_run_of_train_is_parsed_as_it_was_written(scheduler, capsys):
     run = ["train", "--parallel.pipeline", "8", "--model.layers", "8", "--output_dir", "/data/it's $x"]
-    head = ["launch", scheduler, "--nodes", "2", "--gpus-per-node", "4", "--accelerator=H100", "--notice_seconds", "60"]
-    head += ["--volume", "runs"]
+    head = ["launch", scheduler, "--nodes", "2", "--gpus-per-node", "4", "--notice_seconds", "60"]
+    head += {
+        "skypilot": ["--accelerator=H100"],
+        "kubernetes": ["--volume", "runs"],
+        "kubeflow": ["--volume", "runs"],
+    }.get(scheduler, [])
     assert cli.main([*head, "--", *run]) == 0
     added = ["--resume_from_checkpoint", "auto", "--preempt_seconds", "30"]
     whole = words_of(scheduler, capsys.readouterr().out)
@@ -230,6 +248,8 @@ def test_rays_program_is_python_with_all_workers():
         ),
         (["kubernetes", "--gpus_per_node", "2", "--", "train"], "files of a pod are lost when it ends. Add --volume"),
         (["kubernetes", "--gpus_per_node", "2", "--volume", "v", "--", "train"], "an --output_dir in /data"),
+        (["torchrun", "--gpus_per_node", "2", "--hours", "3", "--", "a.py"], "--hours 3.0: is for slurm alone. Remove"),
+        (["ray", "--gpus_per_node", "2", "--volume", "v", "--", "train"], "is for kubernetes and kubeflow alone."),
         (["slurm", "--gpus_per_node", "2", "--", "train", "--scheduel", "1f1b"], "did you mean --schedule?"),
     ],
 )
@@ -238,6 +258,15 @@ def test_wrong_input_is_one_line(words, said, capsys):
     output, error = capsys.readouterr()
     assert (output, error.count("\n")) == ("", 1)
     assert said in error
+
+
+@pytest.mark.parametrize("equals", [True, False])
+def test_pods_have_no_configuration_file_of_this_machine(tmp_path, capsys, equals):
+    file = tmp_path / "job.yaml"
+    file.write_text("steps: 3\n")
+    run = ["train", "--output_dir", "/data/run", *([f"--config={file}"] if equals else ["--config", str(file)])]
+    assert cli.main(["launch", "kubeflow", "--gpus_per_node", "2", "--volume", "runs", "--", *run]) == 2
+    assert f"--config {file}: pods do not have this file. Give its options after --" in capsys.readouterr().err
 
 
 STEP = {

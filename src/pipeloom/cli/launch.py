@@ -29,6 +29,9 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(own)
     if options.scheduler not in SCHEDULERS:
         raise InputError(f"scheduler {options.scheduler!r}: must be one of {', '.join(SCHEDULERS)}.")
+    for name, schedulers in _OF_SOME.items():
+        if options.scheduler not in schedulers and getattr(options, name) != _OPTIONS[name].get("default"):
+            raise InputError(f"--{name} {getattr(options, name)}: is for {' and '.join(schedulers)} alone. Remove it.")
     job = Job(words=_words(options, run), **{name: getattr(options, name) for name in _OPTIONS})
     if run[0] == "train":
         job = _checked(job, options.scheduler)
@@ -42,6 +45,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+_OF_SOME = {
+    "hours": ("slurm",),
+    "image": _PODS,
+    "volume": _PODS,
+    "accelerator": ("skypilot",),
+    "storage": ("ray",),
+}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "nodes": {"type": int, "default": 1, "help": "number of nodes"},
     "gpus_per_node": {"type": int, "default": 0, "help": "GPUs per node; 0: CPUs compute"},
@@ -105,6 +115,14 @@ def _words(options: Any, run: list[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
+def _value_of(option: str, words: Sequence[str]) -> str | None:
+    """``b`` for the option ``--a`` among words such as ``--a b`` or ``--a=b``."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.partition("=")[0] == option:
+            return word.partition("=")[2] or following
+    return None
+
+
 def _checked(job: Job, scheduler: str) -> Job:
     """The job with the options of a run that resumes; checks those of `pipeloom train`. Raises InputError."""
     from pipeloom.cli.train import parse
@@ -124,11 +142,13 @@ def _checked(job: Job, scheduler: str) -> Job:
                 f"output_dir={config.output_dir}: files of a pod are lost when it ends. Add --volume CLAIM, and "
                 f"after -- an --output_dir in {_VOLUME}."
             )
-        if config.plan is not None:
-            raise InputError(
-                f"plan {config.plan}: pods do not have this file. Give its options after --; `pipeloom train --plan "
-                f"{config.plan} --print_config skip_default` lists them."
-            )
+        for option in ("--plan", "--config"):
+            name = _value_of(option, job.words)
+            if name is not None:
+                raise InputError(
+                    f"{option} {name}: pods do not have this file. Give its options after --; `pipeloom train "
+                    f"{option} {name} --print_config skip_default` lists them."
+                )
     if (scheduler == "ray" or job.nodes > 1) and not Path(config.output_dir).is_absolute():
         raise InputError(
             f"output_dir={config.output_dir}: must be an absolute path that all nodes share. Add --output_dir after --."
