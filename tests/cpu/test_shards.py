@@ -433,6 +433,22 @@ def test_a_source_that_is_too_short_is_named(tmp_path: Path) -> None:
         MixedCorpus(corpora, [1, 1]).sampler(8, seed=0)
 
 
+def test_a_mixture_has_one_weight_above_0_per_corpus(tmp_path: Path) -> None:
+    corpus = prepare_corpus([{"text": "long " * 9}], None, tmp_path, 0.0, version="1")
+    for corpora, weights in (([], []), ([corpus], [1, 2]), ([corpus, corpus], [1])):
+        with pytest.raises(DataError, match=f"for {len(corpora)} corpora: there must be one per corpus"):
+            MixedCorpus(corpora, weights)
+    for weight in (0, -1, float("nan"), float("inf"), "many", "1/0"):
+        with pytest.raises(DataError, match=re.escape(f"weights=['{weight}']: each source needs a weight")):
+            MixedCorpus([corpus], [weight])
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfhello")
+    corpus = prepare_corpus(tmp_path / "marked.txt", None, tmp_path / "tokens", 0.0)
+    assert corpus.tokenizer.decode(corpus.train[:].tolist()) == "hello\n"
+
+
 def test_mixtures_are_paths_and_weights() -> None:
     assert weighted_paths("a/=0.7, s3://b/*.parquet=3") == [("a/", Fraction("0.7")), ("s3://b/*.parquet", Fraction(3))]
     for wrong, words in {"a": "must be a path", "a=-1": "above 0", "=1": "path", "a=1,a=2": "names a twice"}.items():

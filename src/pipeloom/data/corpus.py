@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from pipeloom.data.datasets import Records, rows_of
 from pipeloom.data.files import Found, Writer, find_files
 from pipeloom.data.parts import PART_BYTES, Joined, Read, parts_of
-from pipeloom.data.sampler import Mixture, Sampler
+from pipeloom.data.sampler import Mixture, Sampler, exact_weights
 from pipeloom.data.token_cache import fits_fraction
 from pipeloom.data.tokenizer_files import load_tokenizer
 from pipeloom.data.tokenizers import Tokenizer
@@ -102,10 +102,16 @@ class MixedCorpus:
         identity: changes with the tokens and the weights.
 
     Raises:
-        DataError: the tokenizers differ.
+        DataError: the tokenizers differ, or there is not one weight above 0 per corpus.
     """
 
     def __init__(self, corpora: Sequence[Corpus], weights: Sequence[Fraction | float | str]) -> None:
+        if not corpora or len(weights) != len(corpora):
+            raise DataError(
+                f"weights={list(map(str, weights))} for {len(corpora)} corpora: there must be one per corpus, and at "
+                "least one corpus."
+            )
+        exact_weights(weights)
         self.corpora, self.weights, self.tokenizer = corpora, list(weights), corpora[0].tokenizer
         parts = [f"{corpus.identity}*{weight}" for corpus, weight in zip(corpora, weights, strict=True)]
         self.identity = blake2b(":".join(parts).encode(), digest_size=8).hexdigest()
@@ -159,7 +165,7 @@ class MixedCorpus:
 
 
 def prepare_corpus(
-    source: str | Records | None,
+    source: str | Path | Records | None,
     tokenizer: str | Tokenizer | None,
     directory: str | Path,
     validation_fraction: float = 0.05,
@@ -199,8 +205,8 @@ def prepare_corpus(
         raise DataError(f"validation_fraction={validation_fraction}: must be >= 0 and < 1.")
     encoder = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
     read: Read | None = None
-    if source is None or isinstance(source, str):
-        files = find_files(source, Path(directory), writer_in)
+    if source is None or isinstance(source, str | Path):
+        files = find_files(None if source is None else str(source), Path(directory), writer_in)
     else:
         shards, read = rows_of(source, version)
         files = Found(type(source).__name__, shards, {}, ())

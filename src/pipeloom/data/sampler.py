@@ -34,11 +34,11 @@ class Mixture:
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[Fraction | float | int | str]) -> None:
-        exact = [Fraction(str(weight)) for weight in weights]
-        if len(exact) != len(sizes) or not sizes or min(exact) <= 0 or min(sizes) < 1:
+        exact = exact_weights(weights)
+        if len(exact) != len(sizes) or not sizes or min(sizes) < 1:
             raise DataError(
                 f"weights={list(map(str, weights))} for sources of {list(sizes)} samples: each source needs samples "
-                "and a weight above 0. Remove the source, or change its weight."
+                "and a weight. Remove the source, or change its weight."
             )
         self.sizes = tuple(sizes)
         self.shares = _whole_shares(exact)
@@ -54,6 +54,20 @@ class Mixture:
         period, offset = np.divmod(np.arange(first, first + count, dtype=np.int64), len(self.pattern))
         sources = self.pattern[offset]
         return sources, period * self._shares[sources] + self._before[offset]
+
+
+def exact_weights(weights: Sequence[Fraction | float | int | str]) -> list[Fraction]:
+    """The weights of a mixture. Raises DataError if one is not a number above 0."""
+    try:
+        exact = [Fraction(str(weight)) for weight in weights]
+    except (ValueError, ZeroDivisionError):  # also infinity, and what is not a number
+        exact = []
+    if len(exact) < len(weights) or any(weight <= 0 for weight in exact):
+        raise DataError(
+            f"weights={list(map(str, weights))}: each source needs a weight that is a number above 0. Remove the "
+            "source, or change its weight."
+        )
+    return exact
 
 
 class Sampler:

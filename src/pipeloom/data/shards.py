@@ -219,7 +219,7 @@ def _whole_text(shard: Shard) -> Iterator[Text | None]:
 
 def _text_pieces(path: str) -> Iterator[tuple[str, int]]:
     """The pieces of a text file, and the bytes read so far. Raises UnicodeDecodeError if it is not UTF-8 text."""
-    decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
+    decoder, rest = codecs.getincrementaldecoder("utf-8-sig")(), ""  # a byte order mark is no text
     with opened(path) as file:
         while content := file.content.read(_PIECE):
             if b"\0" in content:
