@@ -102,10 +102,8 @@ def construct(
     tied = [parameter.stages for parameter in stages.tied]
     device = device_of(stages)
     sharing.check_device(device)
-    one_order = graphs or skips or offload is not None or tied  # memory that a rank's actions share in this order
-    in_step = sharing.axis is not None and sharing.axis.granularity is not Granularity.STEP
-    if one_order or in_step or not runtime_device(device).is_asynchronous:
-        schedule = separate_units(schedule)
+    one_order = bool(graphs or skips or offload is not None or tied)  # for memory that actions of a rank share
+    schedule = _with_pairs(schedule, device, sharing.axis, one_order=one_order)
     programs = _programs(schedule, tied, sharing.axis, offload, tuple(skips))
     if schedule.overlapped and mesh is not None:
         mesh.overlap_pairs(runtime_device(device))
@@ -138,6 +136,17 @@ def construct(
         elsewhere=elsewhere or {},
     )
     return state, executor, StageBuffers(stages, state.stages, programs.train.placement)
+
+
+def _with_pairs(schedule: Schedule, device: torch.device, axis: DataAxis | None, *, one_order: bool) -> Schedule:
+    """The schedule with its overlapped pairs, or with the two of each pair in turn where they cannot overlap.
+
+    They cannot with `one_order`, with gradients that are reduced within the step, nor on a CPU.
+    """
+    in_step = axis is not None and axis.granularity is not Granularity.STEP
+    if one_order or in_step or not runtime_device(device).is_asynchronous:
+        return separate_units(schedule)
+    return schedule
 
 
 def _own_loss(model: Any, stages: Sequence[nn.Module]) -> OwnLoss | None:
