@@ -438,7 +438,7 @@ def test_kinds_of_recomputation_for_another_number_of_stages_are_no_lack_of_memo
 def test_embedding_and_head_alone_can_be_fixed():
     fixed = "pipeline=4,data=2,tensor=1,context=1,slices=1,schedule=1f1b,blocks=0,4,4,0"
     assert search(fixed=fixed, top=1).plans[0].of.blocks == (0, 4, 4, 0)
-    with pytest.raises(InputError, match="each stage needs a block"):
+    with pytest.raises(InputError, match="each stage of this model needs a block"):
         search(fixed=fixed, ends_alone=False)
     with pytest.raises(InputError, match="must be an integer of at least 1"):
         parse_fixed("blocks=4,0,4")

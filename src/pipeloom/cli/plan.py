@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import train_command
 from pipeloom.cli.planned.model import Checks, Planned, add_model_options, planned_model
-from pipeloom.common.atomic_file import write_named
+from pipeloom.common.atomic_file import check_named, write_named
 from pipeloom.common.quantities import Bytes, bytes_text, counted, percent_text, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.plan.cluster import Cluster
@@ -70,6 +70,9 @@ def main(argv: Sequence[str]) -> int:
             raise InputError(f"--{name}={value}: must be at least 1.")
         if value > _MOST[name]:
             raise InputError(f"--{name}={value}: must be at most {_MOST[name]:,}. Use a smaller number.")
+    for option, path in (("--out", options.out), ("--html", options.html)):
+        if path is not None:
+            check_named(option, path)
     cluster = find_cluster(options.cluster, "--cluster")
     fixed = {} if options.fix is None else parse_fixed(options.fix)
     forbidden = frozenset[str]() if options.forbid is None else parse_forbidden(options.forbid)
@@ -189,7 +192,7 @@ def _parser() -> Parser:
     option = group.add_argument
     option("--fix", type=str, metavar="KEY=VALUE,..", help=f"values that plans must have: {', '.join(FIXABLE)}")
     option("--forbid", type=str, metavar="KEY,..", help=f"what plans must not have: {', '.join(USUAL)}")
-    formats = "number formats to choose from, such as fp32,bf16 (default: bf16; on CPUs fp32)"
+    formats = "number formats to choose from, such as fp32,bf16 (default: bf16; V100: fp16; CPUs: fp32)"
     option("--precision", type=str, metavar="NAME,..", help=formats)
     option("--objective", choices=list(get_args(Objective)), default="time", help="what is minimized")
     option("--memory.cap", type=Bytes | None, help="bytes per device (default: 92 % of the device's memory)")

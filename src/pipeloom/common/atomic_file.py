@@ -1,5 +1,6 @@
 """Atomic file writes: a file has its old or its new content, even if the process is killed while it writes."""
 
+import errno
 import os
 import secrets
 import stat
@@ -53,6 +54,24 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     with whole_file(path) as file:
         file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
+
+
+def check_named(option: str, path: str) -> None:
+    """Check a path that `write_named` takes, before the work whose result is written there.
+
+    Raises:
+        InputError: it is a directory, its directory does not exist, or it is not writable.
+    """
+    target = Path(path)
+    problem = 0
+    if target.is_dir():
+        problem = errno.EISDIR
+    elif not target.parent.is_dir():
+        problem = errno.ENOENT
+    elif not os.access(target if target.exists() else target.parent, os.W_OK):
+        problem = errno.EACCES
+    if problem:
+        raise InputError(f"{option} {path}: {os.strerror(problem)}. Use a writable path.")
 
 
 def write_named(option: str, path: str, content: str | bytes) -> None:

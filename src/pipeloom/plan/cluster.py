@@ -9,7 +9,8 @@
 
 Optional keys of `device`: `host_bytes_per_second`, the bandwidth to host memory, for offloaded activations;
 `memory_bytes`, the capacity of its memory; `multiprocessors`, with which times of products depend on their shapes;
-`fp32_operations_per_second`; and `host_seconds`, the host's time per kernel. `between_nodes` may have `cards`, the
+`fp32_operations_per_second`; `bfloat16`, false if only float16 is computed at the full rate; and `host_seconds`, the
+host's time per kernel. `between_nodes` may have `cards`, the
 number of network cards of a node. `host_memory_bytes` is the memory of a node's host, which offloaded activations use.
 
 All rates are peak rates except `sum_bytes_per_second`, which is measured. `efficiency` is the fraction of the peaks
@@ -45,6 +46,7 @@ class Device:
         multiprocessors: their number; None: times do not depend on shapes.
         fp32_operations_per_second: peak of matrix multiplications in float32; None: as other types.
         host_seconds: host time per kernel. A device that computes faster waits for its host.
+        bfloat16: whether it computes bfloat16 as fast as float16. V100 does not: its tensor cores know float16 alone.
     """
 
     name: str
@@ -56,6 +58,12 @@ class Device:
     multiprocessors: int | None = None
     fp32_operations_per_second: float | None = None
     host_seconds: float = 0.0
+    bfloat16: bool = True
+
+    @property
+    def half(self) -> str:
+        """The 16-bit number format that it computes fastest, bf16 before fp16."""
+        return "bf16" if self.bfloat16 else "fp16"
 
     def peak(self, element: int) -> float:
         """Operations per second of numbers of `element` bytes."""
@@ -201,6 +209,8 @@ def _read(kind: Any, entry: Entry) -> Any:
             values[name] = value.text()
         elif name in ("devices_per_node", "multiprocessors", "cards"):
             values[name] = value.whole(least=1)
+        elif name == "bfloat16":
+            values[name] = value.flag()
         elif name.endswith("efficiency"):
             values[name] = value.number(above=True, most=1)
             if values[name] < _LEAST:

@@ -49,7 +49,7 @@ def add_model_options(parser: Parser) -> None:
     add_inside_options(group)
     add_expert_options(group)
     option("--recompute", choices=[str(kind) for kind in Recompute], help="activation recomputation (default: none)")
-    option("--precision", choices=get_args(DType), help="number format of parameters (default: bf16)")
+    option("--precision", choices=get_args(DType), help="number format of parameters (default: bf16; V100: fp16)")
     option("--gradients", choices=get_args(GradientDType), help="number format of gradient sums (default: float32)")
     option("--optimizer", choices=list(OPTIMIZERS), help="optimizer, for memory (default: adamw)")
     text("--blocks", metavar="N,N,..", help="blocks per stage (default: even)")
@@ -83,10 +83,13 @@ class SimulatedModel:
         model = find_architecture(options.model, "--model")
         sizes = {name: given[name] for name in ("sequence_length", "vocabulary_size") if name in given}
         self.model: Architecture = replace(model, **sizes)
-        self.precision = Precision(given.get("precision", "bf16"), given.get("gradients", "float32"))
         self.samples: int = given.get("microbatch_size", 1)
         self.recompute = Recompute(given.get("recompute", Recompute.NONE))
         self.cluster = self._cluster()
+        device = self.cluster.device
+        if given.get("precision") == "bf16" and not device.bfloat16:
+            raise InputError(f"--precision bf16: {device.name} computes it slowly. Use --precision fp16.")
+        self.precision = Precision(given.get("precision", device.half), given.get("gradients", "float32"))
         software = SOFTWARE[given.get("software", PIPELOOM.name)]
         self.costs_of = CostModel(model=self.model, cluster=self.cluster, software=software)
         check_experts(self.model, given)

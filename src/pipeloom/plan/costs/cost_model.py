@@ -112,6 +112,8 @@ class CostModel(StepCosts):
     def unknown(self, of: Configuration) -> str | None:
         if self.cluster.measured is not None and self.measured is None and of.precision.dtype == "fp16":
             return f"precision=fp16: cluster {self.cluster.name} has no times of it; processors are slow in fp16"
+        if not self.cluster.device.bfloat16 and of.precision.dtype == "bf16":
+            return f"precision=bf16: {self.cluster.device.name} computes it slowly, and fp16 at its full rate"
         return None
 
     def operations(self, of: Configuration) -> float:

@@ -63,6 +63,7 @@ _V100 = Device(
     memory_bytes=16 * _GIB,
     multiprocessors=80,
     fp32_operations_per_second=15.7e12,
+    bfloat16=False,
 )
 _A100 = Device(
     name="A100-SXM4-80GB",

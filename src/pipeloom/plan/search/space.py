@@ -179,7 +179,8 @@ class Space:
 
     def _precision(self) -> str:
         """Tensor cores compute with 16-bit numbers."""
-        return "fp32" if self.costs.cluster.device.multiprocessors is None else "bf16"
+        device = self.costs.cluster.device
+        return "fp32" if device.multiprocessors is None else device.half
 
     def _insides(self, node: int, precision: Precision) -> Iterator[InsideStage | str]:
         """The processes of a stage, and why there are no others."""

@@ -87,7 +87,7 @@ def _wrong_stages(costs: StepCosts, request: Request) -> Iterator[str]:
     if "blocks" in fixed and sum(fixed["blocks"]) != blocks:
         yield f"blocks={_list(fixed['blocks'])} add up to {sum(fixed['blocks'])}, and the model has {blocks}"
     if 0 in fixed.get("blocks", ()) and not request.ends_alone:
-        yield f"blocks={_list(fixed['blocks'])}: each stage needs a block"
+        yield f"blocks={_list(fixed['blocks'])}: each stage of this model needs a block"
     stages = {name: fixed[name] for name in ("chunks", "pipeline") if name in fixed}
     if prod(stages.values()) > blocks + 2 * request.ends_alone or pipeline > blocks:
         yield f"{_product(stages)}: more stages than the {blocks} blocks of the model"
