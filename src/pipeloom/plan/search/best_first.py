@@ -8,11 +8,12 @@ most.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
+from typing import Any
 
 from pipeloom.common.division import divisors
 from pipeloom.errors import InputError
@@ -35,6 +36,7 @@ _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
 # from the bounds; and for the search of all that follows. On many devices, and on few, where a search has more steps.
 _MANY_LOOKS, _MANY_REST = ((0.2, 0.8), (1.0, 2.0)), 0.2
 _FEW_LOOKS, _FEW_REST = ((0.04, 0.2), (0.1, 0.2)), 0.15
+_AGAIN = 0.15  # the same, for each look without what has loose bounds, on few devices
 _BESIDE = 0.04  # the same, for each tensor-parallel degree beside the best plan's pipeline, on few devices
 # The same, on many devices, for each neighbour of the best plan's pipeline and tensor-parallel degrees, and for several
 # stages on ranks without a pipeline; of these also where the best plan is near the bounds.
@@ -113,6 +115,7 @@ def find_plans(
         best, rest, settled = list(known), 1.0, False
         if not known and not exhaustive:
             leasts, best = searches.first_looks()
+            firm = dict(leasts)
             if len(leasts) > 1 and best:  # else all plans offload, and these bounds say little about them
                 rest = _MANY_REST if many else _FEW_REST
                 if not many:  # most searches settle all there is to know about few devices
@@ -121,6 +124,8 @@ def find_plans(
                 if not settled:
                     best = searches.looks([request] if usual == request else [usual, request], leasts, best)
                     best = searches.looks_around(leasts, best) if many else searches.looks_beside(usual, best)
+                    if not many:
+                        best = searches.looks_without_loose(firm, best)
         if not settled:
             search, found = searches.search(first, best, rest)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
@@ -273,6 +278,29 @@ class _Searches:
         for tensor in divisors(self.request.devices // pipeline):
             best = self._look(space, pipeline, tensor, _BESIDE, best)
         return best
+
+    def looks_without_loose(self, leasts: Mapping[_Degrees, float], best: list[Simulated]) -> list[Simulated]:
+        """The best plans after more looks without `_LOOSE`: at pipeline degrees, at the best plan's degrees, and at
+        several stages on ranks without a pipeline.
+
+        Args:
+            leasts: of each part, the bound that its first look left.
+            best: plans that are known, at least one.
+        """
+
+        def look(**degrees: Any) -> list[Simulated]:
+            if not all(self.request.allows(*each) for each in degrees.items()):
+                return best
+            of = replace(self.request, fixed={**self.request.fixed, **degrees}, forbidden=self._without_loose)
+            return self.search(of, best, _AGAIN, counts=False)[1].plans
+
+        for pipeline in divisors(self.request.devices):
+            least = min((bound for part, bound in leasts.items() if ("pipeline", pipeline) in part), default=inf)
+            if least < BestPlans(self.request, self.accept, best).value(best[0]):
+                best = look(pipeline=pipeline)
+        if self.costs.has_experts:
+            best = look(pipeline=best[0].of.pipeline, expert=best[0].of.inside.expert)
+        return look(pipeline=1, schedule="interleaved", expert=best[0].of.inside.expert)
 
     def looks_around(self, leasts: dict[_Degrees, float], best: list[Simulated]) -> list[Simulated]:
         """The best plans after looks at the neighbours of the best plan, and at those of each that is better.
