@@ -19,6 +19,7 @@ from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.huggingface_config import architecture_of
+from pipeloom.plan.named_architectures import NAMED
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search import best_first
 from pipeloom.plan.search.answer import seconds_of
@@ -635,6 +636,50 @@ def test_offload_does_not_hide_what_a_plan_needs_at_least(monkeypatch):
             search(gpt(126, 16384, 128), 8, 8, GIB, forbidden=forbidden)
         needed.append(float(re.findall(r"needs ([\d.]+) GiB", str(no.value))[0]))
     assert needed[0] <= needed[1]
+
+
+def test_plans_for_v100_train_in_fp16():
+    """Its tensor cores know no bfloat16."""
+    best = search(MODELS[0], 8, 16, 14 * GIB, cluster="p3.16xlarge", top=1).plans[0]
+    assert best.of.precision.dtype == "fp16"
+    both = search(MODELS[0], 8, 16, 14 * GIB, cluster="p3.16xlarge", top=1, precisions=("bf16", "fp16"))
+    assert both.plans[0].of == best.of
+    assert any("V100-SXM2-16GB computes it slowly" in reason for reason in both.refused)
+    with pytest.raises(InputError, match="precision=bf16: V100-SXM2-16GB computes it slowly"):
+        search(MODELS[0], 8, 16, 14 * GIB, cluster="p3.16xlarge", fixed="precision=bf16")
+
+
+@pytest.mark.parametrize(("option", "name"), [("--out", "none/plan.json"), ("--html", "."), ("--out", "read/p.json")])
+def test_outputs_that_cannot_be_written_are_refused_before_the_search(option, name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "read").write_text("")
+    monkeypatch.setattr("pipeloom.cli.plan.find_plans", None)
+    words = ["--model.layers", "4", "--cluster", "dgx-a100-80", "--devices", "2", "--batch.size", "8"]
+    assert main(["plan", *words, option, name]) == 2
+    assert f"{option} {name}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "case", "fixed"),
+    [
+        (
+            gpt(8, 1536, 24, sequence=1024, vocabulary=256),
+            {"batch": 16, "memory": 1_007_954_048},
+            ("tensor=1,pipeline=1", "pipeline=2,schedule=zb-v"),
+        ),
+        pytest.param(
+            replace(NAMED["mixtral-8x7b"], sequence_length=4096),
+            {"devices": 48, "batch": 48, "memory": 40e9, "cluster": "dgx-h200"},
+            ("expert=8", "expert=8,pipeline=2", "expert=4", "pipeline=1"),
+            marks=pytest.mark.whole_grid,
+        ),
+    ],
+    ids=["dense", "experts"],
+)
+def test_with_little_memory_no_fixed_values_lead_to_a_faster_plan(model, case, fixed):
+    free = search(model, **case).plans[0].step_seconds
+    for values in fixed:
+        assert free <= 1.01 * search(model, **case, fixed=values).plans[0].step_seconds, values
 
 
 def test_a_search_ends_where_no_plan_fits_on_many_devices(monkeypatch):

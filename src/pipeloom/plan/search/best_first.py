@@ -122,10 +122,9 @@ def find_plans(
                     search, found = searches.search(request, best, rest)
                     best, settled = found.plans, search.least == inf
                 if not settled:
+                    best = best if many else searches.looks_without_loose(firm, best)
                     best = searches.looks([request] if usual == request else [usual, request], leasts, best)
                     best = searches.looks_around(leasts, best) if many else searches.looks_beside(usual, best)
-                    if not many:
-                        best = searches.looks_without_loose(firm, best)
         if not settled:
             search, found = searches.search(first, best, rest)
         far = not found.plans or search.least == inf or found.value(found.plans[0]) > _FAR * search.least
