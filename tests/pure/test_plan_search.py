@@ -667,6 +667,11 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_search(option, na
             {"batch": 16, "memory": 1_007_954_048},
             ("tensor=1,pipeline=1", "pipeline=2,schedule=zb-v"),
         ),
+        (  # of few plans that fit, nearly all take much longer, and closed forms do not tell which do not
+            gpt(8, 1024, 16, sequence=512, vocabulary=32000),
+            {"batch": 16, "memory": 0.5 * GIB},
+            ("pipeline=2",),
+        ),
         pytest.param(
             replace(NAMED["mixtral-8x7b"], sequence_length=4096),
             {"devices": 48, "batch": 48, "memory": 40e9, "cluster": "dgx-h200"},
@@ -674,7 +679,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_search(option, na
             marks=pytest.mark.whole_grid,
         ),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "few fit", "experts"],
 )
 def test_with_little_memory_no_fixed_values_lead_to_a_faster_plan(model, case, fixed):
     free = search(model, **case).plans[0].step_seconds

@@ -36,7 +36,9 @@ _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
 # from the bounds; and for the search of all that follows. On many devices, and on few, where a search has more steps.
 _MANY_LOOKS, _MANY_REST = ((0.2, 0.8), (1.0, 2.0)), 0.2
 _FEW_LOOKS, _FEW_REST = ((0.04, 0.2), (0.1, 0.2)), 0.15
-_AGAIN = 0.15  # the same, for each look without what has loose bounds, on few devices
+# The same, for each pipeline degree without what has loose bounds, on few devices; and of models with so many blocks on
+# so many devices, for all of them in a second round. With more of both, there are more steps, and each takes longer.
+_SHARE, _LONGER, _SMALL = 0.15, 2.0, (12, 8)
 _BESIDE = 0.04  # the same, for each tensor-parallel degree beside the best plan's pipeline, on few devices
 # The same, on many devices, for each neighbour of the best plan's pipeline and tensor-parallel degrees, and for several
 # stages on ranks without a pipeline; of these also where the best plan is near the bounds.
@@ -287,19 +289,30 @@ class _Searches:
             best: plans that are known, at least one.
         """
 
-        def look(**degrees: Any) -> list[Simulated]:
+        def look(part: float, **degrees: Any) -> tuple[TreeSearch | None, list[Simulated]]:
             if not all(self.request.allows(*each) for each in degrees.items()):
-                return best
+                return None, best
             of = replace(self.request, fixed={**self.request.fixed, **degrees}, forbidden=self._without_loose)
-            return self.search(of, best, _AGAIN, counts=False)[1].plans
+            search, found = self.search(of, best, part, counts=False)
+            return search, found.plans
 
-        for pipeline in divisors(self.request.devices):
-            least = min((bound for part, bound in leasts.items() if ("pipeline", pipeline) in part), default=inf)
-            if least < BestPlans(self.request, self.accept, best).value(best[0]):
-                best = look(pipeline=pipeline)
+        left: dict[int, float] = {}  # of each pipeline degree, the bound of what is left
+        for part, bound in leasts.items():
+            pipeline = dict(part)["pipeline"]
+            left[pipeline] = min(bound, left.get(pipeline, inf))
+        blocks, devices = self.costs.num_blocks, self.request.devices
+        longer = _LONGER * min(1.0, _SMALL[0] / blocks) * min(1.0, _SMALL[1] / devices)
+        for most, total in ((_SHARE, inf), (longer, longer)) if longer > _SHARE else ((_SHARE, inf),):
+            for pipeline in sorted(left, key=lambda each: left[each]):
+                if total <= 0 or left[pipeline] >= BestPlans(self.request, self.accept, best).value(best[0]):
+                    break
+                search, best = look(min(most, total), pipeline=pipeline)
+                if search is not None:
+                    left[pipeline] = search.least
+                    total -= search.taken / self.part
         if self.costs.has_experts:
-            best = look(pipeline=best[0].of.pipeline, expert=best[0].of.inside.expert)
-        return look(pipeline=1, schedule="interleaved", expert=best[0].of.inside.expert)
+            _, best = look(_SHARE, pipeline=best[0].of.pipeline, expert=best[0].of.inside.expert)
+        return look(_SHARE, pipeline=1, schedule="interleaved", expert=best[0].of.inside.expert)[1]
 
     def looks_around(self, leasts: dict[_Degrees, float], best: list[Simulated]) -> list[Simulated]:
         """The best plans after looks at the neighbours of the best plan, and at those of each that is better.
