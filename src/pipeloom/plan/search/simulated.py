@@ -27,6 +27,7 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.rank_memory import RankPeaks
 from pipeloom.plan.memory.stage_units import StageUnits
 from pipeloom.plan.search.memory.live_moments import live_growth
+from pipeloom.plan.search.memory.memory_choice import MemoryChoices
 from pipeloom.plan.search.shapes import KnownShapes
 from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
 from pipeloom.sim import Timeline
@@ -91,12 +92,14 @@ class Steps:
         work: forwards and backwards that were simulated; those whose memory alone was predicted count in part.
         units: of stages, by their form.
         shapes: of configurations.
+        memory: what stages recompute and offload, by all that it depends on, on few devices.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs, self.work = costs, 0.0
         self.units: dict[Hashable, StageUnits] = {}
         self.shapes = KnownShapes()
+        self.memory: dict[Hashable, MemoryChoices] = {}
         self._lowered: dict[Hashable, Program] = {}
         self._programs: dict[Hashable, Program] = {}
         self._peaks: dict[Hashable, tuple[float, ...]] = {}

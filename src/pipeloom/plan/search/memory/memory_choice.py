@@ -5,7 +5,7 @@ least recomputation is a knapsack per rank: over its stages, the least extra tim
 those of some moments of the step, so that they are never more than its peak.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -66,6 +66,8 @@ class MemoryChoices:
         self._costs, self._shape, self._moments, self._request = costs, shape, moments, request
         of, self._kinds = shape.of, request.kinds
         self._known: dict[object, Fixed] = {}
+        self._found: dict[object, tuple[list[Choice], float]] = {}
+        self._offloaded: dict[object, dict[tuple[Recompute, ...], list[Choice]]] = {}
         free = "offload" not in request.fixed and request.allows("offload", 0)
         self._offloads = free and costs.can_offload and not schedules.find(of.schedule).to_measure
         self._kept = {
@@ -93,6 +95,13 @@ class MemoryChoices:
         of = self._shape.of
         return {kind: list(map(sum, self._costs.stage_seconds(of._replace(recompute=kind)))) for kind in self._kinds}
 
+    @staticmethod
+    def key(shape: Shape, request: Request) -> Hashable:
+        """Of all that the choices depend on, but for the model and its cluster."""
+        recompute, offload = (request.fixed.get(name) for name in ("recompute", "offload"))
+        given = recompute and tuple(recompute), offload, request.allows("offload", 0)
+        return shape.of, shape.split, request.kinds, request.memory_bytes, request.objective, given
+
     def found(
         self, of: Configuration, beside: Sequence[float] | None = None, *, every: bool = False
     ) -> tuple[list[Choice], float]:
@@ -105,6 +114,12 @@ class MemoryChoices:
             beside: bytes of each rank that closed forms do not have.
             every: whether to return the same kind for all stages too, each of them.
         """
+        key = of, every, beside and tuple(beside)
+        if key not in self._found:
+            self._found[key] = self._find(of, beside, every)
+        return self._found[key]
+
+    def _find(self, of: Configuration, beside: Sequence[float] | None, every: bool) -> tuple[list[Choice], float]:
         fixed = self._fixed(of)
         more = beside or [0.0] * len(fixed)
         tight = [[size + extra for size in sizes] for sizes, extra in zip(fixed, more, strict=True)]
@@ -134,6 +149,14 @@ class MemoryChoices:
         """
         if not self._offloads:
             return {}
+        key = of, every, beside and tuple(beside)
+        if key not in self._offloaded:
+            self._offloaded[key] = self._find_offloaded(of, beside, every)
+        return self._offloaded[key]
+
+    def _find_offloaded(
+        self, of: Configuration, beside: Sequence[float] | None, every: bool
+    ) -> dict[tuple[Recompute, ...], list[Choice]]:
         fixed = self._fixed(of)
         more = beside or [0.0] * len(fixed)
         found: dict[tuple[Recompute, ...], list[Choice]] = {}

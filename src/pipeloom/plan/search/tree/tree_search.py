@@ -155,7 +155,7 @@ class TreeSearch:
                 return
             self._orders.add(key)
         first: dict[object, Candidate] = {}  # by recomputation
-        memory = MemoryChoices(self._costs, shape, moments, self._request)
+        memory = self._memory(shape, moments)
         if not memory.uniform():
             self.refusals.add("the kinds of recomputation do not fit the stages")
             return
@@ -185,6 +185,15 @@ class TreeSearch:
                 if not of.offload_states or "offload_states" in self._request.fixed:
                     first.setdefault(choice.of.recompute, found)
                 self._offer(found)
+
+    def _memory(self, shape: Shape, moments: Moments) -> MemoryChoices:
+        """On few devices, searches look at the same shapes again and again."""
+        if self._exhaustive or not self._patient:
+            return MemoryChoices(self._costs, shape, moments, self._request)
+        known, key = self._steps.memory, MemoryChoices.key(shape, self._request)
+        if key not in known:
+            known[key] = MemoryChoices(self._costs, shape, moments, self._request)
+        return known[key]
 
     def _left_of(self, shape: Shape, ways: Ways) -> Sequence[Way]:
         """The data strategies with which a shape is not slower than the best plans by bounds without recomputation."""
