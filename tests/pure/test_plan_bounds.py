@@ -57,7 +57,7 @@ def samples(space: Space, costs: CostModel, request: Request, rng: random.Random
 
 def choices_of(costs: CostModel, request: Request, shape: Shape, way: Way, rng: random.Random) -> list[Choice]:
     try:
-        memory = MemoryChoices(costs, shape, moments_of(shape.of), request)
+        memory = MemoryChoices(costs, shape, moments_of(shape.of, merged=costs.merges_backwards), request)
     except PipeloomError:
         return []
     given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}

@@ -72,14 +72,14 @@ def memory_of_ranks(program: Program, model: MemoryModel, *, replica: int = 0) -
         InputError: the model has another number of stages, or an unknown optimizer.
     """
     _check_stages(program, model)
-    units = ModelUnits(program, model, replica)
+    units = ModelUnits(program.placement, program.data, model, replica)
     return [_memory_of_rank(program, model, rank, units, replica) for rank in range(program.num_ranks)]
 
 
 def memory_of_rank(program: Program, model: MemoryModel, rank: int, *, replica: int = 0) -> RankMemory:
     """One rank of `memory_of_ranks`."""
     _check_stages(program, model)
-    return _memory_of_rank(program, model, rank, ModelUnits(program, model, replica), replica)
+    return _memory_of_rank(program, model, rank, ModelUnits(program.placement, program.data, model, replica), replica)
 
 
 def _memory_of_rank(program: Program, model: MemoryModel, rank: int, of_model: ModelUnits, replica: int) -> RankMemory:
@@ -106,7 +106,7 @@ class RankPeaks:
 
     def __init__(self, program: Program, model: MemoryModel, known: dict[Hashable, StageUnits] | None = None) -> None:
         _check_stages(program, model)
-        units = ModelUnits(program, model, known=known)
+        units = ModelUnits(program.placement, program.data, model, known=known)
         self._units = [RankUnits(program, model, rank, units) for rank in range(program.num_ranks)]
         self._always = [sum(_always(program, model, rank, units).values()) for rank, units in enumerate(self._units)]
 
@@ -133,7 +133,7 @@ def update_memory(program: Program, model: MemoryModel, rank: int, *, replica: i
     Returns:
         The bytes by kind of `KINDS`, and the number of parameters of the rank.
     """
-    units = RankUnits(program, model, rank, ModelUnits(program, model, replica))
+    units = RankUnits(program, model, rank, ModelUnits(program.placement, program.data, model, replica))
     always = _always(program, model, rank, units)
     return always | {"gradients": units.gradient_sums()}, units.num_parameters
 

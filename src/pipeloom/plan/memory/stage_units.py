@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from pipeloom.ir import DataAxis, Granularity, Op, Program
+from pipeloom.ir import DataAxis, Granularity, Op, Placement, Program
 from pipeloom.ir.unit_actions import gathers_inside, unit_actions
 from pipeloom.parallel.data.buckets import BucketRule, ParameterUse, group_parameters, units_by_layer
 from pipeloom.parallel.data.unit_layout import expert_axis
@@ -78,7 +78,8 @@ class ModelUnits:
     """The units of the stages of a model.
 
     Args:
-        program: with the placement and the data axis.
+        placement: of the stages.
+        data: the data axis.
         model: the layers, and how they are trained.
         replica: number of the replica.
         known: what earlier models have, which is used again for stages of the same form.
@@ -88,19 +89,24 @@ class ModelUnits:
     """
 
     def __init__(
-        self, program: Program, model: MemoryModel, replica: int = 0, known: dict[Hashable, StageUnits] | None = None
+        self,
+        placement: Placement,
+        data: DataAxis | None,
+        model: MemoryModel,
+        replica: int = 0,
+        known: dict[Hashable, StageUnits] | None = None,
     ) -> None:
-        self._program, self._model, self._replica = program, model, replica
-        self._data, self._formats = program.data, NumberBytes.of(model.precision)
+        self._placement, self._data, self._model, self._replica = placement, data, model, replica
+        self._formats = NumberBytes.of(model.precision)
         self._known: dict[Hashable, StageUnits] = {} if known is None else known
         self._moments: dict[Hashable, tuple[StageMoments, StageGradients]] = {}  # keys have their identity
         self.homes: dict[str, tuple[int, ...]] = {}
         for stage, layers in enumerate(model.stages):
             for name in dict.fromkeys(chain.from_iterable(layer.parameters for layer in layers)):
                 self.homes[name] = (*self.homes[name], stage) if name in self.homes else (stage,)
-        granularity = program.data.granularity if program.data else Granularity.STEP
+        granularity = data.granularity if data else Granularity.STEP
         self._rule = BucketRule.of(granularity, model.bucket_bytes, whole_parameters=model.whole_parameters)
-        self._fine = program.data is not None and program.data.degree > 1 and granularity is Granularity.MICROBATCH
+        self._fine = data is not None and data.degree > 1 and granularity is Granularity.MICROBATCH
         trained = model.precision, model.optimizer, model.whole_parameters, model.elsewhere, model.bucket_bytes
         self._settings = self._data, trained, model.expert, replica
 
@@ -117,14 +123,14 @@ class ModelUnits:
         Parameters that several of its stages share belong to the first of them.
         """
         seen: set[str] = set()
-        for stage in self._program.placement.stages_of[rank]:
+        for stage in self._placement.stages_of[rank]:
             yield stage, self._parts(stage, seen)
 
     def of_rank(self, rank: int) -> dict[int, StageUnits]:
         """For each stage of a rank, its units."""
         seen: set[str] = set()
         found = {}
-        for stage in self._program.placement.stages_of[rank]:
+        for stage in self._placement.stages_of[rank]:
             form = self._form(stage, seen)
             units = self._known.get(form)
             if units is None:
@@ -249,4 +255,4 @@ def units_of_rank(program: Program, model: MemoryModel, rank: int) -> dict[int, 
 
     Parameters that several of its stages share belong to the first of them.
     """
-    return dict(ModelUnits(program, model).parts_of_rank(rank))
+    return dict(ModelUnits(program.placement, program.data, model).parts_of_rank(rank))

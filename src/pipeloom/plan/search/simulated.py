@@ -25,9 +25,9 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.rank_memory import RankPeaks
-from pipeloom.plan.memory.stage_units import StageUnits
 from pipeloom.plan.search.memory.live_moments import live_growth
 from pipeloom.plan.search.memory.memory_choice import MemoryChoices
+from pipeloom.plan.search.memory.moment_bytes import KnownBytes
 from pipeloom.plan.search.shapes import KnownShapes
 from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
 from pipeloom.sim import Timeline
@@ -90,14 +90,14 @@ class Steps:
 
     Attributes:
         work: forwards and backwards that were simulated; those whose memory alone was predicted count in part.
-        units: of stages, by their form.
+        known_bytes: of stages.
         shapes: of configurations.
         memory: what stages recompute and offload, by all that it depends on, on few devices.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs, self.work = costs, 0.0
-        self.units: dict[Hashable, StageUnits] = {}
+        self.known_bytes = KnownBytes()
         self.shapes = KnownShapes()
         self.memory: dict[Hashable, MemoryChoices] = {}
         self._lowered: dict[Hashable, Program] = {}
@@ -198,7 +198,7 @@ class Step:
     def _peaks(self) -> tuple[float, ...]:
         self._steps.work += _OF_MEMORY * self.actions
         program = self._program(self._short)
-        ranks = RankPeaks(program, self._costs.memory_model(self._short), self._steps.units)
+        ranks = RankPeaks(program, self._costs.memory_model(self._short), self._steps.known_bytes.units)
         found = ranks.of(program)
         if self._times:
             less = ranks.of(self._program(self._shorter))

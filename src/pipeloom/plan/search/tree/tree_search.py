@@ -143,7 +143,7 @@ class TreeSearch:
             self.refusals.add("too many actions to simulate in a search")
             return
         try:
-            moments = moments_of(shape.of)
+            moments = moments_of(shape.of, merged=self._costs.merges_backwards)
             number = order_number(shape.of)
         except PipeloomError:
             self.refusals.add(SIZES)
@@ -189,10 +189,10 @@ class TreeSearch:
     def _memory(self, shape: Shape, moments: Moments) -> MemoryChoices:
         """On few devices, searches look at the same shapes again and again."""
         if self._exhaustive or not self._patient:
-            return MemoryChoices(self._costs, shape, moments, self._request)
+            return MemoryChoices(self._costs, shape, moments, self._request, self._steps.known_bytes)
         known, key = self._steps.memory, MemoryChoices.key(shape, self._request)
         if key not in known:
-            known[key] = MemoryChoices(self._costs, shape, moments, self._request)
+            known[key] = MemoryChoices(self._costs, shape, moments, self._request, self._steps.known_bytes)
         return known[key]
 
     def _left_of(self, shape: Shape, ways: Ways) -> Sequence[Way]:
