@@ -63,7 +63,7 @@ def choices_of(costs: CostModel, request: Request, shape: Shape, way: Way, rng: 
     given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
     of = shape.of._replace(**given)
     offloaded = memory.offloaded(of, every=True).values()
-    return [*memory.found(of, every=True)[0], *(choice for each in offloaded for choice in some(each, 1, rng))]
+    return [*memory.found(of, every=True), *(choice for each in offloaded for choice in some(each, 1, rng))]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -149,6 +149,9 @@ class CostModel(StepCosts):
         sizes = of.microbatch_size, of.element, of.imbalance, of.slices, beside, turns
         return of.inside, sizes, of.tensor_stride, apart
 
+    def same_blocks(self, start: int, end: int) -> Hashable:
+        return end - start, start % self.model.experts_every
+
     def same_seconds(self, of: Configuration) -> Hashable:
         return self._same_layers(of), self.corrections.factor(of)
 

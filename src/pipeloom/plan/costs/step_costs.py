@@ -87,6 +87,10 @@ class StepCosts(ABC):
         """What seconds of single blocks depend on, beside recomputation and blocks per stage."""
         return of
 
+    def same_blocks(self, start: int, end: int) -> Hashable:
+        """What the bytes of these blocks depend on, beside the configuration."""
+        return start, end
+
     @abstractmethod
     def message_bytes(self, of: Configuration) -> float:
         """Bytes from one stage to the next, per process and micro-batch, at least."""

@@ -136,7 +136,7 @@ def find_plans(
             search, found = searches.with_stages(search, found)
         if not found.plans:
             refusals, least = search.refusals, list[Simulated]()
-            if refusals.least_bytes < inf or search.least < inf:
+            if refusals.memory or search.least < inf:
                 least = searches.least_memory()
             if not least or least[0].peak > request.memory_bytes:
                 raise InputError(no_plan(costs, request, refusals, least[0].peak if least else inf))
@@ -370,4 +370,7 @@ def rare_collections() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # to the oldest generation, else they would be looked at now
+            gc.freeze()
+            gc.unfreeze()
         gc.set_threshold(*usual)

@@ -238,13 +238,13 @@ class Refusals:
     reasons: Counter[str] = field(default_factory=Counter)
     considered: int = 0
 
-    least_bytes: float = math.inf  # of what a device has too little memory for
+    memory: bool = False  # whether a device had too little for one of them
 
     def add(self, reason: str, count: int = 1) -> None:
         self.reasons[reason] += count
         self.considered += count
 
-    def too_large(self, needed: float) -> None:
-        """Refuse a configuration that needs this many bytes per device."""
+    def too_large(self) -> None:
+        """Refuse a configuration that needs more memory than a device has."""
         self.add("more memory than a device has")
-        self.least_bytes = min(needed, self.least_bytes)
+        self.memory = True

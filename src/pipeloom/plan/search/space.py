@@ -310,7 +310,7 @@ class Space:
             between, least = way_bytes(of, strategy, granularity, offload_states=offload_states)
             states = least * share
             if states >= self.request.memory_bytes:
-                self.refusals.too_large(states)
+                self.refusals.too_large()
                 continue
             if kinds is None:
                 kinds, fill = self._recomputed(of), _fill(of.pipeline, self.shapes.least_way(of))
@@ -322,7 +322,7 @@ class Space:
                 more = of.pipeline * self._host_rate * kinds.longest / 2
                 other = mixed_seconds(kinds.points(**sizes, room=room + more))
             if min(work, other) == inf:
-                self.refusals.too_large(states)
+                self.refusals.too_large()
                 continue
             each = of._replace(strategy=strategy, granularity=granularity, offload_states=offload_states)
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0

@@ -5,11 +5,11 @@ least recomputation is a knapsack per rank: over its stages, the least extra tim
 those of some moments of the step, so that they are never more than its peak.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from operator import sub
+from operator import add, sub
 
 from pipeloom import schedules
 from pipeloom.ir.recompute import Recompute
@@ -19,7 +19,7 @@ from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.data_ways import state_bytes_per_parameter
 from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.memory.live_moments import Moments
-from pipeloom.plan.search.memory.moment_bytes import Beside, KnownBytes, MomentBytes, code
+from pipeloom.plan.search.memory.moment_bytes import Beside, KnownBytes, MomentBytes
 from pipeloom.plan.search.memory.offload_bound import lowest_cap, most_live
 from pipeloom.plan.search.memory.offload_room import OffloadRoom
 from pipeloom.plan.search.request import Request
@@ -65,14 +65,14 @@ class MemoryChoices:
     ) -> None:
         self._costs, self._shape, self._moments, self._request = costs, shape, moments, request
         of, self._kinds = shape.of, request.kinds
-        self._found: dict[object, tuple[list[Choice], float]] = {}
+        self._found: dict[object, list[Choice]] = {}
         self._offloaded: dict[object, dict[tuple[Recompute, ...], list[Choice]]] = {}
         free = "offload" not in request.fixed and request.allows("offload", 0)
         self._offloads = free and costs.can_offload and not schedules.find(of.schedule).to_measure
         self._kept = {
             kind: [size / of.slices for size in costs.kept_bytes(of._replace(recompute=kind))] for kind in self._kinds
         }
-        self._codes = [list(map(code, each)) for each in moments]
+        self._activations: dict[Recompute, list[list[float]]] = {}
         self._bytes_beside = MomentBytes(costs, shape, moments, known or KnownBytes())
         self._room = OffloadRoom(costs, shape, moments, self._kept)
 
@@ -89,10 +89,8 @@ class MemoryChoices:
         given = recompute and tuple(recompute), offload, request.allows("offload", 0)
         return shape.of, shape.split, request.kinds, request.memory_bytes, request.objective, given
 
-    def found(
-        self, of: Configuration, more: Sequence[float] | None = None, *, every: bool = False
-    ) -> tuple[list[Choice], float]:
-        """The choice with the least extra time that fits by closed forms, and the bytes that some rank needs at least.
+    def found(self, of: Configuration, more: Sequence[float] | None = None, *, every: bool = False) -> list[Choice]:
+        """The choice with the least extra time that fits by closed forms; none where none does.
 
         Where no choice fits with `more`, it is the most recomputation, if that may fit without.
 
@@ -106,7 +104,7 @@ class MemoryChoices:
             self._found[key] = self._find(of, more, every)
         return self._found[key]
 
-    def _find(self, of: Configuration, more: Sequence[float] | None, every: bool) -> tuple[list[Choice], float]:
+    def _find(self, of: Configuration, more: Sequence[float] | None, every: bool) -> list[Choice]:
         beside = self._bytes_beside.of(of)
         tight = beside.with_more(more)
         uniform, offload = self.uniform(), self._request.fixed.get("offload")
@@ -114,12 +112,13 @@ class MemoryChoices:
             candidates = uniform
         else:
             least = uniform[-1] if self._request.objective == "memory" else self._least(tight)
+            if least is None and more is None and not every:
+                return []
             candidates = [least] if least else uniform[-1:]
             if every:
                 candidates = list(dict.fromkeys([*candidates, *uniform]))
         choices = [self._choice(of, each, beside, offload) for each in candidates]
-        most = self._request.memory_bytes
-        return [each for each in choices if each.least_bytes <= most], min(each.least_bytes for each in choices)
+        return [each for each in choices if each.least_bytes <= self._request.memory_bytes]
 
     def offloaded(
         self, of: Configuration, more: Sequence[float] | None = None, *, every: bool = False
@@ -170,18 +169,11 @@ class MemoryChoices:
                 least = size
         return found
 
-    def least_offloaded(self, of: Configuration) -> float:
-        """Bytes that some rank needs at least with offload; infinite where there is none."""
-        if not self._offloads:
-            return inf
-        beside, lowest = self._bytes_beside.of(of), lowest_cap(of)
-        return min((self._room.bytes(beside, each, lowest) for each in self.uniform()[-1:]), default=inf)
-
     def closed_bytes(self, of: Configuration, choice: Configuration) -> list[float]:
         """Bytes of every rank by closed forms, with the recomputation of a choice of `of` without offload."""
         beside = self._bytes_beside.of(of)
         recompute = [choice.recompute_of(stage) for stage in range(choice.stages)]
-        return [self._bytes(rank, beside, recompute) for rank in range(of.pipeline)]
+        return list(self._bytes(beside, recompute))
 
     def uniform(self) -> list[tuple[Recompute, ...]]:
         """The same kind for all stages, the least recomputation first; of fixed kinds, those of the stages."""
@@ -191,18 +183,12 @@ class MemoryChoices:
         kinds = tuple(map(Recompute, given))
         return [kinds * stages] if len(kinds) == 1 else [kinds] if len(kinds) == stages else []
 
-    def _bytes(self, rank: int, beside: Beside, recompute: Sequence[Recompute]) -> float:
-        """Peak bytes of a rank."""
-        return self._fullest(rank, beside, recompute)[1]
-
     def _fullest(self, rank: int, beside: Beside, recompute: Sequence[Recompute]) -> tuple[int, float]:
         """The moment at which a rank holds most, and its bytes."""
         most, at = -inf, 0
         kept, stages = self._kept, beside.stages
-        for number, (size, moment, own) in enumerate(
-            zip(beside.sizes[rank], self._moments[rank], self._codes[rank], strict=True)
-        ):
-            size += stages[moment.stage].inside(recompute[moment.stage])[own]
+        for number, moment in enumerate(self._moments[rank]):
+            size = beside.at(rank, number, recompute)
             for stage, count in moment.live.items():
                 size += count * kept[recompute[stage]][stage]
             for stage, count in moment.waiting.items():
@@ -211,12 +197,34 @@ class MemoryChoices:
                 most, at = size, number
         return at, most
 
+    def _bytes(self, beside: Beside, recompute: Sequence[Recompute]) -> Iterator[float]:
+        """Peak bytes of every rank."""
+        if len(set(recompute)) > 1:
+            yield from (self._fullest(rank, beside, recompute)[1] for rank in range(self._shape.of.pipeline))
+            return
+        for sizes, activations in zip(beside.of_kind(recompute[0]), self._alike(recompute[0], beside), strict=True):
+            yield max(map(add, sizes, activations), default=-inf)
+
+    def _alike(self, kind: Recompute, beside: Beside) -> list[list[float]]:
+        """Bytes of activations of each rank at its moments, where all stages recompute alike."""
+        if kind not in self._activations:
+            kept, waiting = self._kept[kind], [stage.waiting(kind) for stage in beside.stages]
+            self._activations[kind] = [
+                [
+                    sum(count * kept[stage] for stage, count in moment.live.items())
+                    + sum(count * waiting[stage] for stage, count in moment.waiting.items())
+                    for moment in of_rank
+                ]
+                for of_rank in self._moments
+            ]
+        return self._activations[kind]
+
     def _choice(
         self, of: Configuration, recompute: tuple[Recompute, ...], beside: Beside, offload: int | None
     ) -> Choice:
         of = of._replace(recompute=recompute, offload=offload)
         if offload is None:
-            least = max(self._bytes(rank, beside, recompute) for rank in range(of.pipeline))
+            least = max(self._bytes(beside, recompute))
         else:
             least = self._room.least(beside, recompute)
         limit = None
@@ -232,13 +240,13 @@ class MemoryChoices:
 
     def _least(self, beside: Beside) -> tuple[Recompute, ...] | None:
         """The least recomputation that fits; None where nothing does."""
-        kinds, stages, ranks = self._kinds, self._shape.placement.num_stages, range(self._shape.of.pipeline)
+        kinds, stages, most = self._kinds, self._shape.placement.num_stages, self._request.memory_bytes
         for kind in (kinds[0], kinds[-1]):
-            fits = all(self._fits(rank, beside, (kind,) * stages) for rank in ranks)
+            fits = all(size <= most for size in self._bytes(beside, (kind,) * stages))
             if fits is (kind == kinds[0]):
                 return (kind,) * stages if fits else None
         chosen = [0] * stages
-        for rank in ranks:
+        for rank in range(self._shape.of.pipeline):
             best = self._of_rank(rank, beside)
             if best is None:
                 return None
@@ -246,29 +254,25 @@ class MemoryChoices:
                 chosen[stage] = max(chosen[stage], number)
         return tuple(kinds[number] for number in chosen)
 
-    def _fits(self, rank: int, beside: Beside, recompute: Sequence[Recompute]) -> bool:
-        return self._bytes(rank, beside, recompute) <= self._request.memory_bytes
-
     def _of_rank(self, rank: int, beside: Beside) -> dict[int, int] | None:
         """The least recomputation of a rank by stage, as a number of a kind; None where nothing fits."""
         kinds, most = self._kinds, self._request.memory_bytes
         recompute = [kinds[0]] * self._shape.placement.num_stages
-        if self._fits(rank, beside, recompute):
+        if self._fullest(rank, beside, recompute)[1] <= most:
             return {}
         seconds = self._seconds
         extra = {kind: list(map(sub, seconds[kind], seconds[kinds[0]])) for kind in kinds}
         needed: dict[int, dict[int, int]] = {}  # by moment, the number of each stage's kind
-        rooms = [most - size for size in beside.sizes[rank]]
+        rooms = dict[int, float]()
         for _ in range(_TRIES):
             at, held = self._fullest(rank, beside, recompute)
             if held <= most:
                 return {stage: kinds.index(recompute[stage]) for stage in self._shape.placement.stages_of[rank]}
-            if at in needed:
-                rooms[at] -= held - most
-            moment, own = self._moments[rank][at], self._codes[rank][at]
+            moment = self._moments[rank][at]
+            rooms[at] = rooms[at] - (held - most) if at in rooms else most
             others = [each for other, each in needed.items() if other != at]
             least = {stage: max((each.get(stage, 0) for each in others), default=0) for stage in moment.live}
-            inside = {kind: beside.stages[moment.stage].inside(kind)[own] for kind in kinds}
+            inside = {kind: beside.of_kind(kind)[rank][at] for kind in kinds}
             items = [
                 [
                     (

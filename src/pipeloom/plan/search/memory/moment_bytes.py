@@ -8,7 +8,6 @@ which predicts all moments of a step. Where a reduction may have run before, the
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from pipeloom.ir import Op
 from pipeloom.ir.data_axis import DataAxis, Granularity
@@ -40,6 +39,7 @@ class StageBytes:
         stage: which of them.
         units: of its parameters.
         slices: per micro-batch.
+        known: moments of the same layers under other data strategies.
         alone: whether its ranks have no other stage: at granularity chunk, all its computations are one run.
 
     Attributes:
@@ -50,8 +50,18 @@ class StageBytes:
         coming: bytes of those that are gathered before.
     """
 
-    def __init__(self, model: MemoryModel, stage: int, units: StageUnits, slices: int, *, alone: bool) -> None:
+    def __init__(
+        self,
+        model: MemoryModel,
+        stage: int,
+        units: StageUnits,
+        slices: int,
+        known: dict[Hashable, list[StageMoments]],
+        *,
+        alone: bool,
+    ) -> None:
         self._model, self._stage, self._units, self._slices = model, stage, units, slices
+        self._known = known
         self._inside: dict[Recompute, Inside] = {}
         self._waiting: dict[Recompute, float] = {}
         data = units.data
@@ -66,13 +76,22 @@ class StageBytes:
     def inside(self, kind: Recompute) -> Inside:
         """With a kind of recomputation."""
         if kind not in self._inside:
-            model = replace(self._model, recompute=(kind,) * len(self._model.stages))
-            ends = {0, self._slices - 1}
-            both = [stage_moments(model, self._stage, index, self._slices, self._units.gradients) for index in ends]
+            both = self._of_slices(kind)
             self._waiting[kind] = min(each.waiting for each in both)
             insides = list(map(self._of_slice, both))
             self._inside[kind] = insides[0] if len(insides) == 1 else list(map(min, *insides))
         return self._inside[kind]
+
+    def _of_slices(self, kind: Recompute) -> list[StageMoments]:
+        """The moments of the first and of the last slice."""
+        gradients = self._units.gradients
+        key = kind, gradients.fixed, tuple(gradients.made), tuple(gradients.shared), tuple(gradients.reducing)
+        if key not in self._known:
+            model = replace(self._model, recompute=(kind,) * len(self._model.stages))
+            self._known[key] = [
+                stage_moments(model, self._stage, index, self._slices, gradients) for index in {0, self._slices - 1}
+            ]
+        return self._known[key]
 
     def waiting(self, kind: Recompute) -> float:
         """Bytes that I leaves for W."""
@@ -108,30 +127,55 @@ class KnownBytes:
     Attributes:
         units: of stages, by their form.
         stages: with a data strategy.
+        moments: of stages, by their gradients.
     """
 
     units: dict[Hashable, StageUnits] = field(default_factory=dict)
     stages: dict[Hashable, dict[Hashable, StageBytes]] = field(default_factory=dict)
+    moments: dict[Hashable, dict[Hashable, list[StageMoments]]] = field(default_factory=dict)
 
 
-class Beside(NamedTuple):
-    """Bytes of a shape with a data strategy, beside activations.
+class Beside:
+    """Bytes of a shape with a data strategy, beside live activations.
 
-    Attributes:
+    Args:
+        moments: of each rank.
+        codes: the `code` of each.
         sizes: of each rank at its moments, without what is inside of the computation.
         stages: what is inside of each.
     """
 
-    sizes: Sequence[Sequence[float]]
-    stages: Sequence[StageBytes]
+    def __init__(
+        self,
+        moments: Moments,
+        codes: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[float]],
+        stages: Sequence[StageBytes],
+    ) -> None:
+        self._moments, self._codes, self._sizes, self.stages = moments, codes, sizes, stages
+        self._of_kinds: dict[Recompute, list[list[float]]] = {}
+
+    def at(self, rank: int, number: int, recompute: Sequence[Recompute]) -> float:
+        """Bytes of a rank at a moment."""
+        stage = self._moments[rank][number].stage
+        return self._sizes[rank][number] + self.stages[stage].inside(recompute[stage])[self._codes[rank][number]]
+
+    def of_kind(self, kind: Recompute) -> list[list[float]]:
+        """Bytes of each rank at its moments, where all stages recompute alike."""
+        if kind not in self._of_kinds:
+            insides = [stage.inside(kind) for stage in self.stages]
+            self._of_kinds[kind] = [
+                [size + insides[moment.stage][code] for size, moment, code in zip(*of_rank, strict=True)]
+                for of_rank in zip(self._sizes, self._moments, self._codes, strict=True)
+            ]
+        return self._of_kinds[kind]
 
     def with_more(self, more: Sequence[float] | None) -> "Beside":
         """With more bytes on each rank."""
         if more is None:
             return self
-        return self._replace(
-            sizes=[[size + extra for size in sizes] for sizes, extra in zip(self.sizes, more, strict=True)]
-        )
+        sizes = [[size + extra for size in sizes] for sizes, extra in zip(self._sizes, more, strict=True)]
+        return Beside(self._moments, self._codes, sizes, self.stages)
 
 
 class MomentBytes:
@@ -147,7 +191,8 @@ class MomentBytes:
     def __init__(self, costs: StepCosts, shape: Shape, moments: Moments, known: KnownBytes) -> None:
         self._costs, self._shape, self._moments, self._known = costs, shape, moments, known
         of, parameters = shape.of, costs.parameters(shape.of)
-        ends = list(pairwise(accumulate(of.blocks_of(costs.num_blocks), initial=0)))
+        cuts = pairwise(accumulate(of.blocks_of(costs.num_blocks), initial=0))
+        ends = [costs.same_blocks(*each) for each in cuts]
         self._keys: list[Hashable] = [(each, stage == 0) for stage, each in enumerate(ends)]
         self._keys[-1] = self._keys[-1], "last"
         self._alone = [True] * len(ends)
@@ -158,7 +203,8 @@ class MomentBytes:
                 for number, stage in enumerate(held):  # they share some
                     self._keys[stage] = self._keys[stage], tuple(ends[each] for each in held[:number])
         same = of.inside, of.microbatch_size, of.precision, of.imbalance, of.slices, of.optimizer
-        self._of_same = known.stages.setdefault(same, {})
+        self._same, self._of_same = same, known.stages.setdefault(same, {})
+        self._codes = [list(map(code, each)) for each in moments]
         self._found: dict[Hashable, Beside] = {}
 
     def of(self, of: Configuration) -> Beside:
@@ -166,7 +212,7 @@ class MomentBytes:
         key = data, _ = of.data_axis(), of.offload_states
         if key not in self._found:
             stages = self._stages(of, data)
-            self._found[key] = Beside(self._sizes(of, data, stages), stages)
+            self._found[key] = Beside(self._moments, self._codes, self._sizes(of, data, stages), stages)
         return self._found[key]
 
     def _stages(self, of: Configuration, data: DataAxis) -> list[StageBytes]:
@@ -178,7 +224,9 @@ class MomentBytes:
             for rank in range(placement.num_ranks):
                 for stage, each in units.of_rank(rank).items():
                     if keys[stage] not in known:
-                        known[keys[stage]] = StageBytes(model, stage, each, of.slices, alone=self._alone[stage])
+                        moments = self._known.moments.setdefault((self._same, self._keys[stage]), {})
+                        alone = self._alone[stage]
+                        known[keys[stage]] = StageBytes(model, stage, each, of.slices, moments, alone=alone)
         return [known[key] for key in keys]
 
     def _sizes(self, of: Configuration, data: DataAxis, stages: Sequence[StageBytes]) -> list[list[float]]:

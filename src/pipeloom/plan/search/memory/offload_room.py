@@ -10,7 +10,7 @@ from math import ceil
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.memory.live_moments import Moment, Moments
-from pipeloom.plan.search.memory.moment_bytes import Beside, code
+from pipeloom.plan.search.memory.moment_bytes import Beside
 from pipeloom.plan.search.shapes import Shape
 
 
@@ -33,7 +33,6 @@ class OffloadRoom:
             kind: [max(0.0, size - part) for size, part in zip(sizes, parts, strict=True)] if any(parts) else sizes
             for kind, sizes in kept.items()
         }
-        self._codes = [list(map(code, each)) for each in moments]
 
     def number(self, beside: Beside, recompute: tuple[Recompute, ...], most: float) -> int | None:
         """The most activations that every rank has room for, of those that are smallest; None: for all.
@@ -63,19 +62,6 @@ class OffloadRoom:
             for at, moment in enumerate(moments)
         )
 
-    def bytes(self, beside: Beside, recompute: tuple[Recompute, ...], number: int) -> float:
-        """Bytes of the fullest rank that keeps `number` activations, the smallest ones."""
-        most = self.least(beside, recompute)
-        kept = self._kept_by_stage(recompute)
-        for rank, moments in enumerate(self._moments):
-            for at, moment in enumerate(moments):
-                held, left = self._beside(rank, at, beside, recompute), number
-                for each, count in _live(moment, kept):
-                    held += min(left, count) * each
-                    left -= min(left, count)
-                most = max(most, held)
-        return most
-
     @cached_property
     def _shared(self) -> list[float]:
         """By stage, bytes of the keys and values of a micro-batch in slices."""
@@ -90,11 +76,10 @@ class OffloadRoom:
 
     def _beside(self, rank: int, at: int, beside: Beside, recompute: tuple[Recompute, ...]) -> float:
         """Bytes of a moment beside activations that can leave: those of slices share some that stay."""
-        moment, size = self._moments[rank][at], beside.sizes[rank][at]
+        moment, size = self._moments[rank][at], beside.at(rank, at, recompute)
         if self._shape.of.slices > 1:
             size += sum(ceil(count / self._shape.of.slices) * self._shared[s] for s, count in moment.live.items())
-        size += sum(n * beside.stages[s].waiting(recompute[s]) for s, n in moment.waiting.items() if n)
-        return size + beside.stages[moment.stage].inside(recompute[moment.stage])[self._codes[rank][at]]
+        return size + sum(n * beside.stages[s].waiting(recompute[s]) for s, n in moment.waiting.items() if n)
 
 
 def _live(moment: Moment, kept: Sequence[float]) -> list[tuple[float, int]]:

@@ -96,7 +96,7 @@ class Candidates:
             self._refusals.add(_too_few(choice.of) or SIZES)
             return []
         if max(peaks) > self._request.memory_bytes:
-            self._refusals.too_large(max(peaks))
+            self._refusals.too_large()
             return self._smaller(candidate, peaks)
         for _ in candidate.instead:
             self._refusals.add("an earlier data strategy that fits communicates less")
@@ -124,7 +124,7 @@ class Candidates:
         for choice in chain.from_iterable(offloaded.values()):
             if choice.of.recompute == candidate.choice.of.recompute:
                 found.append(replace(candidate, choice=choice, instead=[]))
-        choices, _ = candidate.memory.found(candidate.of, more)
+        choices = candidate.memory.found(candidate.of, more)
         tries = candidate.tries + 1
         return found + [replace(candidate, choice=each, instead=[], beside=more, tries=tries) for each in choices[:1]]
 

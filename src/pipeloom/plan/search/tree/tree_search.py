@@ -163,12 +163,12 @@ class TreeSearch:
         for way in left:
             given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
             of = shape.of._replace(**given)
-            choices, least = memory.found(of, self._reserve(moments), every=self._exhaustive)
+            choices = memory.found(of, self._reserve(moments), every=self._exhaustive)
             offloaded = {}
             if self._takes_all or inf not in [kept.get(each) for each in memory.uniform()[:1]]:
                 offloaded = memory.offloaded(of, self._reserve(moments), every=self._exhaustive)
             if not choices and not any(offloaded.values()):
-                self.refusals.too_large(min(least, memory.least_offloaded(of)))
+                self.refusals.too_large()
             for recompute, others in offloaded.items():
                 # An earlier data strategy that keeps as many communicates less.
                 if self._takes_all or not others or others[0].kept > kept.get(recompute, -1):
