@@ -244,6 +244,11 @@ class Refusals:
         self.reasons[reason] += count
         self.considered += count
 
+    def set(self, reason: str, count: int) -> None:
+        """Refuse so many for a reason in all."""
+        self.considered += count - self.reasons[reason]
+        self.reasons[reason] = count
+
     def too_large(self) -> None:
         """Refuse a configuration that needs more memory than a device has."""
         self.add("more memory than a device has")

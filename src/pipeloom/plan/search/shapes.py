@@ -140,7 +140,7 @@ class Shapes:
         if family.chunks is None and "chunks" in self._request.fixed and numbers[0] > most:
             self._refusals.add("more stages than blocks")
         fit = [n for n in numbers if self._request.allows("chunks", n) and (n <= most or family.chunks is not None)]
-        if self._request.devices <= MANY_DEVICES:
+        if self._request.devices <= MANY_DEVICES and pipeline > 1:
             return fit
         even = [n for n in fit if {0} & {blocks % (n * pipeline) for blocks in {self._layers, self._most_stages}}]
         return even or fit

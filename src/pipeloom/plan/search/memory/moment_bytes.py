@@ -200,8 +200,12 @@ class MomentBytes:
             for stage in held if len(held) > 1 else ():
                 self._alone[stage] = False
             if len(held) > 1 and costs.held_parameters(of, held) < sum(parameters[stage] for stage in held):
-                for number, stage in enumerate(held):  # they share some
-                    self._keys[stage] = self._keys[stage], tuple(ends[each] for each in held[:number])
+                before = 0.0
+                for number, stage in enumerate(held):  # those that share some with earlier ones
+                    total = costs.held_parameters(of, held[: number + 1])
+                    if total - before < parameters[stage]:
+                        self._keys[stage] = self._keys[stage], tuple(ends[each] for each in held[:number])
+                    before = total
         same = of.inside, of.microbatch_size, of.precision, of.imbalance, of.slices, of.optimizer
         self._same, self._of_same = same, known.stages.setdefault(same, {})
         self._codes = [list(map(code, each)) for each in moments]

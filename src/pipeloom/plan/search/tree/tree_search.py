@@ -33,7 +33,7 @@ def _steps(devices: int) -> float:
 
 
 class TreeSearch:
-    """A search, from the groups on.
+    """A search, from the groups on, that can be continued.
 
     Args:
         steps: simulates configurations.
@@ -41,13 +41,12 @@ class TreeSearch:
         best: the best plans; those that are found are added.
         exhaustive: whether to simulate all configurations.
         can_run: see `find_plans`.
-        part: of the steps after which a search ends.
         long_steps: whether to simulate steps with any number of actions.
-        without: more of them, as long as there is no plan.
         counts: whether to find out why groups have no mesh.
-        tell: called at each node, with the configurations that were simulated and the best value.
 
     Attributes:
+        best: the best plans.
+        objective: what is minimized.
         refusals: configurations that were refused.
         simulated: number of simulated configurations.
         least: no configuration that was not looked at is below it; infinite where none is left.
@@ -61,55 +60,64 @@ class TreeSearch:
         *,
         exhaustive: bool,
         can_run: CanRun,
-        part: float,
         long_steps: bool,
-        without: float = inf,
         counts: bool = True,
-        tell: Tell | None = None,
     ) -> None:
-        self._tell = tell
-        self._steps, self._costs, self._request, self._best = steps, steps.costs, request, best
+        self._steps, self._costs, self._request, self.best = steps, steps.costs, request, best
         self._exhaustive, self._counts, self._long_steps = exhaustive, counts, long_steps
-        self.refusals, self.simulated, self.least = Refusals(), 0, inf
-        self._all = _steps(request.devices)
-        self._left = inf if exhaustive else part * self._all
-        self._given, self._most_without = self._left, without * self._all
+        self.objective, self.refusals, self.simulated, self.least = request.objective, Refusals(), 0, 0.0
+        self._left, self._begun = 0.0, False
         self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes)
         self._patient = exhaustive or request.devices <= MANY_DEVICES
         self._orders: set[Hashable] = set()  # of shapes that were expanded
         self._open = OpenNodes(turns=not self._patient)
         self._candidates = Candidates(steps, request, self.refusals, patient=self._patient, exhaustive=exhaustive)
 
-    def run(self) -> None:
-        """Look at all nodes, or at those that look best until the search ends."""
+    def run(self, part: float, *, without: float = inf, tell: Tell | None = None) -> float:
+        """Look at the nodes that look best, until none is left or the search ends.
+
+        Args:
+            part: of the steps of a search.
+            without: more of them, as long as there is no plan.
+            tell: called at each node, with the configurations that were simulated and the best value.
+
+        Returns:
+            The part of the steps that it took.
+        """
+        every = _steps(self._request.devices)
+        given = inf if self._exhaustive else part * every
+        self._left, without = given, without * every
+        if not self._begun:
+            self._begun = True
+            self._groups()
+        while self._open:
+            if self._left <= (0 if self.best.plans else -without):
+                break
+            node = self._open.pop()
+            if node.bound >= self.best.limit and not self._exhaustive:
+                self.refusals.add(_SLOWER)
+                continue
+            self._left -= _WEIGHTS[node.level]
+            node.expand(*node.given)
+            if tell is not None:
+                tell(self.simulated, self.best.best_value)
+        self.least = self._open.least
+        if self.least >= self.best.limit:
+            self.least = inf
+        self.refusals.set("not looked at: the search ended", 0 if self.least == inf else len(self._open))
+        return 0.0 if self._exhaustive else (given - self._left) / every
+
+    def _groups(self) -> None:
         for of, devices in self._space.groups():
             least = self._space.group_bound(of, devices)
             if least == inf:
                 if self._counts:
                     self._meshes(of, devices)  # which says why it has none
                 continue
-            self._push(Node(0, self._best.score(least, 0.0, devices), self._meshes, (of, devices)))
-        while self._open:
-            node = self._open.pop()
-            if node.bound >= self._best.limit and not self._exhaustive:
-                self.refusals.add(_SLOWER)
-                continue
-            if self._left <= (0 if self._best.plans else -self._most_without):
-                self.least = min(node.bound, self._open.least)
-                self.refusals.add("not looked at: the search ended", len(self._open) + 1)
-                break
-            self._left -= _WEIGHTS[node.level]
-            node.expand(*node.given)
-            if self._tell is not None:
-                self._tell(self.simulated, self._best.best_value)
-
-    @property
-    def taken(self) -> float:
-        """The part of the steps that it took."""
-        return (self._given - self._left) / self._all
+            self._push(Node(0, self.best.score(least, 0.0, devices), self._meshes, (of, devices)))
 
     def _push(self, node: Node, penalty: float = 1.0) -> None:
-        if node.bound < self._best.limit or self._exhaustive:
+        if node.bound < self.best.limit or self._exhaustive:
             self._open.push(node, penalty)
         else:
             self.refusals.add(_SLOWER)
@@ -129,7 +137,7 @@ class TreeSearch:
     ) -> None:
         """Of a step of at least `seconds`; those of ways that fit without offload come as early as if all did."""
         bound, usual = (
-            self._best.score(max(seconds, least), ways.peak, ways.devices) for least in (ways.least, ways.seconds)
+            self.best.score(max(seconds, least), ways.peak, ways.devices) for least in (ways.least, ways.seconds)
         )
         penalty *= ways.penalty
         penalty *= usual / bound if 0 < bound < usual < inf else 1.0
@@ -203,7 +211,7 @@ class TreeSearch:
         left = [
             way
             for way, least in zip(ways.each, seconds, strict=True)
-            if self._best.score(max(least, way.least), way.peak, ways.devices) < self._best.limit
+            if self.best.score(max(least, way.least), way.peak, ways.devices) < self.best.limit
         ]
         self.refusals.add(_SLOWER, len(ways.each) - len(left))
         return left
@@ -222,7 +230,7 @@ class TreeSearch:
         if bounds is None:
             return
         of, least = found.choice.of, found.choice.least_bytes
-        bound, likely = (self._best.score(seconds, least, of.devices) for seconds in bounds)
+        bound, likely = (self.best.score(seconds, least, of.devices) for seconds in bounds)
         mesh = of.inside, of.pipeline, of.data, of.microbatch_size
         factor = likely / bound if bound else 1.0
         self._push(Node(3, bound, self._simulate, (found,), mesh), PENALTIES[of.granularity] * factor)
@@ -232,7 +240,7 @@ class TreeSearch:
         found = self._candidates.simulate(candidate)
         if isinstance(found, Simulated):
             self.simulated += 1
-            if (refusal := self._best.add(found)) is not None:
+            if (refusal := self.best.add(found)) is not None:
                 self.refusals.add(refusal)
         else:
             for each in found:

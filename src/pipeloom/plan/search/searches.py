@@ -1,0 +1,142 @@
+"""The searches of one request: what they share, and parts of the space. No torch here.
+
+Where memory is short, a search of the whole space would take its steps in the few parts whose bounds are too low, and
+end. So searches of parts take turns (`pipeloom.plan.search.few_devices`, `pipeloom.plan.search.many_devices`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import inf
+
+from pipeloom.common.division import divisors
+from pipeloom.ir.recompute import Recompute
+from pipeloom.plan.costs.step_costs import StepCosts
+from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.shapes import MANY_DEVICES
+from pipeloom.plan.search.simulated import Simulated, Steps
+from pipeloom.plan.search.space import CanRun
+from pipeloom.plan.search.tree.best_plans import BestPlans
+from pipeloom.plan.search.tree.tree_search import Tell, TreeSearch
+
+_NEAR = 1.12  # of the bound of what is left: no second looks
+_FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
+_WITHOUT = 4.0  # more than the steps of a search, of all searches on many devices, while there is no plan
+_LEAN = ("1f1b", "v-min")  # schedules that hold the fewest activations
+_SECOND = 0.1  # of the steps of a search, for the least memory where a plan with one of these is known
+_LOOSE = frozenset({"offload", "offload_states", "slices"})  # what plans take with them is far above their bounds
+
+Degrees = tuple[tuple[str, int], ...]  # of a part of the space, by name
+
+
+@dataclass
+class Searches:
+    """The searches of one request, see `pipeloom.plan.search.best_first.find_plans`.
+
+    Attributes:
+        simulated: configurations, by all of them.
+        without: of the steps of a search, what is left of `_WITHOUT`.
+    """
+
+    costs: StepCosts
+    request: Request
+    steps: Steps
+    exhaustive: bool
+    can_run: CanRun
+    accept: Callable[[Simulated], str | None]
+    part: float
+    tell: Tell | None
+    simulated: int = 0
+    without: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.without = _WITHOUT if self.of_many and not self.exhaustive else inf
+
+    @property
+    def of_many(self) -> bool:
+        """Whether there are many devices."""
+        return self.request.devices > MANY_DEVICES
+
+    def best(self, plans: Sequence[Simulated] = (), of: Request | None = None) -> BestPlans:
+        """The best plans of searches that begin with these; of the request, or of one with another objective."""
+        return BestPlans(of or self.request, self.accept, plans)
+
+    def open(self, of: Request, best: BestPlans, *, counts: bool = True) -> TreeSearch:
+        """A search that takes no steps yet; `counts` as for `TreeSearch`."""
+        return TreeSearch(
+            *(self.steps, of, best),
+            exhaustive=self.exhaustive,
+            can_run=self.can_run,
+            long_steps=self.exhaustive or "schedule" in self.request.fixed or not self.of_many,
+            counts=counts,
+        )
+
+    def run(self, search: TreeSearch, part: float = 1.0) -> float:
+        """Search with a part of the steps, where plans are known; the part that was taken."""
+        before, tell, same = self.simulated - search.simulated, self.tell, search.objective == self.request.objective
+        told = None if tell is None else lambda number, value: tell(before + number, value if same else inf)
+        taken = search.run(self.part * part, without=self.without, tell=told)
+        self.simulated = before + search.simulated
+        if not search.best.plans:
+            self.without -= max(0.0, taken - self.part * part)
+        return taken / self.part
+
+    def search(self, of: Request, best: BestPlans, part: float = 1.0, *, counts: bool = True) -> TreeSearch:
+        """A search that took a part of the steps; `counts` as for `TreeSearch`."""
+        search = self.open(of, best, counts=counts)
+        self.run(search, part)
+        return search
+
+    def first_looks(self, best: BestPlans) -> dict[Degrees, TreeSearch]:
+        """A short look at each part of the space, without what has loose bounds.
+
+        Where memory is short, a search would else end among plans that offload, whose bounds are too low.
+        """
+        parts = {}
+        for degrees in self._degrees():
+            few = replace(self.firm, fixed={**self.request.fixed, **dict(degrees)})
+            parts[degrees] = self.search(few, best, _FIRST_LOOK / self.part, counts=False)
+        return parts
+
+    def _degrees(self) -> Iterator[Degrees]:
+        """The parts of the space, by the degrees that decide the most: a search that knows plans discards more."""
+        request, costs = self.request, self.costs
+        of_experts = divisors(request.devices) if costs.has_experts else [None]
+        for pipeline, expert in product(divisors(request.devices), of_experts):
+            degrees = [("pipeline", pipeline)] if expert is None else [("pipeline", pipeline), ("expert", expert)]
+            if pipeline <= costs.num_blocks and all(request.allows(*each) for each in degrees):
+                yield tuple(degrees)
+
+    @property
+    def firm(self) -> Request:
+        """The request, for plans that have none of `_LOOSE` that is not fixed."""
+        return replace(self.request, forbidden=self.request.forbidden | (_LOOSE - self.request.fixed.keys()))
+
+    def are_near(self, best: BestPlans, least: float) -> bool:
+        """Whether the best plan is near the bound of what is left."""
+        return best.best_value <= _NEAR * least
+
+    def with_stages(self, best: BestPlans) -> None:
+        """Better plans, where a rank that recomputes has several stages, and some of them do not.
+
+        Without a pipeline, all other plans of the space have one stage.
+        """
+        of, fixed = best.plans[0].of, self.request.fixed
+        given = {"schedule", "chunks", "recompute"}
+        if of.pipeline > 1 or of.recompute_of(0) is Recompute.NONE or given & (fixed.keys() | self.request.forbidden):
+            return
+        inside = {"tensor": of.inside.tensor, "context": of.inside.context, "expert": of.inside.expert}
+        alike = {**inside, "pipeline": 1, "microbatch_size": of.microbatch_size, "schedule": "interleaved", **fixed}
+        self.search(replace(self.request, fixed=alike), best, counts=False)
+
+    def least_memory(self) -> list[Simulated]:
+        """The plan that needs the least memory: plain ones are soon found, and discard most others."""
+        any_memory = replace(self.request, memory_bytes=inf, objective="memory", top=1)
+        fixed, best = self.request.fixed, self.best(of=any_memory)
+        small = {} if {"microbatches", "microbatch_size"} & fixed.keys() else {"microbatch_size": 1}
+        for schedule in _LEAN:
+            kept = {"schedule": schedule, **small, **fixed}
+            self.search(replace(any_memory, fixed=kept, forbidden=self.firm.forbidden), best, counts=False)
+        self.without = inf
+        self.search(any_memory, best, _SECOND if best.plans else 1.0)
+        return best.plans
