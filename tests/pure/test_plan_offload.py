@@ -67,13 +67,12 @@ def test_keys_and_values_of_slices_stay_on_the_device():
         schedule="seq1f1b", pipeline=8, slices=4, microbatches=16, microbatch_size=2, blocks=(1,) * 8,
         recompute=Recompute.FULL,
     )  # fmt: skip
-    whole = max(costs.peak_bytes(of._replace(recompute=Recompute.NONE)))
+    whole = max(costs.peak_bytes(of))
     shape = Shape(of, *shape_of("seq1f1b", 8, 1, 4))
-    request = Request(devices=8, batch_size=32, memory_bytes=0.8 * whole)
-    (choice,) = MemoryChoices(costs, shape, moments_of(of, merged=costs.merges_backwards), request).offloaded(of)[
-        (Recompute.FULL,) * 8
-    ]
-    assert 0.75 * whole < choice.least_bytes <= max(costs.peak_bytes(choice.of))  # 0.61 without keys and values
+    request = Request(devices=8, batch_size=32, memory_bytes=0.98 * whole)
+    memory = MemoryChoices(costs, shape, moments_of(of, merged=costs.merges_backwards), request)
+    (choice,) = memory.offloaded(of)[(Recompute.FULL,) * 8]
+    assert 0.97 * whole < choice.least_bytes <= max(costs.peak_bytes(choice.of))  # 0.935 without keys and values
 
 
 def test_states_are_offloaded_where_a_step_has_many_micro_batches():

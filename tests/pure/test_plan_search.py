@@ -21,7 +21,6 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.huggingface_config import architecture_of
 from pipeloom.plan.named_architectures import NAMED
 from pipeloom.plan.plan import Plan
-from pipeloom.plan.search import best_first
 from pipeloom.plan.search.answer import seconds_of
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
@@ -31,6 +30,7 @@ from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.request import Refusals, Request, parse_fixed
 from pipeloom.plan.search.shapes import Shapes, shape_of
 from pipeloom.plan.search.simulated import Steps, simulated
+from pipeloom.plan.search.tree.tree_search import TreeSearch
 from pipeloom.plan.search.words import against, counts_of, lines_of, usual_text
 from pipeloom.schedules import find
 from pipeloom.train.config.planned import planned_config
@@ -610,7 +610,7 @@ def test_on_many_devices_neighbours_of_the_best_plan_are_looked_at(layers, devic
 def test_models_with_experts_are_looked_at_with_each_expert_degree(monkeypatch):
     """The search that follows ends early, among other degrees."""
     monkeypatch.setattr("pipeloom.plan.search.tree.tree_search._MOST_STEPS", 40.0)
-    monkeypatch.setattr("pipeloom.plan.search.best_first._FIRST_LOOK", 1.0)
+    monkeypatch.setattr("pipeloom.plan.search.searches._FIRST_LOOK", 1.0)
     model = replace(gpt(8, 1024, 16, vocabulary=32000), experts=ExpertSizes(experts=16, top_k=2, expert_width=4096))
     case = {"model": model, "devices": 8, "batch": 32, "memory": 8 * GIB, "top": 1}
     best = search(**case).plans[0].step_seconds
@@ -690,12 +690,8 @@ def test_with_little_memory_no_fixed_values_lead_to_a_faster_plan(model, case, f
 def test_a_search_ends_where_no_plan_fits_on_many_devices(monkeypatch):
     taken: list[float] = []
 
-    class Counted(best_first.TreeSearch):
-        def run(self):
-            super().run()
-            taken.append(self.taken)
-
-    monkeypatch.setattr(best_first, "TreeSearch", Counted)
+    run = TreeSearch.run
+    monkeypatch.setattr(TreeSearch, "run", lambda *given, **more: taken.append(run(*given, **more)) or taken[-1])
     experts = ExpertSizes(experts=128, top_k=2, expert_width=10240, gated=True)
     model = replace(gpt(8, 2560, 40, sequence=128, vocabulary=256000), experts=experts, experts_every=8)
     case = {"model": model, "devices": 96, "batch": 4096, "cluster": "p3.16xlarge", "top": 1}

@@ -60,6 +60,7 @@ class Recomputed:
 
     Attributes:
         longest: the largest of `residences`, that of the first stage.
+        least_kept: bytes of the activations of all stages together, at least.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Recomputed:
     ) -> None:
         work = {kind: sum(map(sum, stages)) for kind, stages in seconds.items()}
         stays = residences(seconds[min(work, key=work.__getitem__)])
-        self.longest = stays[0]
+        self.longest, self.least_kept = stays[0], min(map(sum, kept.values()))
         self._points = [(work[kind], sum(map(mul, kept[kind], stays))) for kind in seconds]
 
     def points(self, *, microbatches: int, ranks: int, room: float) -> list[Point]:

@@ -314,6 +314,11 @@ class Space:
                 continue
             if kinds is None:
                 kinds, fill = self._recomputed(of), _fill(of.pipeline, self.shapes.least_way(of))
+            if not self._host_rate:  # all ranks hold a micro-batch when its first backward begins
+                states = max(states, share * between + kinds.least_kept / of.pipeline)
+                if states >= self.request.memory_bytes:
+                    self.refusals.too_large()
+                    continue
             # Gradients are not there yet while the first activations are.
             room = of.pipeline * (self.request.memory_bytes - share * between)
             work = turns * mixed_seconds(kinds.points(**sizes, room=room))

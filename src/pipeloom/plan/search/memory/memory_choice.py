@@ -144,17 +144,20 @@ class MemoryChoices:
     ) -> dict[tuple[Recompute, ...], list[Choice]]:
         beside = self._bytes_beside.of(of)
         found, tight = dict[tuple[Recompute, ...], list[Choice]](), beside.with_more(more)
-        smallest = self._request.objective == "memory"
+        smallest, lowest = self._request.objective == "memory", lowest_cap(self._shape.of)
+        most = self._request.memory_bytes
         for recompute in self.uniform()[-1:] if smallest else self._offloadable:
-            number = 0 if smallest else self._room.number(tight, recompute, self._request.memory_bytes)
+            number = 0 if smallest else self._room.number(tight, recompute, most)
             if number is None:
                 found[recompute] = []
                 break
-            numbers = [number] if number >= lowest_cap(self._shape.of) or smallest else []
+            numbers = [0] if smallest else []
             if every:
-                numbers = [*range(most_live(self._shape.of) - 1, lowest_cap(self._shape.of) - 1, -1), *numbers]
+                numbers = list(range(most_live(self._shape.of) - 1, lowest - 1, -1))
+            elif not smallest and self._room.least(tight, recompute) <= most:
+                numbers = [max(number, lowest)]
             if numbers:
-                found[recompute] = [self._choice(of, recompute, beside, each) for each in dict.fromkeys(numbers)]
+                found[recompute] = [self._choice(of, recompute, beside, each) for each in numbers]
         return found
 
     @cached_property

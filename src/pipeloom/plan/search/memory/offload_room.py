@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import ceil
 
+from pipeloom.ir import Op
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.memory.live_moments import Moment, Moments
@@ -37,19 +38,20 @@ class OffloadRoom:
     def number(self, beside: Beside, recompute: tuple[Recompute, ...], most: float) -> int | None:
         """The most activations that every rank has room for, of those that are smallest; None: for all.
 
+        What waits for W counts, and stays.
+
         Args:
             beside: bytes beside activations.
             recompute: of every stage.
             most: bytes of a device.
         """
-        if self.least(beside, recompute) > most:
-            return 0
         kept = self._kept_by_stage(recompute)
         found: int | None = None
         for rank, moments in enumerate(self._moments):
             for at, moment in enumerate(moments):
                 fit = _fitting(_live(moment, kept), most - self._beside(rank, at, beside, recompute))
                 if fit is not None:
+                    fit += sum(moment.waiting.values())
                     found = fit if found is None else min(found, fit)
         return found
 
@@ -57,7 +59,7 @@ class OffloadRoom:
         """Bytes of the fullest rank in its largest computation, with no activation but the one that it reads."""
         kept = self._kept_by_stage(recompute)
         return max(
-            self._beside(rank, at, beside, recompute) + kept[moment.stage]
+            self._beside(rank, at, beside, recompute) + (kept[moment.stage] if moment.op is not Op.W else 0.0)
             for rank, moments in enumerate(self._moments)
             for at, moment in enumerate(moments)
         )

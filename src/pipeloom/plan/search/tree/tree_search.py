@@ -167,23 +167,31 @@ class TreeSearch:
         if not memory.uniform():
             self.refusals.add("the kinds of recomputation do not fit the stages")
             return
-        kept: dict[object, float] = {}  # by recomputation, the most activations that stay on a rank
+        offloading: dict[object, Candidate | None] = {}  # by recomputation; None: all activations fit
         for way in left:
             given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
             of = shape.of._replace(**given)
             choices = memory.found(of, self._reserve(moments), every=self._exhaustive)
             offloaded = {}
-            if self._takes_all or inf not in [kept.get(each) for each in memory.uniform()[:1]]:
+            if self._takes_all or offloading.get(memory.uniform()[0], True) is not None:
                 offloaded = memory.offloaded(of, self._reserve(moments), every=self._exhaustive)
             if not choices and not any(offloaded.values()):
                 self.refusals.too_large()
             for recompute, others in offloaded.items():
-                # An earlier data strategy that keeps as many communicates less.
-                if self._takes_all or not others or others[0].kept > kept.get(recompute, -1):
+                if not others and not of.offload_states:
+                    offloading[recompute] = None
+                for choice in others:
+                    found = Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way)
+                    if recompute in offloading and not self._takes_all:
+                        before = offloading[recompute]
+                        if before is None:
+                            continue
+                        if before.choice.kept >= choice.kept:  # and communicates less
+                            before.instead.append(found)
+                            continue
                     if not of.offload_states:  # whose transfers may take longer
-                        kept[recompute] = others[0].kept if others else inf
-                    for choice in others:
-                        self._offer(Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way))
+                        offloading[recompute] = found
+                    self._offer(found)
             for choice in choices:
                 found = Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way)
                 before, slower = first.get(choice.of.recompute), of.strategy.shards_gradients or of.offload_states
@@ -233,6 +241,8 @@ class TreeSearch:
         bound, likely = (self.best.score(seconds, least, of.devices) for seconds in bounds)
         mesh = of.inside, of.pipeline, of.data, of.microbatch_size
         factor = likely / bound if bound else 1.0
+        if self.objective == "memory" and bound:  # as early as its shape, whose bound has states alone
+            factor = found.way.peak / bound
         self._push(Node(3, bound, self._simulate, (found,), mesh), PENALTIES[of.granularity] * factor)
 
     def _simulate(self, candidate: Candidate) -> None:
