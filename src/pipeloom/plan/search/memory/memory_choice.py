@@ -72,7 +72,7 @@ class MemoryChoices:
         self._kept = {
             kind: [size / of.slices for size in costs.kept_bytes(of._replace(recompute=kind))] for kind in self._kinds
         }
-        self._activations: dict[Recompute, list[list[float]]] = {}
+        self._of_recompute: dict[tuple[Recompute, ...], list[list[float]]] = {}
         self._bytes_beside = MomentBytes(costs, shape, moments, known or KnownBytes())
         self._room = OffloadRoom(costs, shape, moments, self._kept)
 
@@ -175,7 +175,7 @@ class MemoryChoices:
     def closed_bytes(self, of: Configuration, choice: Configuration) -> list[float]:
         """Bytes of every rank by closed forms, with the recomputation of a choice of `of` without offload."""
         beside = self._bytes_beside.of(of)
-        recompute = [choice.recompute_of(stage) for stage in range(choice.stages)]
+        recompute = tuple(map(choice.recompute_of, range(choice.stages)))
         return list(self._bytes(beside, recompute))
 
     def uniform(self) -> list[tuple[Recompute, ...]]:
@@ -200,19 +200,17 @@ class MemoryChoices:
                 most, at = size, number
         return at, most
 
-    def _bytes(self, beside: Beside, recompute: Sequence[Recompute]) -> Iterator[float]:
+    def _bytes(self, beside: Beside, recompute: tuple[Recompute, ...]) -> Iterator[float]:
         """Peak bytes of every rank."""
-        if len(set(recompute)) > 1:
-            yield from (self._fullest(rank, beside, recompute)[1] for rank in range(self._shape.of.pipeline))
-            return
-        for sizes, activations in zip(beside.of_kind(recompute[0]), self._alike(recompute[0], beside), strict=True):
+        for sizes, activations in zip(beside.of(recompute), self._activations(beside, recompute), strict=True):
             yield max(map(add, sizes, activations), default=-inf)
 
-    def _alike(self, kind: Recompute, beside: Beside) -> list[list[float]]:
-        """Bytes of activations of each rank at its moments, where all stages recompute alike."""
-        if kind not in self._activations:
-            kept, waiting = self._kept[kind], [stage.waiting(kind) for stage in beside.stages]
-            self._activations[kind] = [
+    def _activations(self, beside: Beside, recompute: tuple[Recompute, ...]) -> list[list[float]]:
+        """Bytes of activations of each rank at its moments, with any data strategy."""
+        if recompute not in self._of_recompute:
+            kept = [self._kept[kind][stage] for stage, kind in enumerate(recompute)]
+            waiting = [beside.stages[stage].waiting(kind) for stage, kind in enumerate(recompute)]
+            self._of_recompute[recompute] = [
                 [
                     sum(count * kept[stage] for stage, count in moment.live.items())
                     + sum(count * waiting[stage] for stage, count in moment.waiting.items())
@@ -220,7 +218,7 @@ class MemoryChoices:
                 ]
                 for of_rank in self._moments
             ]
-        return self._activations[kind]
+        return self._of_recompute[recompute]
 
     def _choice(
         self, of: Configuration, recompute: tuple[Recompute, ...], beside: Beside, offload: int | None
@@ -275,7 +273,7 @@ class MemoryChoices:
             rooms[at] = rooms[at] - (held - most) if at in rooms else most
             others = [each for other, each in needed.items() if other != at]
             least = {stage: max((each.get(stage, 0) for each in others), default=0) for stage in moment.live}
-            inside = {kind: beside.of_kind(kind)[rank][at] for kind in kinds}
+            inside = {kind: beside.at(rank, at, (kind,) * len(recompute)) for kind in kinds}
             items = [
                 [
                     (

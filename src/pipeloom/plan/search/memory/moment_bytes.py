@@ -153,22 +153,22 @@ class Beside:
         stages: Sequence[StageBytes],
     ) -> None:
         self._moments, self._codes, self._sizes, self.stages = moments, codes, sizes, stages
-        self._of_kinds: dict[Recompute, list[list[float]]] = {}
+        self._of_recompute: dict[tuple[Recompute, ...], list[list[float]]] = {}
 
     def at(self, rank: int, number: int, recompute: Sequence[Recompute]) -> float:
-        """Bytes of a rank at a moment."""
+        """Bytes of a rank at a moment, where every stage has a kind of recomputation."""
         stage = self._moments[rank][number].stage
         return self._sizes[rank][number] + self.stages[stage].inside(recompute[stage])[self._codes[rank][number]]
 
-    def of_kind(self, kind: Recompute) -> list[list[float]]:
-        """Bytes of each rank at its moments, where all stages recompute alike."""
-        if kind not in self._of_kinds:
-            insides = [stage.inside(kind) for stage in self.stages]
-            self._of_kinds[kind] = [
+    def of(self, recompute: tuple[Recompute, ...]) -> list[list[float]]:
+        """`at`, of each rank at its moments."""
+        if recompute not in self._of_recompute:
+            insides = [stage.inside(kind) for stage, kind in zip(self.stages, recompute, strict=True)]
+            self._of_recompute[recompute] = [
                 [size + insides[moment.stage][code] for size, moment, code in zip(*of_rank, strict=True)]
                 for of_rank in zip(self._sizes, self._moments, self._codes, strict=True)
             ]
-        return self._of_kinds[kind]
+        return self._of_recompute[recompute]
 
     def with_more(self, more: Sequence[float] | None) -> "Beside":
         """With more bytes on each rank."""

@@ -1,18 +1,35 @@
 """How many activations the ranks of a shape have room for, where others are offloaded. No torch here.
 
-The slices of a micro-batch share keys and values, which stay on the device.
+The slices of a micro-batch share keys and values, which stay on the device. So does what waits for W.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
 from pipeloom.ir import Op
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.search.memory.live_moments import Moment, Moments
+from pipeloom.plan.search.memory.live_moments import Moments
 from pipeloom.plan.search.memory.moment_bytes import Beside
 from pipeloom.plan.search.shapes import Shape
+
+
+class _Held(NamedTuple):
+    """What a rank holds at a moment.
+
+    Attributes:
+        staying: bytes that cannot leave.
+        waiting: number of activations that wait for W.
+        own: bytes of the activation that the computation reads, or makes.
+        live: bytes and number of the activations of each stage, the smallest first.
+    """
+
+    staying: float
+    waiting: int
+    own: float
+    live: Sequence[tuple[float, int]]
 
 
 class OffloadRoom:
@@ -34,34 +51,30 @@ class OffloadRoom:
             kind: [max(0.0, size - part) for size, part in zip(sizes, parts, strict=True)] if any(parts) else sizes
             for kind, sizes in kept.items()
         }
+        self._of_recompute: dict[tuple[Recompute, ...], list[list[_Held]]] = {}
 
     def number(self, beside: Beside, recompute: tuple[Recompute, ...], most: float) -> int | None:
         """The most activations that every rank has room for, of those that are smallest; None: for all.
-
-        What waits for W counts, and stays.
 
         Args:
             beside: bytes beside activations.
             recompute: of every stage.
             most: bytes of a device.
         """
-        kept = self._kept_by_stage(recompute)
         found: int | None = None
-        for rank, moments in enumerate(self._moments):
-            for at, moment in enumerate(moments):
-                fit = _fitting(_live(moment, kept), most - self._beside(rank, at, beside, recompute))
+        for sizes, moments in zip(beside.of(recompute), self._held(beside, recompute), strict=True):
+            for size, held in zip(sizes, moments, strict=True):
+                fit = _fitting(held.live, most - size - held.staying)
                 if fit is not None:
-                    fit += sum(moment.waiting.values())
-                    found = fit if found is None else min(found, fit)
+                    found = fit + held.waiting if found is None else min(found, fit + held.waiting)
         return found
 
     def least(self, beside: Beside, recompute: tuple[Recompute, ...]) -> float:
         """Bytes of the fullest rank in its largest computation, with no activation but the one that it reads."""
-        kept = self._kept_by_stage(recompute)
         return max(
-            self._beside(rank, at, beside, recompute) + (kept[moment.stage] if moment.op is not Op.W else 0.0)
-            for rank, moments in enumerate(self._moments)
-            for at, moment in enumerate(moments)
+            size + held.staying + held.own
+            for sizes, moments in zip(beside.of(recompute), self._held(beside, recompute), strict=True)
+            for size, held in zip(sizes, moments, strict=True)
         )
 
     @cached_property
@@ -73,20 +86,26 @@ class OffloadRoom:
         model = self._costs.memory_model(of)
         return [model.slice_bytes(stage, of.slices)[0] for stage in range(of.stages)]
 
-    def _kept_by_stage(self, recompute: tuple[Recompute, ...]) -> list[float]:
-        return [self._kept[kind][stage] for stage, kind in enumerate(recompute)]
-
-    def _beside(self, rank: int, at: int, beside: Beside, recompute: tuple[Recompute, ...]) -> float:
-        """Bytes of a moment beside activations that can leave: those of slices share some that stay."""
-        moment, size = self._moments[rank][at], beside.at(rank, at, recompute)
-        if self._shape.of.slices > 1:
-            size += sum(ceil(count / self._shape.of.slices) * self._shared[s] for s, count in moment.live.items())
-        return size + sum(n * beside.stages[s].waiting(recompute[s]) for s, n in moment.waiting.items() if n)
-
-
-def _live(moment: Moment, kept: Sequence[float]) -> list[tuple[float, int]]:
-    """Bytes and number of the live activations of each stage, the smallest first."""
-    return sorted((kept[stage], count) for stage, count in moment.live.items())
+    def _held(self, beside: Beside, recompute: tuple[Recompute, ...]) -> list[list[_Held]]:
+        """What each rank holds at its moments, with any data strategy."""
+        if recompute not in self._of_recompute:
+            kept = [self._kept[kind][stage] for stage, kind in enumerate(recompute)]
+            waiting = [beside.stages[stage].waiting(kind) for stage, kind in enumerate(recompute)]
+            slices = self._shape.of.slices
+            self._of_recompute[recompute] = [
+                [
+                    _Held(
+                        staying=sum(count * waiting[stage] for stage, count in moment.waiting.items())
+                        + sum(ceil(count / slices) * self._shared[stage] for stage, count in moment.live.items()),
+                        waiting=sum(moment.waiting.values()),
+                        own=kept[moment.stage] if moment.op is not Op.W else 0.0,
+                        live=sorted((kept[stage], count) for stage, count in moment.live.items() if count),
+                    )
+                    for moment in moments
+                ]
+                for moments in self._moments
+            ]
+        return self._of_recompute[recompute]
 
 
 def _fitting(live: Sequence[tuple[float, int]], room: float) -> int | None:
