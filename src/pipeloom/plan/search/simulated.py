@@ -27,7 +27,7 @@ from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.rank_memory import RankPeaks
 from pipeloom.plan.search.memory.live_moments import live_growth
 from pipeloom.plan.search.memory.memory_choice import MemoryChoices
-from pipeloom.plan.search.memory.moment_bytes import KnownBytes
+from pipeloom.plan.search.memory.stage_bytes import KnownBytes
 from pipeloom.plan.search.shapes import KnownShapes
 from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
 from pipeloom.sim import Timeline

@@ -19,9 +19,10 @@ from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.data_ways import state_bytes_per_parameter
 from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.memory.live_moments import Moments
-from pipeloom.plan.search.memory.moment_bytes import Beside, KnownBytes, MomentBytes
+from pipeloom.plan.search.memory.moment_bytes import Beside, MomentBytes
 from pipeloom.plan.search.memory.offload_bound import lowest_cap, most_live
 from pipeloom.plan.search.memory.offload_room import OffloadRoom
+from pipeloom.plan.search.memory.stage_bytes import KnownBytes
 from pipeloom.plan.search.request import Request
 from pipeloom.plan.search.shapes import Shape
 

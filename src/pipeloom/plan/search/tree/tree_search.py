@@ -24,6 +24,7 @@ _MOST_ACTIONS = 60_000  # of a simulated step on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
 _STEPS = 85  # on `MANY_DEVICES` devices
 _MOST_STEPS = 4_000.0  # on at most as many; models with experts and long sequences would take many times more
+_OF_WAY = "strategy", "granularity", "offload_states"
 _SLOWER = "slower than the best plans by a lower bound"
 
 
@@ -169,8 +170,7 @@ class TreeSearch:
             return
         offloading: dict[object, Candidate | None] = {}  # by recomputation; None: all activations fit
         for way in left:
-            given = {key: getattr(way.of, key) for key in ("strategy", "granularity", "offload_states")}
-            of = shape.of._replace(**given)
+            of = shape.of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
             choices = memory.found(of, self._reserve(moments), every=self._exhaustive)
             offloaded = {}
             if self._takes_all or offloading.get(memory.uniform()[0], True) is not None:
@@ -212,7 +212,7 @@ class TreeSearch:
         return known[key]
 
     def _left_of(self, shape: Shape, ways: Ways) -> Sequence[Way]:
-        """The data strategies with which a shape is not slower than the best plans by bounds without recomputation."""
+        """The data strategies with which a shape may fit, and be better than the best plans, by simple bounds."""
         if self._exhaustive:
             return ways.each
         seconds = self._space.shapes.link_bounds(shape, [way.of for way in ways.each])
@@ -222,7 +222,16 @@ class TreeSearch:
             if self.best.score(max(least, way.least), way.peak, ways.devices) < self.best.limit
         ]
         self.refusals.add(_SLOWER, len(ways.each) - len(left))
-        return left
+        return [way for way in left if self._may_fit(shape, way)] if self._request.memory_bytes < inf else left
+
+    def _may_fit(self, shape: Shape, way: Way) -> bool:
+        stages = self._steps.known_bytes.of(self._costs, shape)
+        of = shape.of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
+        offloads = way.offloaded < inf or "offload" in self._request.fixed
+        fits = stages.least(of, self._request.kinds, offloads=offloads) <= self._request.memory_bytes
+        if not fits:
+            self.refusals.too_large()
+        return fits
 
     def _reserve(self, moments: Moments) -> list[float] | None:
         """Bytes of each rank that stay free at first, where there is no time for many attempts."""

@@ -1,0 +1,255 @@
+"""Bytes of stages: what computations hold inside, by data strategy, and the least that shapes need. No torch here.
+
+Inside a computation, activations go and gradients come, see `pipeloom.plan.memory.stage_moments`: these bytes are those
+of `pipeloom.plan.memory.rank_memory`, which predicts all moments of a step. Where a reduction may have run before, they
+are the least of both cases.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from math import inf
+
+from pipeloom.ir import Op
+from pipeloom.ir.data_axis import DataAxis, Granularity
+from pipeloom.ir.recompute import Recompute
+from pipeloom.plan.costs.configuration import Configuration
+from pipeloom.plan.costs.step_costs import StepCosts
+from pipeloom.plan.memory.memory_model import MemoryModel
+from pipeloom.plan.memory.stage_moments import StageMoments, stage_moments
+from pipeloom.plan.memory.stage_units import ModelUnits, StageUnits
+from pipeloom.plan.memory.state_bytes import NumberBytes
+from pipeloom.plan.search.data_ways import state_bytes_per_parameter
+from pipeloom.plan.search.memory.live_moments import Moment
+from pipeloom.plan.search.shapes import Shape
+
+Inside = Sequence[float]  # bytes inside computations of a stage, by `code`
+_OPS = {op: 4 * number for number, op in enumerate((Op.F, Op.I, Op.B, Op.W))}
+
+_FORWARD = (_OPS[Op.F],)
+_FIRST, _ADDING = (tuple(_OPS[op] + more + ends for op in (Op.I, Op.B) for ends in (0, 1)) for more in (0, 2))
+
+
+def code(moment: Moment) -> int:
+    """The place of a moment in `Inside`: by operation, whether it adds to gradients, and whether it is the last."""
+    return _OPS[moment.op] + 2 * (moment.stage in moment.summing) + moment.ends
+
+
+class StageBytes:
+    """Bytes of one stage under one data strategy.
+
+    Args:
+        model: the layers of all stages.
+        stage: which of them.
+        units: of its parameters.
+        slices: per micro-batch.
+        known: moments of the same layers under other data strategies.
+        alone: whether its ranks have no other stage: at granularity chunk, all its computations are one run.
+
+    Attributes:
+        full: bytes of its gradients.
+        reduced: bytes of its gradients behind a reduction.
+        buffers: bytes of its buffers.
+        gathered: bytes of parameters that are gathered while it computes.
+        coming: bytes of those that are gathered before.
+    """
+
+    def __init__(
+        self,
+        model: MemoryModel,
+        stage: int,
+        units: StageUnits,
+        slices: int,
+        known: dict[Hashable, list[StageMoments]],
+        *,
+        alone: bool,
+    ) -> None:
+        self._model, self._stage, self._units, self._slices = model, stage, units, slices
+        self._known = known
+        self._inside: dict[Recompute, Inside] = {}
+        self._waiting: dict[Recompute, float] = {}
+        data = units.data
+        granularity = data.granularity if data is not None and data.degree > 1 else Granularity.STEP
+        self._granularity = Granularity.STEP if alone and granularity is Granularity.CHUNK else granularity
+        self.full = units.full_gradients(fine=self._granularity is Granularity.MICROBATCH)
+        self.reduced = sum(unit.reduced for unit in units.units)
+        self.buffers = NumberBytes.of(model.precision).compute * sum(e.buffer_elements for e in model.stages[stage])
+        self.coming, most, then = units.gathered if data is not None else (0.0, 0.0, 0.0)
+        self.gathered = min(most, then)
+
+    def inside(self, kind: Recompute) -> Inside:
+        """With a kind of recomputation."""
+        if kind not in self._inside:
+            both = self._of_slices(kind)
+            self._waiting[kind] = min(each.waiting for each in both)
+            insides = list(map(self._of_slice, both))
+            self._inside[kind] = insides[0] if len(insides) == 1 else list(map(min, *insides))
+        return self._inside[kind]
+
+    def _of_slices(self, kind: Recompute) -> list[StageMoments]:
+        """The moments of the first and of the last slice."""
+        gradients = self._units.gradients
+        key = kind, gradients.fixed, tuple(gradients.made), tuple(gradients.shared), tuple(gradients.reducing)
+        if key not in self._known:
+            model = replace(self._model, recompute=(kind,) * len(self._model.stages))
+            self._known[key] = [
+                stage_moments(model, self._stage, index, self._slices, gradients) for index in {0, self._slices - 1}
+            ]
+        return self._known[key]
+
+    def waiting(self, kind: Recompute) -> float:
+        """Bytes that I leaves for W."""
+        self.inside(kind)
+        return self._waiting[kind]
+
+    def _of_slice(self, each: StageMoments) -> Inside:
+        fine, coarse = (self._granularity is kind for kind in (Granularity.MICROBATCH, Granularity.STEP))
+        there = self.full if coarse else self.reduced
+        forward, inputs = each.forward + self.gathered, each.inputs + self.gathered
+        first, adding = each.first, each.later + (there if fine else 0.0)
+        of_last = min(each.first, each.first_reducing), min(adding, each.later_reducing)
+        weights, more_weights = each.first_weights, each.later_weights + (there if fine else 0.0)
+        if (
+            self._granularity is Granularity.CHUNK
+        ):  # reduced after each run of micro-batches, the gradients of the next one are new
+            first, adding = of_last[0], min(of_last[0] + there, of_last[1])
+            of_last = first, adding
+            more_weights = min(weights + there, more_weights)
+        backwards = (first, of_last[0], adding, of_last[1])
+        return [
+            *(forward, forward, forward + there, forward + there),
+            *(inputs, inputs, inputs + there, inputs + there),
+            *(self.gathered + each for each in backwards),
+            *(weights, weights, more_weights, more_weights),
+        ]
+
+
+@dataclass
+class KnownBytes:
+    """What shapes of a model on a cluster share.
+
+    Attributes:
+        units: of stages, by their form.
+        stages: with a data strategy, by all else that they depend on.
+        moments: of stages, by their gradients.
+        shapes: stages of shapes, whatever their schedules.
+    """
+
+    units: dict[Hashable, StageUnits] = field(default_factory=dict)
+    stages: dict[Hashable, StageBytes] = field(default_factory=dict)
+    moments: dict[Hashable, dict[Hashable, list[StageMoments]]] = field(default_factory=dict)
+    shapes: dict[Hashable, "ShapeStages"] = field(default_factory=dict)
+
+    def of(self, costs: StepCosts, shape: Shape) -> "ShapeStages":
+        """The stages of a shape."""
+        of = shape.of
+        same = of.inside, of.microbatch_size, of.precision, of.imbalance, of.slices, of.optimizer
+        key = same, of.microbatches, shape.placement, of.blocks
+        if key not in self.shapes:
+            self.shapes[key] = ShapeStages(costs, shape, self, same)
+        return self.shapes[key]
+
+
+class ShapeStages:
+    """The stages of shapes with the same placement and blocks.
+
+    Args:
+        costs: of the model on its cluster.
+        shape: one of them.
+        known: of other shapes.
+        same: what bytes of its layers depend on.
+    """
+
+    def __init__(self, costs: StepCosts, shape: Shape, known: KnownBytes, same: Hashable) -> None:
+        self._costs, self._of, self._placement, self._known = costs, shape.of, shape.placement, known
+        self._both_ways = any(len(ranks) > 1 for ranks in shape.placement.replicas)
+        cuts = pairwise(accumulate(shape.of.blocks_of(costs.num_blocks), initial=0))
+        ends = [costs.same_blocks(*each) for each in cuts]
+        self._keys: list[Hashable] = [(same, each, stage == 0) for stage, each in enumerate(ends)]
+        self._keys[-1] = self._keys[-1], "last"
+        self._alone = [True] * len(ends)
+        parameters = costs.parameters(shape.of)
+        self.parameters = [costs.held_parameters(shape.of, held) for held in shape.placement.stages_of]
+        for held, total in zip(shape.placement.stages_of, self.parameters, strict=True):
+            for stage in held if len(held) > 1 else ():
+                self._alone[stage] = False
+            if total < sum(parameters[stage] for stage in held):
+                before = 0.0
+                for number, stage in enumerate(held):  # those that share some with earlier ones
+                    now = costs.held_parameters(shape.of, held[: number + 1])
+                    if now - before < parameters[stage]:
+                        self._keys[stage] = self._keys[stage], tuple(ends[each] for each in held[:number])
+                    before = now
+        self._kept: dict[Recompute, list[float]] = {}
+        self._found: dict[Hashable, list[StageBytes]] = {}
+        self._floors: dict[Hashable, float] = {}
+
+    def of(self, of: Configuration) -> list[StageBytes]:
+        """With the data strategy of a configuration."""
+        key = data, _ = of.data_axis(), of.offload_states
+        if key not in self._found:
+            self._found[key] = self._stages(of, data)
+        return self._found[key]
+
+    def _stages(self, of: Configuration, data: DataAxis) -> list[StageBytes]:
+        known = self._known.stages
+        keys = [(key, alone, data, of.offload_states) for key, alone in zip(self._keys, self._alone, strict=True)]
+        if not all(key in known for key in keys):
+            model, placement = self._costs.memory_model(of), self._placement
+            units = ModelUnits(placement, data, model, known=self._known.units)
+            for rank in range(placement.num_ranks):
+                for stage, each in units.of_rank(rank).items():
+                    if keys[stage] not in known:
+                        moments = self._known.moments.setdefault(self._keys[stage], {})
+                        alone = self._alone[stage]
+                        known[keys[stage]] = StageBytes(model, stage, each, of.slices, moments, alone=alone)
+        return [known[key] for key in keys]
+
+    def always(self, of: Configuration, rank: int) -> float:
+        """Bytes of a rank that are there all the time, with the data strategy of a configuration."""
+        stages, held = self.of(of), self._placement.stages_of[rank]
+        return state_bytes_per_parameter(of) * self.parameters[rank] + sum(stages[stage].buffers for stage in held)
+
+    def least(self, of: Configuration, kinds: Sequence[Recompute], *, offloads: bool) -> float:
+        """Bytes of the fullest rank with any schedule, at least.
+
+        A rank computes each of its stages, and begins the backwards of the last one with an activation of each.
+
+        Args:
+            of: a configuration of these shapes, with a data strategy.
+            kinds: of recomputation that stages may have.
+            offloads: whether activations may be elsewhere.
+        """
+        key = of.data_axis(), of.offload_states, kinds, offloads
+        if key not in self._floors:
+            self._floors[key] = self._least(of, kinds, offloads=offloads)
+        return self._floors[key]
+
+    def _least(self, of: Configuration, kinds: Sequence[Recompute], *, offloads: bool) -> float:
+        stages, most = self.of(of), 0.0
+        for kind in kinds:
+            if kind not in self._kept:
+                sizes = self._costs.kept_bytes(self._of._replace(recompute=kind))
+                self._kept[kind] = [size / of.slices for size in sizes]
+
+        def computing(stage: int, *codes: int) -> float:
+            found = inf
+            for kind in kinds:
+                inside = stages[stage].inside(kind)
+                found = min(found, self._kept[kind][stage] + min(inside[code] for code in codes))
+            return found
+
+        several = of.microbatches > 1 and not self._both_ways
+        for rank, held in enumerate(self._placement.stages_of):
+            sizes = [computing(stage, *_FIRST) for stage in held]
+            if several:  # the later ones add to gradients, which may be reduced before
+                sizes += [computing(stage, *_ADDING) for stage in held]
+            elif held[-1] == len(stages) - 1:
+                sizes.append(computing(held[-1], *_FORWARD))
+            if not offloads and not self._both_ways:
+                others = sum(min(self._kept[kind][stage] for kind in kinds) for stage in held[:-1])
+                sizes.append(computing(held[-1], *_FIRST) + others)
+                if held[-1] == len(stages) - 1:
+                    sizes.append(computing(held[-1], *_FORWARD) + others)
+            most = max(most, self.always(of, rank) + max(sizes))
+        return most
