@@ -8,7 +8,6 @@ are the least of both cases.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from math import inf
 
 from pipeloom.ir import Op
 from pipeloom.ir.data_axis import DataAxis, Granularity
@@ -68,6 +67,7 @@ class StageBytes:
         self._known = known
         self._inside: dict[Recompute, Inside] = {}
         self._waiting: dict[Recompute, float] = {}
+        self._computing: dict[Hashable, float] = {}
         data = units.data
         granularity = data.granularity if data is not None and data.degree > 1 else Granularity.STEP
         self._granularity = Granularity.STEP if alone and granularity is Granularity.CHUNK else granularity
@@ -85,6 +85,19 @@ class StageBytes:
             insides = list(map(self._of_slice, both))
             self._inside[kind] = insides[0] if len(insides) == 1 else list(map(min, *insides))
         return self._inside[kind]
+
+    def kept(self, kind: Recompute) -> float:
+        """Bytes that F of one slice keeps, at least."""
+        return sum(layer.kept_bytes[kind] for layer in self._model.stages[self._stage]) / self._slices
+
+    def computing(self, kinds: Sequence[Recompute], codes: Sequence[int]) -> float:
+        """Bytes of an activation and inside of a computation, at least, with these kinds and codes."""
+        key = kinds, codes
+        if key not in self._computing:
+            self._computing[key] = min(
+                self.kept(kind) + min(map(self.inside(kind).__getitem__, codes)) for kind in kinds
+            )
+        return self._computing[key]
 
     def _of_slices(self, kind: Recompute) -> list[StageMoments]:
         """The moments of the first and of the last slice."""
@@ -180,7 +193,6 @@ class ShapeStages:
                     if now - before < parameters[stage]:
                         self._keys[stage] = self._keys[stage], tuple(ends[each] for each in held[:number])
                     before = now
-        self._kept: dict[Recompute, list[float]] = {}
         self._found: dict[Hashable, list[StageBytes]] = {}
         self._floors: dict[Hashable, float] = {}
 
@@ -227,29 +239,15 @@ class ShapeStages:
 
     def _least(self, of: Configuration, kinds: Sequence[Recompute], *, offloads: bool) -> float:
         stages, most = self.of(of), 0.0
-        for kind in kinds:
-            if kind not in self._kept:
-                sizes = self._costs.kept_bytes(self._of._replace(recompute=kind))
-                self._kept[kind] = [size / of.slices for size in sizes]
-
-        def computing(stage: int, *codes: int) -> float:
-            found = inf
-            for kind in kinds:
-                inside = stages[stage].inside(kind)
-                found = min(found, self._kept[kind][stage] + min(inside[code] for code in codes))
-            return found
-
         several = of.microbatches > 1 and not self._both_ways
         for rank, held in enumerate(self._placement.stages_of):
-            sizes = [computing(stage, *_FIRST) for stage in held]
-            if several:  # the later ones add to gradients, which may be reduced before
-                sizes += [computing(stage, *_ADDING) for stage in held]
-            elif held[-1] == len(stages) - 1:
-                sizes.append(computing(held[-1], *_FORWARD))
-            if not offloads and not self._both_ways:
-                others = sum(min(self._kept[kind][stage] for kind in kinds) for stage in held[:-1])
-                sizes.append(computing(held[-1], *_FIRST) + others)
-                if held[-1] == len(stages) - 1:
-                    sizes.append(computing(held[-1], *_FORWARD) + others)
+            rest = 0.0  # of other stages, when the backward of the last one begins
+            if len(held) > 1 and not offloads and not self._both_ways:
+                rest = sum(min(map(stages[stage].kept, kinds)) for stage in held[:-1])
+            last = stages[held[-1]]
+            sizes = [last.computing(kinds, _FIRST) + rest]
+            sizes += [stages[stage].computing(kinds, _ADDING if several else _FIRST) for stage in held]
+            if held[-1] == len(stages) - 1:  # its forward has the logits
+                sizes.append(last.computing(kinds, _FORWARD) + rest)
             most = max(most, self.always(of, rank) + max(sizes))
         return most
