@@ -25,6 +25,7 @@ from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
 from pipeloom.plan.search.data_ways import way_bytes, ways_of, without_effect
+from pipeloom.plan.search.memory.stage_bytes import KnownBytes
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import LEAST_TOKENS, KnownShapes, Shapes, single_blocks
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
@@ -99,6 +100,7 @@ class Space:
         refusals: where refused configurations are counted.
         can_run: asked for the processes of a stage alone.
         known: see `Shapes`.
+        known_bytes: of stages.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class Space:
         refusals: Refusals,
         can_run: CanRun,
         known: KnownShapes | None = None,
+        known_bytes: KnownBytes | None = None,
     ) -> None:
         self.request, self.refusals, self._can_run = request, refusals, can_run
+        self._known_bytes = known_bytes or KnownBytes()
         self.costs, self._least = costs.uncorrected
         self._known = known or KnownShapes()
         self.shapes = Shapes(costs, request, refusals, self._known)
@@ -319,6 +323,10 @@ class Space:
                 if states >= self.request.memory_bytes:
                     self.refusals.too_large()
                     continue
+            each = of._replace(strategy=strategy, granularity=granularity, offload_states=offload_states)
+            if self._known_bytes.of_head(self.costs, each, self.request.kinds) > self.request.memory_bytes:
+                self.refusals.too_large()
+                continue
             # Gradients are not there yet while the first activations are.
             room = of.pipeline * (self.request.memory_bytes - share * between)
             work = turns * mixed_seconds(kinds.points(**sizes, room=room))
@@ -329,7 +337,6 @@ class Space:
             if min(work, other) == inf:
                 self.refusals.too_large()
                 continue
-            each = of._replace(strategy=strategy, granularity=granularity, offload_states=offload_states)
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
             link = self._link_bound(each, share)
             without, with_offload = (self._least * max(busy + fill + update, link) for busy in (work, other))

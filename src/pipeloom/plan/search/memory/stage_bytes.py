@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from pipeloom.ir import Op
+from pipeloom.ir import Op, Placement
 from pipeloom.ir.data_axis import DataAxis, Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
@@ -25,8 +25,10 @@ from pipeloom.plan.search.shapes import Shape
 Inside = Sequence[float]  # bytes inside computations of a stage, by `code`
 _OPS = {op: 4 * number for number, op in enumerate((Op.F, Op.I, Op.B, Op.W))}
 
-_FORWARD = (_OPS[Op.F],)
+_FORWARD, _INPUTS = (_OPS[Op.F],), (_OPS[Op.I],)
 _FIRST, _ADDING = (tuple(_OPS[op] + more + ends for op in (Op.I, Op.B) for ends in (0, 1)) for more in (0, 2))
+
+_APART = Placement.loop(2, 1)
 
 
 def code(moment: Moment) -> int:
@@ -162,6 +164,11 @@ class KnownBytes:
             self.shapes[key] = ShapeStages(costs, shape, self, same)
         return self.shapes[key]
 
+    def of_head(self, costs: StepCosts, of: Configuration, kinds: Sequence[Recompute]) -> float:
+        """Bytes of the rank with the last layer, at least: what follows the last block, with its data strategy."""
+        of = of._replace(pipeline=2, chunks=1, schedule="1f1b", slices=1, blocks=(costs.num_blocks, 0))
+        return self.of(costs, Shape(of, _APART, split=False)).of_last(of, kinds)
+
 
 class ShapeStages:
     """The stages of shapes with the same placement and blocks.
@@ -236,6 +243,11 @@ class ShapeStages:
         if key not in self._floors:
             self._floors[key] = self._least(of, kinds, offloads=offloads)
         return self._floors[key]
+
+    def of_last(self, of: Configuration, kinds: Sequence[Recompute]) -> float:
+        """Bytes of the rank with the last stage, at least, without gradients."""
+        rank, last = self._placement.replicas[-1][0], self.of(of)[-1]
+        return self.always(of, rank) + max(last.computing(kinds, _FORWARD), last.computing(kinds, _INPUTS))
 
     def _least(self, of: Configuration, kinds: Sequence[Recompute], *, offloads: bool) -> float:
         stages, most = self.of(of), 0.0

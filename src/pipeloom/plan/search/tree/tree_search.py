@@ -19,6 +19,7 @@ from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
 
 Tell = Callable[[int, float], None]
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
+_REFUSED = 0.4  # of them, which shapes do not take where a look at their data strategies refuses them
 _RESERVE = 0.03  # of memory that stays free at first, on many devices
 _MOST_ACTIONS = 60_000  # of a simulated step on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
@@ -68,7 +69,7 @@ class TreeSearch:
         self._exhaustive, self._counts, self._long_steps = exhaustive, counts, long_steps
         self.objective, self.refusals, self.simulated, self.least = request.objective, Refusals(), 0, 0.0
         self._left, self._begun = 0.0, False
-        self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes)
+        self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes, steps.known_bytes)
         self._patient = exhaustive or request.devices <= MANY_DEVICES
         self._orders: set[Hashable] = set()  # of shapes that were expanded
         self._open = OpenNodes(turns=not self._patient)
@@ -147,6 +148,7 @@ class TreeSearch:
     def _choices(self, shape: Shape, ways: Ways) -> None:
         left = self._left_of(shape, ways)
         if not left:
+            self._left += _REFUSED
             return
         if not self._long_steps and simulated_actions(shape.of) > _MOST_ACTIONS:
             self.refusals.add("too many actions to simulate in a search")
