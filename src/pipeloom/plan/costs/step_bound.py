@@ -9,10 +9,11 @@ Of a rank with stages s, which runs F, I and W of m micro-batches:
     unsplit backwards     after its last B, B of all stages before its first one, and their messages
 
 Slices count as micro-batches of a part of the time. The step also has all F and I of one micro-batch, one after the
-other, and the optimizer's update. Bandwidths of links count, waits for busy links do not. `pipeloom.sim.simulate` never
-takes less; tests compare.
+other, and the optimizer's update. Waits for busy links do not count; `busy_links` bounds a step by the link that its
+messages keep busy the longest. `pipeloom.sim.simulate` never takes less; tests compare.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -51,6 +52,30 @@ def message_seconds(costs: StepCosts, of: Configuration) -> float:
     """Least seconds of a message between ranks."""
     latency, rate = _fastest(costs.network(of))
     return latency + costs.message_bytes(of) / of.slices / rate
+
+
+def busy_links(costs: StepCosts, of: Configuration, placement: Placement) -> float:
+    """Seconds for which messages between stages keep some link busy in a step."""
+    if of.pipeline == 1:
+        return 0.0
+    return of.microbatches * costs.message_bytes(of) * _busiest(costs.network(of), placement)
+
+
+@lru_cache(maxsize=4096)
+def _busiest(network: Network, placement: Placement) -> float:
+    """Seconds per byte of a message for which one micro-batch, forth and back, keeps the busiest link busy."""
+    shared = network.shared_links(placement.num_ranks)
+    usual = 1 / (network.bytes_per_second or inf)
+    busy: dict[object, float] = defaultdict(float)
+    for senders, receivers in pairwise(placement.replicas):
+        ways = max(len(senders), len(receivers))
+        for way in range(ways):
+            pair = senders[way % len(senders)], receivers[way % len(receivers)]
+            for source, target in (pair, pair[::-1]) if pair[0] != pair[1] else ():
+                link = shared.get((source, target))
+                rate = usual if link is None else 1 / network.links[link].bytes_per_second
+                busy[(source, target) if link is None else link] += rate / ways
+    return max(busy.values(), default=0.0)
 
 
 @lru_cache(maxsize=4096)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from pipeloom import schedules
 from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.ir import Placement
-from pipeloom.ir.data_axis import Granularity
+from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration, even_blocks
 from pipeloom.plan.costs.links import ORDER
-from pipeloom.plan.costs.step_bound import message_seconds, pipeline_bound
+from pipeloom.plan.costs.step_bound import busy_links, message_seconds, pipeline_bound
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.balance import balanced_blocks
@@ -31,7 +31,8 @@ LEAST_TOKENS = 256  # of a process or slice
 ON_REQUEST = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
 _ASKED_OF_MANY = (*ON_REQUEST, "hanayo")  # on many devices: its waves take longest to build and to simulate
 MOST_CHUNKS = 16
-_SLICES = (1, 2, 4, 8, 16)
+MOST_SLICES = 16
+_SLICES = (1, 2, 4, 8, MOST_SLICES)
 _SMALL = 16  # ranks of a schedule that shows the shape of larger ones
 
 
@@ -233,10 +234,12 @@ class Shapes:
         return uneven * (1 + bubble) / (1 + bubble / 3)
 
     def bound(self, shape: Shape) -> float:
-        """`pipeline_seconds` without recomputation."""
+        """`pipeline_seconds` without recomputation, and sums of gradients between ranks that hold the same stage."""
         key, bounds = same_bound(shape), self._known.bounds
         if key not in bounds:
-            bounds[key] = self._least * pipeline_seconds(self._costs, shape)
+            sharded = shape.of._replace(strategy=DataStrategy.ZERO1)  # which has the smallest ones
+            sums = self._costs.shared_sum_seconds(sharded, shape.placement)
+            bounds[key] = self._least * (pipeline_seconds(self._costs, shape) + sums)
         return bounds[key]
 
     def link_bounds(self, shape: Shape, strategies: Iterable[Configuration]) -> list[float]:
@@ -276,23 +279,31 @@ def candidate_seconds(costs: StepCosts, shape: Shape) -> tuple[float, float]:
 
 
 def _run_seconds(costs: StepCosts, shape: Shape) -> float:
-    """Seconds for which granularity chunk keeps rank 0's data link busy: chunks take turns per p micro-batches."""
+    """Seconds for which granularities chunk and microbatch keep rank 0's data link busy.
+
+    Chunks take turns per p micro-batches. Single micro-batches gather for F and for B.
+    """
     of = shape.of
-    if of.granularity is not Granularity.CHUNK or of.replicas == 1 or of.inside.expert > 1:
+    if of.granularity is Granularity.STEP or of.replicas == 1 or of.inside.expert > 1:
         return 0.0
-    held = shape.placement.stages_of[0]
-    turns = max(1, of.microbatches * of.slices // of.pipeline) if len(held) > 1 and of.schedule != "bfs" else 1
+    held, fine = shape.placement.stages_of[0], of.granularity is Granularity.MICROBATCH
+    number = of.microbatches * of.slices
+    if fine:
+        turns = number // len(shape.placement.replicas[held[0]])
+    else:
+        turns = max(1, number // of.pipeline) if len(held) > 1 and of.schedule != "bfs" else 1
     network, data, formats = costs.network(of), of.data_axis(), NumberBytes.of(of.precision)
     size = costs.held_parameters(of, held)
     gathers = gather_seconds(data, formats.compute * size, network) if of.strategy.shards_parameters else 0.0
-    return turns * (gathers + reduce_seconds(data, formats.gradient * size, network))
+    return turns * ((1 + fine) * gathers + reduce_seconds(data, formats.gradient * size, network))
 
 
 def pipeline_seconds(costs: StepCosts, shape: Shape) -> float:
-    """The bound of `pipeline_bound` for a shape."""
+    """The bounds of `pipeline_bound` and `busy_links` for a shape."""
     of = shape.of
     stages, message = _of_slices(costs, of), message_seconds(costs, of)
-    return pipeline_bound(stages, shape.placement, of.microbatches * of.slices, message, split=shape.split)
+    bound = pipeline_bound(stages, shape.placement, of.microbatches * of.slices, message, split=shape.split)
+    return max(bound, busy_links(costs, of, shape.placement))
 
 
 def link_seconds(costs: StepCosts, shape: Shape) -> float:

@@ -27,14 +27,16 @@ from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
 from pipeloom.plan.search.data_ways import way_bytes, ways_of, without_effect
 from pipeloom.plan.search.memory.stage_bytes import KnownBytes
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import LEAST_TOKENS, KnownShapes, Shapes, single_blocks
+from pipeloom.plan.search.shapes import LEAST_TOKENS, MOST_SLICES, KnownShapes, Shapes, single_blocks
+from pipeloom.plan.stage_times import Seconds
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
 CanRun = Callable[[Configuration], str | None]  # why a configuration cannot run; None: it can
 PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
 MOST_TENSOR = 8  # processes, or those of a larger node: more share every product over a slow network
 _FILLED = 4  # ranks: with fewer, a bidirectional schedule has no rank that waits
-_INNER_DATA = ("pp", "dp", "cp", "tp")  # experts of neighbouring replicas are nearest
+_INNER_DATA = ("pp", "cp", "dp", "tp")  # experts of neighbouring replicas are nearest
+_INNER_CONTEXT = ("pp", "dp", "cp", "tp")
 _OF_GROUPS = frozenset(  # keys of `Request.fixed` and `Request.forbidden` on which groups depend
     {"tensor", "context", "context_kind", "sequence", "expert", "microbatch_size", "precision", "gradients", "order"}
 )
@@ -124,6 +126,7 @@ class Space:
         self._offloads_states = "offload_states" in request.fixed or (
             offloads and request.allows("offload_states", True) and OPTIMIZERS[request.optimizer] > 0
         )
+        self._most_slices = request.fixed.get("slices", MOST_SLICES if request.allows("slices", MOST_SLICES) else 1)
         self._of_replicas = without_effect(request)
         self._least_bytes: dict[object, float] = {}
         self._degrees: dict[int, list[tuple[int, int]]] = {}  # by ranks of all replicas, see `_degrees_of`
@@ -239,7 +242,9 @@ class Space:
             return inf
         work, way = self._work(of)
         share = of.inside.processes / (devices * of.microbatch_size)
-        return self._least * (work * self.request.batch_size * share * self._turns(devices) + _fill(pipeline, way))
+        return self._least * (
+            work * self.request.batch_size * share * self._turns(devices) + self._fill(of, pipeline, way)
+        )
 
     def _work(self, of: Configuration) -> tuple[float, float]:
         """Seconds of one micro-batch of a group, at least: of its computations, and of a way through a block and back.
@@ -249,7 +254,8 @@ class Space:
         key, known = (of, self.request.batch_size), self._known.work
         if key not in known:
             most = of._replace(microbatches=self.request.batch_size // of.microbatch_size)
-            extremes = {self.costs.same_seconds(each): each for each in (of, most)}.values()
+            ordered = [*self._orders(of), *self._orders(most)]
+            extremes = {self.costs.same_seconds(each): each for each in ordered}.values()
             work = min(sum(map(sum, self.costs.stage_seconds(each))) for each in extremes)
             known[key] = work, min(map(self.shapes.least_way, extremes))
         return known[key]
@@ -317,7 +323,7 @@ class Space:
                 self.refusals.too_large()
                 continue
             if kinds is None:
-                kinds, fill = self._recomputed(of), _fill(of.pipeline, self.shapes.least_way(of))
+                kinds, fill = self._recomputed(of), self._fill(of, of.pipeline, self._least_way(of))
             if not self._host_rate:  # all ranks hold a micro-batch when its first backward begins
                 states = max(states, share * between + kinds.least_kept / of.pipeline)
                 if states >= self.request.memory_bytes:
@@ -355,10 +361,17 @@ class Space:
         if key not in known:
             single = single_blocks(of, self._layers)
             known[key] = Recomputed(
-                {kind: self.costs.stage_seconds(single._replace(recompute=kind)) for kind in kinds},
+                {kind: self._least_seconds(single._replace(recompute=kind)) for kind in kinds},
                 {kind: self.costs.kept_bytes(single._replace(recompute=kind)) for kind in kinds},
             )
         return known[key]
+
+    def _least_seconds(self, of: Configuration) -> list[Seconds]:
+        """Seconds of every stage, at least, whatever the order of the mesh axes."""
+        first, *others = [self.costs.stage_seconds(each) for each in self._orders(of)]
+        for other in others:
+            first = [Seconds(*map(min, a, b)) for a, b in zip(first, other, strict=True)]
+        return first
 
     def _link_bound(self, of: Configuration, parameters: float) -> float:
         """Seconds for which the data link of a rank is busy."""
@@ -372,7 +385,16 @@ class Space:
             return gathers + sums
         return of.microbatches * ((2 * gathers if of.strategy.shards_parameters else 0.0) + sums)
 
+    def _fill(self, of: Configuration, ranks: int, way: float) -> float:
+        """Seconds in which a rank of so many waits for others, at least; `way` are those through a block and back."""
+        slices = self._most_slices if of.inside.context == 1 else 1
+        return (ranks // 2 - 1) * way / slices if ranks >= _FILLED else 0.0
 
-def _fill(ranks: int, way: float) -> float:
-    """Seconds in which a rank of so many waits for others, at least; `way` are those through a block and back."""
-    return (ranks // 2 - 1) * way if ranks >= _FILLED else 0.0
+    def _orders(self, of: Configuration) -> list[Configuration]:
+        """The configuration with orders of its mesh axes of which one has the fastest links inside a stage."""
+        if of.inside.expert > 1 and of.inside.context > 1 and "order" not in self.request.fixed:
+            return [of, of._replace(order=_INNER_CONTEXT)]
+        return [of]
+
+    def _least_way(self, of: Configuration) -> float:
+        return min(map(self.shapes.least_way, self._orders(of)))

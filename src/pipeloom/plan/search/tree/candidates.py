@@ -73,6 +73,7 @@ class Candidates:
         """None where the host has too little memory for what is offloaded."""
         of, stages_of = found.choice.of, found.shape.placement.stages_of
         update = self._costs.update_seconds(of, stages_of)
+        update += self._costs.shared_sum_seconds(of, found.shape.placement)
         least, likely = candidate_seconds(self._costs, found.shape._replace(of=of))
         if of.offload is not None or of.offload_states:
             offloaded = offloaded_of(self._costs, of, stages_of)
