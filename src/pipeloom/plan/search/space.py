@@ -330,7 +330,8 @@ class Space:
                     self.refusals.too_large()
                     continue
             each = of._replace(strategy=strategy, granularity=granularity, offload_states=offload_states)
-            if self._known_bytes.of_head(self.costs, each, self.request.kinds) > self.request.memory_bytes:
+            head = self._known_bytes.of_head(self.costs, each, self.request.kinds, self._slices(of))
+            if head > self.request.memory_bytes:
                 self.refusals.too_large()
                 continue
             # Gradients are not there yet while the first activations are.
@@ -387,8 +388,11 @@ class Space:
 
     def _fill(self, of: Configuration, ranks: int, way: float) -> float:
         """Seconds in which a rank of so many waits for others, at least; `way` are those through a block and back."""
-        slices = self._most_slices if of.inside.context == 1 else 1
-        return (ranks // 2 - 1) * way / slices if ranks >= _FILLED else 0.0
+        return (ranks // 2 - 1) * way / self._slices(of) if ranks >= _FILLED else 0.0
+
+    def _slices(self, of: Configuration) -> int:
+        """The most slices of a micro-batch."""
+        return self._most_slices if of.inside.context == 1 else 1
 
     def _orders(self, of: Configuration) -> list[Configuration]:
         """The configuration with orders of its mesh axes of which one has the fastest links inside a stage."""

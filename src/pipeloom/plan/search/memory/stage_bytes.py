@@ -8,14 +8,16 @@ are the least of both cases.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
 
-from pipeloom.ir import Op, Placement
+from pipeloom.ir import Op
 from pipeloom.ir.data_axis import DataAxis, Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.memory_model import MemoryModel
-from pipeloom.plan.memory.stage_moments import StageMoments, stage_moments
+from pipeloom.plan.memory.stage_moments import StageGradients, StageMoments, stage_moments
 from pipeloom.plan.memory.stage_units import ModelUnits, StageUnits
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.data_ways import state_bytes_per_parameter
@@ -27,8 +29,6 @@ _OPS = {op: 4 * number for number, op in enumerate((Op.F, Op.I, Op.B, Op.W))}
 
 _FORWARD, _INPUTS = (_OPS[Op.F],), (_OPS[Op.I],)
 _FIRST, _ADDING = (tuple(_OPS[op] + more + ends for op in (Op.I, Op.B) for ends in (0, 1)) for more in (0, 2))
-
-_APART = Placement.loop(2, 1)
 
 
 def code(moment: Moment) -> int:
@@ -148,26 +148,72 @@ class KnownBytes:
         stages: with a data strategy, by all else that they depend on.
         moments: of stages, by their gradients.
         shapes: stages of shapes, whatever their schedules.
+        heads: what follows the last block.
     """
 
     units: dict[Hashable, StageUnits] = field(default_factory=dict)
     stages: dict[Hashable, StageBytes] = field(default_factory=dict)
     moments: dict[Hashable, dict[Hashable, list[StageMoments]]] = field(default_factory=dict)
     shapes: dict[Hashable, "ShapeStages"] = field(default_factory=dict)
+    heads: dict[Hashable, "_Head"] = field(default_factory=dict)
 
     def of(self, costs: StepCosts, shape: Shape) -> "ShapeStages":
         """The stages of a shape."""
         of = shape.of
-        same = of.inside, of.microbatch_size, of.precision, of.imbalance, of.slices, of.optimizer
+        same = _same(of)
         key = same, of.microbatches, shape.placement, of.blocks
         if key not in self.shapes:
             self.shapes[key] = ShapeStages(costs, shape, self, same)
         return self.shapes[key]
 
-    def of_head(self, costs: StepCosts, of: Configuration, kinds: Sequence[Recompute]) -> float:
-        """Bytes of the rank with the last layer, at least: what follows the last block, with its data strategy."""
-        of = of._replace(pipeline=2, chunks=1, schedule="1f1b", slices=1, blocks=(costs.num_blocks, 0))
-        return self.of(costs, Shape(of, _APART, split=False)).of_last(of, kinds)
+    def of_head(self, costs: StepCosts, of: Configuration, kinds: Sequence[Recompute], slices: int) -> float:
+        """Bytes of a rank with all that follows the last block, at least.
+
+        Args:
+            costs: of the model on its cluster.
+            of: a configuration with a data strategy.
+            kinds: of recomputation.
+            slices: most of a micro-batch.
+        """
+        key = _same(of), kinds, slices
+        if key not in self.heads:
+            self.heads[key] = _Head.of(costs, of._replace(slices=slices), kinds)
+        head = self.heads[key]
+        gathered = head.gathered if of.replicas > 1 and of.strategy.shards_parameters else 0.0
+        return state_bytes_per_parameter(of) * head.parameters + head.inside + gathered
+
+
+class _Head(NamedTuple):
+    """All that follows the last block.
+
+    Attributes:
+        parameters: elements.
+        inside: bytes of buffers, and of its forward or what of its backward needs no gradients, with what F keeps.
+        gathered: bytes of its largest parameter.
+    """
+
+    parameters: float
+    inside: float
+    gathered: float
+
+    @classmethod
+    def of(cls, costs: StepCosts, of: Configuration, kinds: Sequence[Recompute]) -> "_Head":
+        apart = of._replace(pipeline=2, chunks=1, blocks=(costs.num_blocks, 0))
+        model, compute = costs.memory_model(apart), NumberBytes.of(of.precision).compute
+        layers, inside = model.stages[-1], inf
+        nothing = [0.0] * len(layers)
+        gradients = StageGradients(nothing, nothing, None, nothing)
+        for kind in kinds:
+            each = stage_moments(replace(model, stages=[layers], recompute=(kind,)), 0, 0, of.slices, gradients)
+            inside = min(inside, each.kept + max(each.forward, each.inputs))
+        sizes = [size for layer in layers for size in layer.parameter_sizes.values()]
+        buffers = compute * sum(layer.buffer_elements for layer in layers)
+        return cls(costs.parameters(apart)[-1], buffers + inside, compute * max(sizes, default=0))
+
+
+def _same(of: Configuration) -> Hashable:
+    """What the bytes of layers depend on."""
+    return of.inside, of.microbatch_size, of.precision, of.imbalance, of.slices, of.optimizer
 
 
 class ShapeStages:
@@ -243,11 +289,6 @@ class ShapeStages:
         if key not in self._floors:
             self._floors[key] = self._least(of, kinds, offloads=offloads)
         return self._floors[key]
-
-    def of_last(self, of: Configuration, kinds: Sequence[Recompute]) -> float:
-        """Bytes of the rank with the last stage, at least, without gradients."""
-        rank, last = self._placement.replicas[-1][0], self.of(of)[-1]
-        return self.always(of, rank) + max(last.computing(kinds, _FORWARD), last.computing(kinds, _INPUTS))
 
     def _least(self, of: Configuration, kinds: Sequence[Recompute], *, offloads: bool) -> float:
         stages, most = self.of(of), 0.0
