@@ -16,10 +16,10 @@ from math import inf
 from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.search.few_devices import search_few
-from pipeloom.plan.search.many_devices import look_at_many
+from pipeloom.plan.search.parts.few_devices import search_few
+from pipeloom.plan.search.parts.many_devices import look_at_many
+from pipeloom.plan.search.parts.searches import Searches
 from pipeloom.plan.search.request import Objective, Request
-from pipeloom.plan.search.searches import Searches
 from pipeloom.plan.search.simulated import Simulated, Steps
 from pipeloom.plan.search.space import CanRun
 from pipeloom.plan.search.tree.no_plan import no_plan

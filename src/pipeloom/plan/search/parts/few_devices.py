@@ -9,8 +9,8 @@ from math import inf
 from typing import Any
 
 from pipeloom.common.division import divisors
+from pipeloom.plan.search.parts.searches import Degrees, Searches
 from pipeloom.plan.search.request import Request
-from pipeloom.plan.search.searches import Degrees, Searches
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.tree_search import TreeSearch
 

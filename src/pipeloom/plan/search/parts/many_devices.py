@@ -4,8 +4,8 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
+from pipeloom.plan.search.parts.searches import Degrees, Searches
 from pipeloom.plan.search.request import Request
-from pipeloom.plan.search.searches import Degrees, Searches
 from pipeloom.plan.search.space import MOST_TENSOR
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.tree_search import TreeSearch
