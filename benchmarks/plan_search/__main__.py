@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,13 @@ def timed(model: Architecture, request: Request, *, exhaustive: bool) -> tuple[A
     return found, time.process_time() - start
 
 
-def compare(model: Architecture, devices: int, batch: int, cap: float, fixed: str) -> dict[str, Any]:
+def compare(model: Architecture, devices: int, batch: int, cap: str, fixed: str) -> dict[str, Any]:
     """One case. Ends the run where a plan exceeds the cap."""
-    request = Request(
-        devices=devices, batch_size=batch, memory_bytes=cap * GIB, fixed=parse_fixed(fixed) if fixed else {}, top=1
-    )
+    request = Request(devices=devices, batch_size=batch, fixed=parse_fixed(fixed) if fixed else {}, top=1)
     row = {"model": model.name, "devices": devices, "batch": batch, "cap": cap}
     try:
+        request = replace(request, memory_bytes=bytes_of(model, request, cap))
+        row["cap_gib"] = request.memory_bytes / GIB
         found, seconds = timed(model, request, exhaustive=False)
     except InputError as error:
         return row | {"refused": str(error)}
@@ -64,13 +65,29 @@ def compare(model: Architecture, devices: int, batch: int, cap: float, fixed: st
     }
 
 
+def bytes_of(model: Architecture, request: Request, cap: str) -> float:
+    """Bytes of a cap: GiB, or a percentage of the way from the least memory that a plan needs to that of the fastest."""
+    if not cap.endswith("%"):
+        return float(cap) * GIB
+    least, most = (
+        timed(model, replace(request, objective=objective), exhaustive=False)[0].plans[0].peak
+        for objective in ("memory", "time")
+    )
+    return least + float(cap[:-1]) / 100 * (most - least)
+
+
 def cells(row: dict[str, Any]) -> list[object]:
-    shown: list[object] = [row["model"], row["devices"], row["batch"], f"{row['cap']:g} GiB"]
+    shown: list[object] = [
+        row["model"],
+        row["devices"],
+        row["batch"],
+        row["cap"] if row["cap"].endswith("%") else f"{row['cap']} GiB",
+    ]
     if "refused" in row:
         return [*shown, "none fits", *["-"] * 6]
     return [
         *shown, f"{1e3 * row['step']:.4g} ms", f"{1e3 * row['best']:.4g} ms", f"{row['step'] / row['best']:.4f}",
-        f"{row['peak'] / GIB:.2f} GiB", f"{row['seconds']:.2f}", f"{row['exhaustive']:.1f}",
+        f"{row['peak'] / GIB:.2f} of {row['cap_gib']:.2f} GiB", f"{row['seconds']:.2f}", f"{row['exhaustive']:.1f}",
         f"{row['exhaustive'] / row['seconds']:.0f}",
     ]  # fmt: skip
 
@@ -93,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_search", description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--caps", type=float, nargs="+", default=[12.0, 73.6], help="GiB per device")
+    parser.add_argument("--caps", nargs="+", default=["25%", "73.6"], help="GiB per device, or a percentage")
     parser.add_argument("--fix", default="", help="values that all configurations have, as of pipeloom plan")
     parser.add_argument("--seconds", type=float, default=900.0, help="no case begins after this many")
     parser.add_argument("--again", action="store_true", help="measure cases that the output has already")

@@ -1,7 +1,7 @@
 """The searches of one request: what they share, and parts of the space. No torch here.
 
 Where memory is short, a search of the whole space would take its steps in the few parts whose bounds are too low, and
-end. So searches of parts take turns (`pipeloom.plan.search.parts.few_devices`, `pipeloom.plan.search.parts.many_devices`).
+end. So searches of parts take turns: `few_devices` and `many_devices`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
