@@ -66,7 +66,7 @@ def compare(model: Architecture, devices: int, batch: int, cap: str, fixed: str)
 
 
 def bytes_of(model: Architecture, request: Request, cap: str) -> float:
-    """Bytes of a cap: GiB, or a percentage of the way from the least memory that a plan needs to that of the fastest."""
+    """Bytes of a cap: GiB, or a percentage of the way from the least that a plan needs to what the fastest needs."""
     if not cap.endswith("%"):
         return float(cap) * GIB
     least, most = (

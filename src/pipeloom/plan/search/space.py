@@ -102,7 +102,7 @@ class Space:
         refusals: where refused configurations are counted.
         can_run: asked for the processes of a stage alone.
         known: see `Shapes`.
-        known_bytes: of stages.
+        known_bytes: of stages, by which strategies are refused too; None: by model states alone.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Space:
         known_bytes: KnownBytes | None = None,
     ) -> None:
         self.request, self.refusals, self._can_run = request, refusals, can_run
-        self._known_bytes = known_bytes or KnownBytes()
+        self._known_bytes = known_bytes
         self.costs, self._least = costs.uncorrected
         self._known = known or KnownShapes()
         self.shapes = Shapes(costs, request, refusals, self._known)
@@ -324,16 +324,14 @@ class Space:
                 continue
             if kinds is None:
                 kinds, fill = self._recomputed(of), self._fill(of, of.pipeline, self._least_way(of))
-            if not self._host_rate:  # all ranks hold a micro-batch when its first backward begins
-                states = max(states, share * between + kinds.least_kept / of.pipeline)
-                if states >= self.request.memory_bytes:
+            each = of._replace(strategy=strategy, granularity=granularity, offload_states=offload_states)
+            if self._known_bytes is not None:
+                if not self._host_rate:  # all ranks hold a micro-batch when its first backward begins
+                    states = max(states, share * between + kinds.least_kept / of.pipeline)
+                head = self._known_bytes.of_head(self.costs, each, self.request.kinds, self._slices(of))
+                if max(states, head) >= self.request.memory_bytes:
                     self.refusals.too_large()
                     continue
-            each = of._replace(strategy=strategy, granularity=granularity, offload_states=offload_states)
-            head = self._known_bytes.of_head(self.costs, each, self.request.kinds, self._slices(of))
-            if head > self.request.memory_bytes:
-                self.refusals.too_large()
-                continue
             # Gradients are not there yet while the first activations are.
             room = of.pipeline * (self.request.memory_bytes - share * between)
             work = turns * mixed_seconds(kinds.points(**sizes, room=room))

@@ -98,7 +98,7 @@ class MemoryChoices:
         Args:
             of: the configuration of the shape, with a data strategy.
             more: bytes of each rank that closed forms do not have.
-            every: whether to return the same kind for all stages too, each of them.
+            every: whether to return the same kind for all stages too, each of them, also those that do not fit.
         """
         key = of, every, more and tuple(more)
         if key not in self._found:
@@ -119,7 +119,7 @@ class MemoryChoices:
             if every:
                 candidates = list(dict.fromkeys([*candidates, *uniform]))
         choices = [self._choice(of, each, beside, offload) for each in candidates]
-        return [each for each in choices if each.least_bytes <= self._request.memory_bytes]
+        return [each for each in choices if every or each.least_bytes <= self._request.memory_bytes]
 
     def offloaded(
         self, of: Configuration, more: Sequence[float] | None = None, *, every: bool = False

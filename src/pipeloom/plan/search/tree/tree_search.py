@@ -69,7 +69,8 @@ class TreeSearch:
         self._exhaustive, self._counts, self._long_steps = exhaustive, counts, long_steps
         self.objective, self.refusals, self.simulated, self.least = request.objective, Refusals(), 0, 0.0
         self._left, self._begun = 0.0, False
-        self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes, steps.known_bytes)
+        known_bytes = None if exhaustive else steps.known_bytes
+        self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes, known_bytes)
         self._patient = exhaustive or request.devices <= MANY_DEVICES
         self._orders: set[Hashable] = set()  # of shapes that were expanded
         self._open = OpenNodes(turns=not self._patient)
