@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 
 import pytest
 
 from pipeloom.errors import PipeloomError
 from pipeloom.ir import Placement
 from pipeloom.ir.data_axis import DataStrategy
+from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.costs.configuration import Configuration
@@ -17,6 +19,7 @@ from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.search.memory.live_moments import moments_of
 from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import offloaded_of
+from pipeloom.plan.search.memory.stage_bytes import KnownBytes
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import Shape, candidate_seconds, pipeline_seconds
 from pipeloom.plan.search.short_steps import order_number
@@ -68,7 +71,7 @@ def choices_of(costs: CostModel, request: Request, shape: Shape, way: Way, rng: 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_bounds_are_never_above_what_is_simulated(seed):
-    rng, simulated, offloaded = random.Random(seed), 0, 0
+    rng, simulated, offloaded, shares = random.Random(seed), 0, 0, list[float]()
     while simulated < 60 or offloaded < 5:
         costs = CostModel(model=random_model(rng), cluster=CLUSTERS[rng.choice(["p3.16xlarge", "dgx-a100-80"])])
         request = Request(
@@ -76,7 +79,7 @@ def test_bounds_are_never_above_what_is_simulated(seed):
             batch_size=rng.choice([8, 16, 24, 48]),
             memory_bytes=GIB * rng.choice([2, 4, 8, 80]),
         )
-        space = Space(costs, request, Refusals(), lambda _: None)
+        space, known = Space(costs, request, Refusals(), lambda _: None), KnownBytes()
         for of_group, way, shape, choices in samples(space, costs, request, rng):
             for choice in some(choices, 2, rng):
                 try:
@@ -105,6 +108,12 @@ def test_bounds_are_never_above_what_is_simulated(seed):
                 assert max(bounds) <= found.step_seconds * (1 + 1e-9), choice.of
                 assert least <= likely
                 assert choice.least_bytes <= found.peak * (1 + 1e-9), choice.of
+                assert known.of_head(costs, way.of, request.kinds, choice.of.slices) <= found.peak
+                of = choice.of._replace(recompute=Recompute.NONE, offload=None)
+                assert known.of(costs, shape).may_fit(of, request.kinds, found.peak * (1 + 1e-9), offloads=offloads)
+                if not offloads:
+                    shares.append(choice.least_bytes / found.peak)
+    assert median(shares) > 0.99  # with little memory, few configurations that do not fit are simulated
 
 
 @pytest.mark.parametrize(("data", "strategy"), [(4, DataStrategy.ZERO1), (8, DataStrategy.DDP)])

@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from pipeloom.ir import Op
-from pipeloom.ir.data_axis import DataAxis, Granularity
+from pipeloom.ir.data_axis import Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
@@ -27,8 +27,11 @@ from pipeloom.plan.search.shapes import Shape
 Inside = Sequence[float]  # bytes inside computations of a stage, by `code`
 _OPS = {op: 4 * number for number, op in enumerate((Op.F, Op.I, Op.B, Op.W))}
 
-_FORWARD, _INPUTS = (_OPS[Op.F],), (_OPS[Op.I],)
-_FIRST, _ADDING = (tuple(_OPS[op] + more + ends for op in (Op.I, Op.B) for ends in (0, 1)) for more in (0, 2))
+_FORWARD = (_OPS[Op.F],)
+_FIRST = tuple(_OPS[op] + ends for op in (Op.I, Op.B) for ends in (0, 1))
+_ADDING = tuple(
+    _OPS[op] + 2 + ends for op in (Op.I, Op.B, Op.W) for ends in (0, 1)
+)  # all I may come before the first W
 
 
 def code(moment: Moment) -> int:
@@ -246,61 +249,75 @@ class ShapeStages:
                     if now - before < parameters[stage]:
                         self._keys[stage] = self._keys[stage], tuple(ends[each] for each in held[:number])
                     before = now
+        # The rank with the head first, which most often has too little memory.
+        head = shape.placement.replicas[-1][0]
+        self._ranks = sorted(range(shape.placement.num_ranks), key=lambda rank: rank != head)
+        self._models: dict[Hashable, tuple[MemoryModel, ModelUnits]] = {}
+        self._of_ranks: dict[Hashable, dict[int, StageBytes]] = {}
         self._found: dict[Hashable, list[StageBytes]] = {}
-        self._floors: dict[Hashable, float] = {}
+        self._fits: dict[Hashable, bool] = {}
 
     def of(self, of: Configuration) -> list[StageBytes]:
         """With the data strategy of a configuration."""
-        key = data, _ = of.data_axis(), of.offload_states
+        key = of.data_axis(), of.offload_states
         if key not in self._found:
-            self._found[key] = self._stages(of, data)
+            stages: dict[int, StageBytes] = {}
+            for rank in self._ranks:
+                stages |= self._of_rank(of, rank)
+            self._found[key] = [stages[stage] for stage in range(len(stages))]
         return self._found[key]
 
-    def _stages(self, of: Configuration, data: DataAxis) -> list[StageBytes]:
-        known = self._known.stages
-        keys = [(key, alone, data, of.offload_states) for key, alone in zip(self._keys, self._alone, strict=True)]
-        if not all(key in known for key in keys):
-            model, placement = self._costs.memory_model(of), self._placement
-            units = ModelUnits(placement, data, model, known=self._known.units)
-            for rank in range(placement.num_ranks):
+    def _of_rank(self, of: Configuration, rank: int) -> dict[int, StageBytes]:
+        """Its stages, with the data strategy of a configuration."""
+        strategy = of.data_axis(), of.offload_states
+        if (strategy, rank) not in self._of_ranks:
+            known, held = self._known.stages, self._placement.stages_of[rank]
+            keys = {stage: (self._keys[stage], self._alone[stage], strategy) for stage in held}
+            if not all(key in known for key in keys.values()):
+                if strategy not in self._models:
+                    model = self._costs.memory_model(of)
+                    units = ModelUnits(self._placement, strategy[0], model, known=self._known.units)
+                    self._models[strategy] = model, units
+                model, units = self._models[strategy]
                 for stage, each in units.of_rank(rank).items():
                     if keys[stage] not in known:
                         moments = self._known.moments.setdefault(self._keys[stage], {})
                         alone = self._alone[stage]
                         known[keys[stage]] = StageBytes(model, stage, each, of.slices, moments, alone=alone)
-        return [known[key] for key in keys]
+            self._of_ranks[strategy, rank] = {stage: known[key] for stage, key in keys.items()}
+        return self._of_ranks[strategy, rank]
 
     def always(self, of: Configuration, rank: int) -> float:
         """Bytes of a rank that are there all the time, with the data strategy of a configuration."""
-        stages, held = self.of(of), self._placement.stages_of[rank]
-        return state_bytes_per_parameter(of) * self.parameters[rank] + sum(stages[stage].buffers for stage in held)
+        buffers = sum(stage.buffers for stage in self._of_rank(of, rank).values())
+        return state_bytes_per_parameter(of) * self.parameters[rank] + buffers
 
-    def least(self, of: Configuration, kinds: Sequence[Recompute], *, offloads: bool) -> float:
-        """Bytes of the fullest rank with any schedule, at least.
+    def may_fit(self, of: Configuration, kinds: Sequence[Recompute], most: float, *, offloads: bool) -> bool:
+        """Whether every rank may have enough memory, with some schedule.
 
         A rank computes each of its stages, and begins the backwards of the last one with an activation of each.
 
         Args:
             of: a configuration of these shapes, with a data strategy.
             kinds: of recomputation that stages may have.
+            most: bytes of a device.
             offloads: whether activations may be elsewhere.
         """
-        key = of.data_axis(), of.offload_states, kinds, offloads
-        if key not in self._floors:
-            self._floors[key] = self._least(of, kinds, offloads=offloads)
-        return self._floors[key]
+        key = of.data_axis(), of.offload_states, kinds, most, offloads
+        if key not in self._fits:
+            self._fits[key] = all(self._least(of, kinds, rank, offloads=offloads) <= most for rank in self._ranks)
+        return self._fits[key]
 
-    def _least(self, of: Configuration, kinds: Sequence[Recompute], *, offloads: bool) -> float:
-        stages, most = self.of(of), 0.0
+    def _least(self, of: Configuration, kinds: Sequence[Recompute], rank: int, *, offloads: bool) -> float:
+        """Bytes of a rank with any schedule, at least."""
+        stages, held = self._of_rank(of, rank), self._placement.stages_of[rank]
+        rest = 0.0  # of other stages, when the backward of the last one begins
+        if len(held) > 1 and not offloads and not self._both_ways:
+            rest = sum(min(map(stages[stage].kept, kinds)) for stage in held[:-1])
         several = of.microbatches > 1 and not self._both_ways
-        for rank, held in enumerate(self._placement.stages_of):
-            rest = 0.0  # of other stages, when the backward of the last one begins
-            if len(held) > 1 and not offloads and not self._both_ways:
-                rest = sum(min(map(stages[stage].kept, kinds)) for stage in held[:-1])
-            last = stages[held[-1]]
-            sizes = [last.computing(kinds, _FIRST) + rest]
-            sizes += [stages[stage].computing(kinds, _ADDING if several else _FIRST) for stage in held]
-            if held[-1] == len(stages) - 1:  # its forward has the logits
-                sizes.append(last.computing(kinds, _FORWARD) + rest)
-            most = max(most, self.always(of, rank) + max(sizes))
-        return most
+        last = stages[held[-1]]
+        most = last.computing(kinds, _FIRST) + rest
+        if held[-1] == len(self._keys) - 1:  # its forward has the logits
+            most = max(most, last.computing(kinds, _FORWARD) + rest)
+        most = max(most, *(stage.computing(kinds, _ADDING if several else _FIRST) for stage in stages.values()))
+        return self.always(of, rank) + most

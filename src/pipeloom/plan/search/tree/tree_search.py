@@ -231,7 +231,7 @@ class TreeSearch:
         stages = self._steps.known_bytes.of(self._costs, shape)
         of = shape.of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
         offloads = way.offloaded < inf or "offload" in self._request.fixed
-        fits = stages.least(of, self._request.kinds, offloads=offloads) <= self._request.memory_bytes
+        fits = stages.may_fit(of, self._request.kinds, self._request.memory_bytes, offloads=offloads)
         if not fits:
             self.refusals.too_large()
         return fits
