@@ -249,7 +249,8 @@ class Refusals:
         self.considered += count - self.reasons[reason]
         self.reasons[reason] = count
 
-    def too_large(self) -> None:
-        """Refuse a configuration that needs more memory than a device has."""
-        self.add("more memory than a device has")
-        self.memory = True
+    def too_large(self, count: int = 1) -> None:
+        """Refuse configurations that need more memory than a device has."""
+        if count:
+            self.add("more memory than a device has", count)
+            self.memory = True

@@ -9,7 +9,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple
 
 from pipeloom.ir import Op
 from pipeloom.ir.data_axis import Granularity
@@ -151,14 +150,16 @@ class KnownBytes:
         stages: with a data strategy, by all else that they depend on.
         moments: of stages, by their gradients.
         shapes: stages of shapes, whatever their schedules.
-        heads: what follows the last block.
+        heads: elements of what follows the last block, and its bytes with any data strategy, at least.
+        plain: bytes of stages with any data strategy, at least.
     """
 
     units: dict[Hashable, StageUnits] = field(default_factory=dict)
     stages: dict[Hashable, StageBytes] = field(default_factory=dict)
     moments: dict[Hashable, dict[Hashable, list[StageMoments]]] = field(default_factory=dict)
     shapes: dict[Hashable, "ShapeStages"] = field(default_factory=dict)
-    heads: dict[Hashable, "_Head"] = field(default_factory=dict)
+    heads: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
+    plain: dict[Hashable, float] = field(default_factory=dict)
 
     def of(self, costs: StepCosts, shape: Shape) -> "ShapeStages":
         """The stages of a shape."""
@@ -180,38 +181,23 @@ class KnownBytes:
         """
         key = _same(of), kinds, slices
         if key not in self.heads:
-            self.heads[key] = _Head.of(costs, of._replace(slices=slices), kinds)
-        head = self.heads[key]
-        gathered = head.gathered if of.replicas > 1 and of.strategy.shards_parameters else 0.0
-        return state_bytes_per_parameter(of) * head.parameters + head.inside + gathered
+            apart = of._replace(pipeline=2, chunks=1, slices=slices, blocks=(costs.num_blocks, 0))
+            plain = _plain(costs.memory_model(apart), 1, slices, kinds)
+            self.heads[key] = costs.parameters(apart)[-1], plain
+        parameters, plain = self.heads[key]
+        return state_bytes_per_parameter(of) * parameters + plain
 
 
-class _Head(NamedTuple):
-    """All that follows the last block.
-
-    Attributes:
-        parameters: elements.
-        inside: bytes of buffers, and of its forward or what of its backward needs no gradients, with what F keeps.
-        gathered: bytes of its largest parameter.
-    """
-
-    parameters: float
-    inside: float
-    gathered: float
-
-    @classmethod
-    def of(cls, costs: StepCosts, of: Configuration, kinds: Sequence[Recompute]) -> "_Head":
-        apart = of._replace(pipeline=2, chunks=1, blocks=(costs.num_blocks, 0))
-        model, compute = costs.memory_model(apart), NumberBytes.of(of.precision).compute
-        layers, inside = model.stages[-1], inf
-        nothing = [0.0] * len(layers)
-        gradients = StageGradients(nothing, nothing, None, nothing)
-        for kind in kinds:
-            each = stage_moments(replace(model, stages=[layers], recompute=(kind,)), 0, 0, of.slices, gradients)
-            inside = min(inside, each.kept + max(each.forward, each.inputs))
-        sizes = [size for layer in layers for size in layer.parameter_sizes.values()]
-        buffers = compute * sum(layer.buffer_elements for layer in layers)
-        return cls(costs.parameters(apart)[-1], buffers + inside, compute * max(sizes, default=0))
+def _plain(model: MemoryModel, stage: int, slices: int, kinds: Sequence[Recompute]) -> float:
+    """Bytes of buffers, what F keeps, and what is inside of it, or of B or I beside gradients, at least."""
+    layers, found = model.stages[stage], inf
+    nothing = [0.0] * len(layers)
+    gradients = StageGradients(nothing, nothing, None, nothing)
+    for kind in kinds:
+        each = stage_moments(replace(model, stages=[layers], recompute=(kind,)), 0, 0, slices, gradients)
+        kept = sum(layer.kept_bytes[kind] for layer in layers) / slices
+        found = min(found, min(kept, each.kept) + max(each.forward, min(each.inputs, each.later)))
+    return NumberBytes.of(model.precision).compute * sum(layer.buffer_elements for layer in layers) + found
 
 
 def _same(of: Configuration) -> Hashable:
@@ -256,6 +242,7 @@ class ShapeStages:
         self._of_ranks: dict[Hashable, dict[int, StageBytes]] = {}
         self._found: dict[Hashable, list[StageBytes]] = {}
         self._fits: dict[Hashable, bool] = {}
+        self._of_kinds: dict[Hashable, dict[int, float]] = {}
 
     def of(self, of: Configuration) -> list[StageBytes]:
         """With the data strategy of a configuration."""
@@ -305,8 +292,23 @@ class ShapeStages:
         """
         key = of.data_axis(), of.offload_states, kinds, most, offloads
         if key not in self._fits:
-            self._fits[key] = all(self._least(of, kinds, rank, offloads=offloads) <= most for rank in self._ranks)
+            states, plain = state_bytes_per_parameter(of), self._plain(of, kinds)
+            self._fits[key] = all(
+                states * self.parameters[rank] + size <= most for rank, size in plain.items()
+            ) and all(self._least(of, kinds, rank, offloads=offloads) <= most for rank in self._ranks)
         return self._fits[key]
+
+    def _plain(self, of: Configuration, kinds: Sequence[Recompute]) -> dict[int, float]:
+        """Bytes of each rank without states with any data strategy, at least, of its stage that needs most."""
+        if kinds not in self._of_kinds:
+            known, model = self._known.plain, self._costs.memory_model(of)
+            for stage, key in enumerate(self._keys):
+                if (key, kinds) not in known:
+                    known[key, kinds] = _plain(model, stage, of.slices, kinds)
+            of_stages = [known[key, kinds] for key in self._keys]
+            stages_of = self._placement.stages_of
+            self._of_kinds[kinds] = {rank: max(of_stages[s] for s in stages_of[rank]) for rank in self._ranks}
+        return self._of_kinds[kinds]
 
     def _least(self, of: Configuration, kinds: Sequence[Recompute], rank: int, *, offloads: bool) -> float:
         """Bytes of a rank with any schedule, at least."""

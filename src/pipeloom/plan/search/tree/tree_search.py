@@ -218,23 +218,26 @@ class TreeSearch:
         """The data strategies with which a shape may fit, and be better than the best plans, by simple bounds."""
         if self._exhaustive:
             return ways.each
-        seconds = self._space.shapes.link_bounds(shape, [way.of for way in ways.each])
-        left = [
+        most, kinds, known = self._request.memory_bytes, self._request.kinds, self._steps.known_bytes
+        fit: Sequence[Way] = ways.each
+        if most < inf:
+            fit = [way for way in fit if known.of_head(self._costs, way.of, kinds, shape.of.slices) <= most]
+        seconds = self._space.shapes.link_bounds(shape, [way.of for way in fit])
+        faster = [
             way
-            for way, least in zip(ways.each, seconds, strict=True)
+            for way, least in zip(fit, seconds, strict=True)
             if self.best.score(max(least, way.least), way.peak, ways.devices) < self.best.limit
         ]
-        self.refusals.add(_SLOWER, len(ways.each) - len(left))
-        return [way for way in left if self._may_fit(shape, way)] if self._request.memory_bytes < inf else left
+        left = [way for way in faster if self._may_fit(shape, way)] if most < inf else faster
+        self.refusals.add(_SLOWER, len(fit) - len(faster))
+        self.refusals.too_large(len(ways.each) - len(fit) + len(faster) - len(left))
+        return left
 
     def _may_fit(self, shape: Shape, way: Way) -> bool:
         stages = self._steps.known_bytes.of(self._costs, shape)
         of = shape.of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
         offloads = way.offloaded < inf or "offload" in self._request.fixed
-        fits = stages.may_fit(of, self._request.kinds, self._request.memory_bytes, offloads=offloads)
-        if not fits:
-            self.refusals.too_large()
-        return fits
+        return stages.may_fit(of, self._request.kinds, self._request.memory_bytes, offloads=offloads)
 
     def _reserve(self, moments: Moments) -> list[float] | None:
         """Bytes of each rank that stay free at first, where there is no time for many attempts."""
