@@ -12,10 +12,12 @@ from pipeloom.ir import Placement
 from pipeloom.ir.data_axis import DataStrategy
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.expert.sizes import ExpertSizes
+from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.architecture import Architecture
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import CLUSTERS
+from pipeloom.plan.costs.step_bound import busy_links, message_seconds, pipeline_bound
 from pipeloom.plan.search.memory.live_moments import moments_of
 from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import offloaded_of
@@ -149,3 +151,17 @@ def test_the_data_link_counts_however_costs_list_the_degrees_of_experts():
         space = Space(costs, request, Refusals(), lambda _: None)
         known.append([way.seconds for way in space.ways(Configuration(data=64))])
     assert known[0] == known[1]
+
+
+def test_the_busiest_link_bounds_a_step():
+    """Messages of many virtual stages between two nodes take longer than computations."""
+    costs = cost_model(gpt(8, 1024, 16, sequence=2048), "p3.16xlarge", "pipeloom")
+    of = Configuration(
+        schedule="interleaved", pipeline=2, chunks=4, microbatches=16, microbatch_size=4, blocks=(1,) * 8,
+        inside=InsideStage(tensor=8),
+    )  # fmt: skip
+    placement = Placement.loop(2, 4)
+    step = simulated(costs, of).makespan
+    work = pipeline_bound(costs.stage_seconds(of), placement, 16, message_seconds(costs, of), split=False)
+    assert work < 0.8 * step
+    assert 0.9 * step < busy_links(costs, of, placement) <= step

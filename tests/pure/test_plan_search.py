@@ -30,6 +30,7 @@ from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.request import Refusals, Request, parse_fixed
 from pipeloom.plan.search.shapes import Shapes, shape_of
 from pipeloom.plan.search.simulated import Steps, simulated
+from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.tree_search import TreeSearch
 from pipeloom.plan.search.words import against, counts_of, lines_of, usual_text
 from pipeloom.schedules import find
@@ -241,6 +242,26 @@ def test_a_search_on_few_devices_ends_too():
     assert ended.least <= whole.plans[0].step_seconds <= ended.plans[0].step_seconds
     assert counts_of(ended)[0].startswith("The search ended early: no plan takes less than ")
     assert ended.refused["not looked at: the search ended"] > 0
+
+
+def test_a_search_goes_on_where_it_ended():
+    costs = cost_model(MODELS[0], "dgx-a100-80", "pipeloom")
+    request = Request(devices=8, batch_size=16, memory_bytes=0.7 * GIB, fixed={"slices": 1, "context": 1}, top=1)
+
+    def search() -> TreeSearch:
+        best = BestPlans(request, lambda _: None, [])
+        return TreeSearch(Steps(costs), request, best, exhaustive=False, can_run=lambda _: None, long_steps=True)
+
+    whole, parts = search(), search()
+    taken = [parts.run(0.01)]
+    while parts.least < inf:
+        least = parts.least
+        taken.append(parts.run(0.05))
+        assert parts.least >= least
+    assert len(taken) > 2
+    assert sum(taken) == pytest.approx(whole.run(10.0))
+    assert parts.best.plans == whole.best.plans
+    assert (parts.simulated, parts.refusals) == (whole.simulated, whole.refusals)
 
 
 def test_searches_that_share_steps_simulate_nothing_twice(monkeypatch):
@@ -672,6 +693,12 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_search(option, na
             {"batch": 16, "memory": 0.5 * GIB},
             ("pipeline=2",),
         ),
+        pytest.param(  # states fill the memory: some plans offload them, others wait for their links
+            gpt(24, 2048, 16, sequence=1024, vocabulary=128256),
+            {"devices": 64, "batch": 128, "memory": 0.7 * GIB, "cluster": "dgx-h200"},
+            ("pipeline=8,tensor=8", "pipeline=4,tensor=8"),
+            marks=pytest.mark.whole_grid,
+        ),
         pytest.param(
             replace(NAMED["mixtral-8x7b"], sequence_length=4096),
             {"devices": 48, "batch": 48, "memory": 40e9, "cluster": "dgx-h200"},
@@ -679,7 +706,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_search(option, na
             marks=pytest.mark.whole_grid,
         ),
     ],
-    ids=["dense", "few fit", "experts"],
+    ids=["dense", "few fit", "offload", "experts"],
 )
 def test_with_little_memory_no_fixed_values_lead_to_a_faster_plan(model, case, fixed):
     free = search(model, **case).plans[0].step_seconds
