@@ -670,16 +670,6 @@ def test_plans_for_v100_train_in_fp16():
         search(MODELS[0], 8, 16, 14 * GIB, cluster="p3.16xlarge", fixed="precision=bf16")
 
 
-@pytest.mark.parametrize(("option", "name"), [("--out", "none/plan.json"), ("--html", "."), ("--out", "read/p.json")])
-def test_outputs_that_cannot_be_written_are_refused_before_the_search(option, name, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "read").write_text("")
-    monkeypatch.setattr("pipeloom.cli.plan.find_plans", None)
-    words = ["--model.layers", "4", "--cluster", "dgx-a100-80", "--devices", "2", "--batch.size", "8"]
-    assert main(["plan", *words, option, name]) == 2
-    assert f"{option} {name}: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("model", "case", "fixed"),
     [

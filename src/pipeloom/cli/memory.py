@@ -13,7 +13,7 @@ from pipeloom.cli.common.optimizer_table import check_optimizers_alone, print_op
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import train_command
 from pipeloom.cli.common.train_options import difference, make_parser, print_config, read_options, to_config
-from pipeloom.common.atomic_file import write_named
+from pipeloom.common.atomic_file import check_named, write_named
 from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import bytes_text, seconds_text, table_lines
 from pipeloom.errors import InputError
@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if options.print_config is not None:
         print_config(config, options.print_config)
         return 0
+    check_named({"--out": options.out})
     vocabulary = options.vocabulary_size
     if vocabulary is None:
         from pipeloom.train.data.opening import run_tokenizer

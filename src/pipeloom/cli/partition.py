@@ -9,7 +9,7 @@ from pipeloom.cli.common.inside_options import add_inside_options, check_has_eff
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.partition_answers import StreamAnswer, SynchronousAnswer
 from pipeloom.cli.common.planning import add_model_options, check_file_alone, given_model, measured_model
-from pipeloom.common.atomic_file import write_named
+from pipeloom.common.atomic_file import check_named, write_named
 from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import Bytes, BytesPerSecond
 from pipeloom.errors import InputError
@@ -23,6 +23,7 @@ from pipeloom.plan.shared_layers import SharedLayers
 def main(argv: Sequence[str]) -> int:
     """Find and show a partition; returns the exit code."""
     given = _parser().parse_args(list(argv)).as_dict()
+    check_named({"--write-profile": given["write_profile"], "--out": given["out"]})
     levels = _levels(given)
     check_levels(levels)
     given["inside"] = inside_of(given)

@@ -70,9 +70,7 @@ def main(argv: Sequence[str]) -> int:
             raise InputError(f"--{name}={value}: must be at least 1.")
         if value > _MOST[name]:
             raise InputError(f"--{name}={value}: must be at most {_MOST[name]:,}. Use a smaller number.")
-    for option, path in (("--out", options.out), ("--html", options.html)):
-        if path is not None:
-            check_named(option, path)
+    check_named({"--out": options.out, "--html": options.html})
     cluster = find_cluster(options.cluster, "--cluster")
     fixed = {} if options.fix is None else parse_fixed(options.fix)
     forbidden = frozenset[str]() if options.forbid is None else parse_forbidden(options.forbid)

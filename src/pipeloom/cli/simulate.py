@@ -11,7 +11,7 @@ from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.simulation.inputs import Inputs
 from pipeloom.cli.simulation.lost import lost_answer, print_lost
 from pipeloom.cli.simulation.model import add_model_options, print_model
-from pipeloom.common.atomic_file import write_named
+from pipeloom.common.atomic_file import check_named, write_named
 from pipeloom.common.quantities import Bytes, BytesPerSecond, bytes_text, percent_text, seconds_text
 from pipeloom.errors import InputError
 from pipeloom.ir import DataStrategy, Granularity, Program, Schedule, check
@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Simulate one schedule, or compare several, and show them; returns the exit code."""
     options = _parser().parse_args(list(argv))
     names = _names(options)
+    check_named({f"--{kind}": getattr(options, kind) for kind in _FILES})
     inputs = Inputs(options)
     made = [_simulate(name, inputs) for name in names]
     answers = [each.answer for each in made]

@@ -16,7 +16,7 @@ from pipeloom.cli.common.inside_options import (
 )
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import add_model_options, check_file_alone, given_model, measured_model, train_command
-from pipeloom.common.atomic_file import write_named
+from pipeloom.common.atomic_file import check_named, write_named
 from pipeloom.common.division import even_parts
 from pipeloom.common.json_reader import parse_file
 from pipeloom.common.quantities import BytesPerSecond, bytes_text, counted, seconds_text
@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     check_sizes(**sizes)
     _check_inside(given)
     schedule = _schedule(given)
+    check_named({"--write-costs": given["write_costs"], "--out": given["out"]})
     measured, errors = _costs(given)
     costs, note = _shared(given, measured)
     if schedule == "terapipe":  # pieces may differ; the answer is optimal

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeloom.cli.common.parser import Parser
 from pipeloom.cli.common.planning import add_model_options, given_model, measured_model
-from pipeloom.common.atomic_file import write_named
+from pipeloom.common.atomic_file import check_named, write_named
 from pipeloom.common.quantities import seconds_text
 from pipeloom.errors import InputError, PipeloomError, RunError, folded, one_line
 from pipeloom.report.chart_picture import chart_picture
@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         raise InputError(f"--module {given['module']}: does not work with {names}. Remove one.")
     if given["batch"] is not None and given["batch"] < 1:
         raise InputError(f"--batch={given['batch']}: must be at least 1.")
+    check_named({"--svg": given["svg"]})
     from pipeloom.pipe.tuning import measure_chunks
 
     model, inputs, loss_fn = _gpt(given) if given["module"] is None else _of_user(given["module"], given["batch"])

@@ -4,7 +4,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -56,22 +56,27 @@ def write_whole(path: Path, content: str | bytes) -> None:
         file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
 
 
-def check_named(option: str, path: str) -> None:
-    """Check a path that `write_named` takes, before the work whose result is written there.
+def check_named(paths: Mapping[str, str | None]) -> None:
+    """Check paths that `write_named` takes, before the work whose result is written there.
+
+    Args:
+        paths: by option; None: nothing is written.
 
     Raises:
-        InputError: it is a directory, its directory does not exist, or it is not writable.
+        InputError: one is a directory, its directory does not exist, or it is not writable.
     """
-    target = Path(path)
-    problem = 0
+    for option, path in paths.items():
+        if path is not None and (problem := _problem(Path(path))):
+            raise InputError(f"{option} {path}: {os.strerror(problem)}. Use a writable path.")
+
+
+def _problem(target: Path) -> int:
+    """The number of the error with which a file could not be written; 0: none is known."""
     if target.is_dir():
-        problem = errno.EISDIR
-    elif not target.parent.is_dir():
-        problem = errno.ENOENT
-    elif not os.access(target if target.exists() else target.parent, os.W_OK):
-        problem = errno.EACCES
-    if problem:
-        raise InputError(f"{option} {path}: {os.strerror(problem)}. Use a writable path.")
+        return errno.EISDIR
+    if not target.parent.is_dir():
+        return errno.ENOENT
+    return 0 if os.access(target if target.exists() else target.parent, os.W_OK) else errno.EACCES
 
 
 def write_named(option: str, path: str, content: str | bytes) -> None:
