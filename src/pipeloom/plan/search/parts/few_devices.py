@@ -19,8 +19,9 @@ _WHOLE, _REST = 0.05, 0.1
 # For each pipeline degree without what has loose bounds; and of models with so many blocks on so many devices, for all
 # of them in a second round. With more of both, there are more steps, and each takes longer.
 _SHARE, _LONGER, _SMALL = 0.15, 2.0, (12, 8)
-# For each part of the space and for all of them, then again where the best plan is still far from the bounds.
-_LOOKS = (0.04, 0.2), (0.1, 0.2)
+# For each part of the space; for all of them with whole sequences, and for all with any. Then again, where the best plan
+# is still far from the bounds.
+_LOOKS = (0.04, 0.3, 0.2), (0.1, 0.5, 0.2)
 _BESIDE = 0.04  # for each tensor-parallel degree beside the best plan's pipeline
 
 
@@ -78,17 +79,19 @@ def _look(searches: Searches, best: BestPlans, part: float, space: Request, **de
 
 
 def _looks(searches: Searches, spaces: list[Request], leasts: dict[Degrees, float], best: BestPlans) -> None:
-    """Searches of the parts whose bounds are least, in each of the spaces."""
+    """Searches of the parts whose bounds are least, in each of the spaces; the last has all of them."""
     opened: dict[Degrees, list[TreeSearch]] = {}
-    for each, most in _LOOKS:
-        left = most * len(spaces)
+    for each, *most in _LOOKS:
+        left = most[-len(spaces) :]
         for degrees in sorted(leasts, key=leasts.__getitem__):
-            if left <= 0 or leasts[degrees] == inf:
+            if leasts[degrees] == inf:
                 break
             if degrees not in opened:
                 fixed = [replace(space, fixed={**space.fixed, **dict(degrees)}) for space in spaces]
                 opened[degrees] = [searches.open(of, best, counts=False) for of in fixed]
-            left -= sum(searches.run(search, each) for search in opened[degrees])
-            leasts[degrees] = opened[degrees][-1].least
+            for number, search in enumerate(opened[degrees]):
+                if left[number] > 0:
+                    left[number] -= searches.run(search, each)
+                    leasts[degrees] = search.least if search is opened[degrees][-1] else leasts[degrees]
         if searches.are_near(best, min(leasts.values())):
             break
