@@ -90,72 +90,61 @@ class MemoryChoices:
         given = recompute and tuple(recompute), offload, request.allows("offload", 0)
         return shape.of, shape.split, request.kinds, request.memory_bytes, request.objective, given
 
-    def found(self, of: Configuration, more: Sequence[float] | None = None, *, every: bool = False) -> list[Choice]:
+    def found(self, of: Configuration, *, every: bool = False) -> list[Choice]:
         """The choice with the least extra time that fits by closed forms; none where none does.
-
-        Where no choice fits with `more`, it is the most recomputation, if that may fit without.
 
         Args:
             of: the configuration of the shape, with a data strategy.
-            more: bytes of each rank that closed forms do not have.
             every: whether to return the same kind for all stages too, each of them, also those that do not fit.
         """
-        key = of, every, more and tuple(more)
+        key = of, every
         if key not in self._found:
-            self._found[key] = self._find(of, more, every)
+            self._found[key] = self._find(of, every)
         return self._found[key]
 
-    def _find(self, of: Configuration, more: Sequence[float] | None, every: bool) -> list[Choice]:
+    def _find(self, of: Configuration, every: bool) -> list[Choice]:
         beside = self._bytes_beside.of(of)
-        tight = beside.with_more(more)
         uniform, offload = self.uniform(), self._request.fixed.get("offload")
         if "recompute" in self._request.fixed or offload is not None:
             candidates = uniform
         else:
-            least = uniform[-1] if self._request.objective == "memory" else self._least(tight)
-            if least is None and more is None and not every:
-                return []
-            candidates = [least] if least else uniform[-1:]
+            least = uniform[-1] if self._request.objective == "memory" else self._least(beside)
+            candidates = [] if least is None else [least]
             if every:
                 candidates = list(dict.fromkeys([*candidates, *uniform]))
         choices = [self._choice(of, each, beside, offload) for each in candidates]
         return [each for each in choices if every or each.least_bytes <= self._request.memory_bytes]
 
-    def offloaded(
-        self, of: Configuration, more: Sequence[float] | None = None, *, every: bool = False
-    ) -> dict[tuple[Recompute, ...], list[Choice]]:
+    def offloaded(self, of: Configuration, *, every: bool = False) -> dict[tuple[Recompute, ...], list[Choice]]:
         """For each recomputation with which not all activations fit, choices that keep as many as fit by closed forms.
 
         It ends with the least recomputation with which all activations fit, which has no choices: with more, offload
         would save nothing.
 
         Args:
-            of, more: as for `found`.
+            of: as for `found`.
             every: whether to return those that keep fewer too.
         """
         if not self._offloads:
             return {}
-        key = of, every, more and tuple(more)
+        key = of, every
         if key not in self._offloaded:
-            self._offloaded[key] = self._find_offloaded(of, more, every)
+            self._offloaded[key] = self._find_offloaded(of, every)
         return self._offloaded[key]
 
-    def _find_offloaded(
-        self, of: Configuration, more: Sequence[float] | None, every: bool
-    ) -> dict[tuple[Recompute, ...], list[Choice]]:
-        beside = self._bytes_beside.of(of)
-        found, tight = dict[tuple[Recompute, ...], list[Choice]](), beside.with_more(more)
+    def _find_offloaded(self, of: Configuration, every: bool) -> dict[tuple[Recompute, ...], list[Choice]]:
+        beside, found = self._bytes_beside.of(of), dict[tuple[Recompute, ...], list[Choice]]()
         smallest, lowest = self._request.objective == "memory", lowest_cap(self._shape.of)
         most = self._request.memory_bytes
         for recompute in self.uniform()[-1:] if smallest else self._offloadable:
-            number = 0 if smallest else self._room.number(tight, recompute, most)
+            number = 0 if smallest else self._room.number(beside, recompute, most)
             if number is None:
                 found[recompute] = []
                 break
             numbers = [0] if smallest else []
             if every:
                 numbers = list(range(most_live(self._shape.of) - 1, lowest - 1, -1))
-            elif not smallest and self._room.least(tight, recompute) <= most:
+            elif not smallest and self._room.least(beside, recompute) <= most:
                 numbers = [max(number, lowest)]
             if numbers:
                 found[recompute] = [self._choice(of, recompute, beside, each) for each in numbers]
@@ -172,12 +161,6 @@ class MemoryChoices:
                 found.append(recompute)
                 least = size
         return found
-
-    def closed_bytes(self, of: Configuration, choice: Configuration) -> list[float]:
-        """Bytes of every rank by closed forms, with the recomputation of a choice of `of` without offload."""
-        beside = self._bytes_beside.of(of)
-        recompute = tuple(map(choice.recompute_of, range(choice.stages)))
-        return list(self._bytes(beside, recompute))
 
     def uniform(self) -> list[tuple[Recompute, ...]]:
         """The same kind for all stages, the least recomputation first; of fixed kinds, those of the stages."""

@@ -50,13 +50,6 @@ class Beside:
             ]
         return self._of_recompute[recompute]
 
-    def with_more(self, more: Sequence[float] | None) -> "Beside":
-        """With more bytes on each rank."""
-        if more is None:
-            return self
-        sizes = [[size + extra for size in sizes] for sizes, extra in zip(self._sizes, more, strict=True)]
-        return Beside(self._moments, self._codes, sizes, self.stages)
-
 
 class MomentBytes:
     """The bytes of a shape, by data strategy.

@@ -19,7 +19,7 @@ _WHOLE, _REST = 0.05, 0.1
 # For each pipeline degree without what has loose bounds; and of models with so many blocks on so many devices, for all
 # of them in a second round. With more of both, there are more steps, and each takes longer.
 _SHARE, _LONGER, _SMALL = 0.15, 2.0, (12, 8)
-# For each part of the space; for all of them with whole sequences, and for all with any. Then again, where the best plan
+# For each part of the space; for all of them with whole sequences, and for all with any. Then again, if the best plan
 # is still far from the bounds.
 _LOOKS = (0.04, 0.3, 0.2), (0.1, 0.5, 0.2)
 _BESIDE = 0.04  # for each tensor-parallel degree beside the best plan's pipeline

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import ceil
 from typing import NamedTuple
 
 from pipeloom.errors import PipeloomError
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
+from pipeloom.plan.search.memory.memory_choice import Choice
 from pipeloom.plan.search.memory.offload_bound import lowest_cap, offloaded_of
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import Shape, candidate_seconds
@@ -16,9 +15,7 @@ from pipeloom.plan.search.simulated import Simulated, Step, Steps
 from pipeloom.plan.search.space import Way
 
 SIZES = "the schedule does not support the sizes"
-_MORE = 1.5  # room than what was missing
-_MUCH_MORE, _FEW_TRIES = 3.0, 2  # the same on many devices
-_MOST_TRIES = 4  # of more recomputation, where a simulated rank needs more memory than its closed form
+_TRIES = 2  # of keeping fewer activations, where a simulated rank needs more memory than its closed form
 
 
 @dataclass(kw_only=True)
@@ -29,20 +26,16 @@ class Candidate:
         shape: without data strategy and recomputation.
         of: with the data strategy.
         choice: with both.
-        memory: what the shape can recompute.
         way: the data strategy, with bounds of a step.
         instead: those that shard more, and are no faster.
-        beside: bytes of each rank that closed forms do not have, found by an attempt to run it with less recomputation.
         tries: attempts so far.
     """
 
     shape: Shape
     of: Configuration
     choice: Choice
-    memory: MemoryChoices
     way: Way
     instead: list["Candidate"] = field(default_factory=list)
-    beside: Sequence[float] | None = None
     tries: int = 0
 
 
@@ -60,13 +53,12 @@ class Candidates:
         steps: simulates them.
         request: what is planned.
         refusals: where those that are refused are counted.
-        patient: whether there is time for many attempts.
         exhaustive: whether all are simulated.
     """
 
-    def __init__(self, steps: Steps, request: Request, refusals: Refusals, *, patient: bool, exhaustive: bool) -> None:
+    def __init__(self, steps: Steps, request: Request, refusals: Refusals, *, exhaustive: bool) -> None:
         self._steps, self._costs, self._request, self._refusals = steps, steps.costs, request, refusals
-        self._patient, self._exhaustive = patient, exhaustive
+        self._exhaustive = exhaustive
         self._done: set[Choice] = set()
 
     def bounds(self, found: Candidate) -> Bounds | None:
@@ -104,35 +96,17 @@ class Candidates:
         return step.simulated(peaks)
 
     def _smaller(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
-        """Candidates that shard, recompute or offload more on ranks that need more memory than by closed forms."""
+        """Candidates that shard more, or offload more on ranks that need more memory than by closed forms."""
         found: list[Candidate] = []
         if candidate.instead:
             first, *others = candidate.instead
             found.append(replace(first, instead=others))
-        if candidate.choice.of.offload is not None:
-            return found + self._keeping_fewer(candidate, peaks)
-        if candidate.tries == (_MOST_TRIES if self._patient else _FEW_TRIES) or "recompute" in self._request.fixed:
-            return found
-        most = self._request.memory_bytes
-        before = candidate.beside or [0.0] * len(peaks)
-        closed = candidate.memory.closed_bytes(candidate.of, candidate.choice.of)
-        factor = _MORE if self._patient else _MUCH_MORE
-        more = [
-            max(size + factor * (peak - most), peak - known) if peak > most else size
-            for size, peak, known in zip(before, peaks, closed, strict=True)
-        ]
-        offloaded = candidate.memory.offloaded(candidate.of, more, every=self._exhaustive)
-        for choice in chain.from_iterable(offloaded.values()):
-            if choice.of.recompute == candidate.choice.of.recompute:
-                found.append(replace(candidate, choice=choice, instead=[]))
-        choices = candidate.memory.found(candidate.of, more)
-        tries = candidate.tries + 1
-        return found + [replace(candidate, choice=each, instead=[], beside=more, tries=tries) for each in choices[:1]]
+        return found + (self._keeping_fewer(candidate, peaks) if candidate.choice.of.offload is not None else [])
 
     def _keeping_fewer(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
         """The candidate that offloads more: first as if the largest activations left, then as if the smallest did."""
         of, tries = candidate.choice.of, candidate.tries
-        if self._exhaustive or "offload" in self._request.fixed or not of.offload or tries == _FEW_TRIES:
+        if self._exhaustive or "offload" in self._request.fixed or not of.offload or tries == _TRIES:
             return []
         rank = max(range(len(peaks)), key=peaks.__getitem__)
         kept = self._costs.kept_bytes(of)

@@ -20,7 +20,6 @@ from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
 Tell = Callable[[int, float], None]
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
 _REFUSED = 0.4  # of them, which shapes do not take where a look at their data strategies refuses them
-_RESERVE = 0.03  # of memory that stays free at first, on many devices
 _MOST_ACTIONS = 60_000  # of a simulated step on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
 _STEPS = 85  # on `MANY_DEVICES` devices
@@ -74,7 +73,7 @@ class TreeSearch:
         self._patient = exhaustive or request.devices <= MANY_DEVICES
         self._orders: set[Hashable] = set()  # of shapes that were expanded
         self._open = OpenNodes(turns=not self._patient)
-        self._candidates = Candidates(steps, request, self.refusals, patient=self._patient, exhaustive=exhaustive)
+        self._candidates = Candidates(steps, request, self.refusals, exhaustive=exhaustive)
 
     def run(self, part: float, *, without: float = inf, tell: Tell | None = None) -> float:
         """Look at the nodes that look best, until none is left or the search ends.
@@ -174,17 +173,17 @@ class TreeSearch:
         offloading: dict[object, Candidate | None] = {}  # by recomputation; None: all activations fit
         for way in left:
             of = shape.of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
-            choices = memory.found(of, self._reserve(moments), every=self._exhaustive)
+            choices = memory.found(of, every=self._exhaustive)
             offloaded = {}
             if self._takes_all or offloading.get(memory.uniform()[0], True) is not None:
-                offloaded = memory.offloaded(of, self._reserve(moments), every=self._exhaustive)
+                offloaded = memory.offloaded(of, every=self._exhaustive)
             if not choices and not any(offloaded.values()):
                 self.refusals.too_large()
             for recompute, others in offloaded.items():
                 if not others and not of.offload_states:
                     offloading[recompute] = None
                 for choice in others:
-                    found = Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way)
+                    found = Candidate(shape=shape, of=of, choice=choice, way=way)
                     if recompute in offloading and not self._takes_all:
                         before = offloading[recompute]
                         if before is None:
@@ -196,7 +195,7 @@ class TreeSearch:
                         offloading[recompute] = found
                     self._offer(found)
             for choice in choices:
-                found = Candidate(shape=shape, of=of, choice=choice, memory=memory, way=way)
+                found = Candidate(shape=shape, of=of, choice=choice, way=way)
                 before, slower = first.get(choice.of.recompute), of.strategy.shards_gradients or of.offload_states
                 if before is not None and slower and not self._takes_all:
                     before.instead.append(found)
@@ -238,11 +237,6 @@ class TreeSearch:
         of = shape.of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
         offloads = way.offloaded < inf or "offload" in self._request.fixed
         return stages.may_fit(of, self._request.kinds, self._request.memory_bytes, offloads=offloads)
-
-    def _reserve(self, moments: Moments) -> list[float] | None:
-        """Bytes of each rank that stay free at first, where there is no time for many attempts."""
-        most = self._request.memory_bytes
-        return None if self._patient or most == inf else [_RESERVE * most] * len(moments)
 
     @property
     def _takes_all(self) -> bool:
