@@ -52,7 +52,7 @@ class StageBytes:
     Attributes:
         full: bytes of its gradients.
         reduced: bytes of its gradients behind a reduction.
-        buffers: bytes of its buffers.
+        always: bytes of its model states and buffers.
         gathered: bytes of parameters that are gathered while it computes.
         coming: bytes of those that are gathered before.
     """
@@ -77,7 +77,9 @@ class StageBytes:
         self._granularity = Granularity.STEP if alone and granularity is Granularity.CHUNK else granularity
         self.full = units.full_gradients(fine=self._granularity is Granularity.MICROBATCH)
         self.reduced = sum(unit.reduced for unit in units.units)
-        self.buffers = NumberBytes.of(model.precision).compute * sum(e.buffer_elements for e in model.stages[stage])
+        states = [kind for kind in ("parameters", "masters", "optimizer") if kind not in model.elsewhere]
+        buffers = NumberBytes.of(model.precision).compute * sum(e.buffer_elements for e in model.stages[stage])
+        self.always: float = buffers + sum(getattr(unit, kind) for unit in units.units for kind in states)
         self.coming, most, then = units.gathered if data is not None else (0.0, 0.0, 0.0)
         self.gathered = min(most, then)
 
@@ -276,8 +278,7 @@ class ShapeStages:
 
     def always(self, of: Configuration, rank: int) -> float:
         """Bytes of a rank that are there all the time, with the data strategy of a configuration."""
-        buffers = sum(stage.buffers for stage in self._of_rank(of, rank).values())
-        return state_bytes_per_parameter(of) * self.parameters[rank] + buffers
+        return sum(stage.always for stage in self._of_rank(of, rank).values())
 
     def may_fit(self, of: Configuration, kinds: Sequence[Recompute], most: float, *, offloads: bool) -> bool:
         """Whether every rank may have enough memory, with some schedule.
