@@ -87,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
     costs = planned.costs
     check_offload(fixed, cluster, f"--fix={options.fix}", can_offload=costs.can_offload)
     cap = options.memory.cap
+    if cap is not None and cap < 1:
+        raise InputError(f"--memory.cap={cap}: must be at least 1 byte.")
     request = Request(
         devices=options.devices,
         batch_size=options.batch.size,

@@ -93,9 +93,9 @@ def find_plans(
     with rare_collections():
         if not known and not exhaustive:
             parts = searches.first_looks(best)
-            if best.plans and not many:  # else all plans offload, and these bounds say little about them
+            if not many:
                 search = search_few(searches, parts, best)
-            elif best.plans and len(parts) > 1:
+            elif best.plans and len(parts) > 1:  # else all plans offload, and these bounds say little about them
                 rest = _MANY_REST
                 look_at_many(searches, parts, best)
         if search is None:

@@ -8,6 +8,7 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.shapes import MANY_DEVICES
 
 # Those that hold and communicate least first. Granularities of zero1 are the same.
 _WAYS = (
@@ -29,15 +30,17 @@ def ways_of(
 ) -> list[tuple[DataStrategy, Granularity, bool]]:
     """Data strategies and granularities, and whether states are offloaded.
 
-    States are offloaded only where gradients are reduced once per step: offload comes before strategies and
-    granularities that communicate more to hold less.
+    Offload comes before strategies and granularities that communicate more to hold less. On many devices there is no
+    time for both.
     """
     ways = _strategies_of(of, request)
     if "offload_states" in request.fixed or not offloads_states:
         return [(*way, request.fixed.get("offload_states", False)) for way in ways]
     once = [way for way in ways if way[1] is Granularity.STEP and way[0] is not DataStrategy.PARAMETER_SERVER] or ways
+    others = [way for way in ways if way not in once]
+    kinds = (False, True) if request.devices <= MANY_DEVICES else (False,)
     first = [(*way, states) for states in (False, True) for way in once]
-    return [*first, *((*way, False) for way in ways if way not in once)]
+    return first + [(*way, states) for states in kinds for way in others]
 
 
 def _strategies_of(of: Configuration, request: Request) -> list[tuple[DataStrategy, Granularity]]:

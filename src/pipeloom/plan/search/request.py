@@ -123,6 +123,8 @@ def parse_fixed(text: str, option: str = "--fix") -> dict[str, Any]:
 
 def check_conditions(fixed: Mapping[str, Any], forbidden: frozenset[str], fix: str, forbid: str) -> None:
     """Raises InputError for a key that is both fixed and forbidden; `fix` and `forbid` are what messages call them."""
+    if fixed.get("offload_states") and "offload" in forbidden:
+        raise InputError(f"{forbid}: offload is that of states too, and {fix} has offload_states=true. Remove one.")
     if (both := next((key for key in fixed if key in forbidden), None)) is not None:
         raise InputError(f"{forbid}: {both} is in {fix} too. Remove it from one of them.")
 
@@ -181,7 +183,8 @@ class Request:
         batch_size: global batch size in samples.
         memory_bytes: of a device; infinite if unknown.
         fixed: values by key, of `FIXABLE`; the search chooses the others.
-        forbidden: keys of `USUAL` that keep their usual value: degree 1, no offload, no recomputation.
+        forbidden: keys of `USUAL` that keep their usual value: degree 1, no offload, no recomputation. With "offload",
+            states stay too, with "offload_activations" they need not.
         optimizer: a name of `pipeloom.plan.memory.OPTIMIZERS`.
         objective: what is minimized: seconds per step, the largest peak, or device-seconds per step.
         top: number of plans.
@@ -213,6 +216,12 @@ class Request:
         given = self.fixed.get("recompute")
         return tuple(kind for kind in Recompute if (kind in given if given else self.allows("recompute", kind)))
 
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether ranks may offload as many activations as they need to."""
+        offload = self.allows("offload", 0) and self.allows("offload_activations", 0)
+        return offload and "offload" not in self.fixed
+
     def allows(self, key: str, value: Any) -> bool:
         """Whether a plan may have this value."""
         if key in self.fixed:
@@ -226,6 +235,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "recompute": (Recompute.NONE,),
     "data_strategy": (DataStrategy.DDP,),
     "offload": (None,),
+    "offload_activations": (None,),
     "offload_states": (False,),
 }
 """What remains of a key of ``--forbid``."""
@@ -246,8 +256,9 @@ class Refusals:
 
     def set(self, reason: str, count: int) -> None:
         """Refuse so many for a reason in all."""
-        self.considered += count - self.reasons[reason]
-        self.reasons[reason] = count
+        self.considered += count - self.reasons.pop(reason, 0)
+        if count:
+            self.reasons[reason] = count
 
     def too_large(self, count: int = 1) -> None:
         """Refuse configurations that need more memory than a device has."""

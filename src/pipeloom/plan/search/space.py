@@ -122,7 +122,8 @@ class Space:
         self._layers = costs.num_blocks
         kept = request.fixed.get("offload", 0)
         offloads = kept is not None and request.allows("offload", kept) and costs.can_offload
-        self._host_rate = costs.cluster.host_rate if offloads else None
+        keeps_all = not request.allows("offload_activations", kept)
+        self._host_rate = costs.cluster.host_rate if offloads and not keeps_all else None
         self._offloads_states = "offload_states" in request.fixed or (
             offloads and request.allows("offload_states", True) and OPTIMIZERS[request.optimizer] > 0
         )

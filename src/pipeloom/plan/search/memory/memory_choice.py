@@ -24,9 +24,10 @@ from pipeloom.plan.search.memory.offload_bound import lowest_cap, most_live
 from pipeloom.plan.search.memory.offload_room import OffloadRoom
 from pipeloom.plan.search.memory.stage_bytes import KnownBytes
 from pipeloom.plan.search.request import Request
-from pipeloom.plan.search.shapes import Shape
+from pipeloom.plan.search.shapes import MANY_DEVICES, Shape
 
 _TRIES = 8
+_SHARE = 0.97  # of memory, where closed forms lack a little
 _FEWER = 0.95  # of the bytes of an activation: less recomputation with offload is as good
 
 
@@ -68,8 +69,10 @@ class MemoryChoices:
         of, self._kinds = shape.of, request.kinds
         self._found: dict[object, list[Choice]] = {}
         self._offloaded: dict[object, dict[tuple[Recompute, ...], list[Choice]]] = {}
-        free = "offload" not in request.fixed and request.allows("offload", 0)
-        self._offloads = free and costs.can_offload and not schedules.find(of.schedule).to_measure
+        self._share = 1.0 if request.devices <= MANY_DEVICES else _SHARE
+        self._offloads = (
+            request.offloads_activations and costs.can_offload and not schedules.find(of.schedule).to_measure
+        )
         self._kept = {
             kind: [size / of.slices for size in costs.kept_bytes(of._replace(recompute=kind))] for kind in self._kinds
         }
@@ -87,11 +90,13 @@ class MemoryChoices:
     def key(shape: Shape, request: Request) -> Hashable:
         """Of all that the choices depend on, but for the model and its cluster."""
         recompute, offload = (request.fixed.get(name) for name in ("recompute", "offload"))
-        given = recompute and tuple(recompute), offload, request.allows("offload", 0)
+        given = recompute and tuple(recompute), offload, request.offloads_activations
         return shape.of, shape.split, request.kinds, request.memory_bytes, request.objective, given
 
     def found(self, of: Configuration, *, every: bool = False) -> list[Choice]:
-        """The choice with the least extra time that fits by closed forms; none where none does.
+        """The choice with the least extra time that fits by closed forms, then one that leaves some memory free.
+
+        On many devices, where there is no time for both, it is the second, if there is one.
 
         Args:
             of: the configuration of the shape, with a data strategy.
@@ -108,8 +113,7 @@ class MemoryChoices:
         if "recompute" in self._request.fixed or offload is not None:
             candidates = uniform
         else:
-            least = uniform[-1] if self._request.objective == "memory" else self._least(beside)
-            candidates = [] if least is None else [least]
+            candidates = uniform[-1:] if self._request.objective == "memory" else self._leasts(beside)
             if every:
                 candidates = list(dict.fromkeys([*candidates, *uniform]))
         choices = [self._choice(of, each, beside, offload) for each in candidates]
@@ -137,7 +141,7 @@ class MemoryChoices:
         smallest, lowest = self._request.objective == "memory", lowest_cap(self._shape.of)
         most = self._request.memory_bytes
         for recompute in self.uniform()[-1:] if smallest else self._offloadable:
-            number = 0 if smallest else self._room.number(beside, recompute, most)
+            number = 0 if smallest else self._room.number(beside, recompute, self._share * most)
             if number is None:
                 found[recompute] = []
                 break
@@ -223,25 +227,33 @@ class MemoryChoices:
             limit = max(0.0, self._request.memory_bytes - always) / share if share else None
         return Choice(of=of, schedule_limit=limit, least_bytes=least)
 
-    def _least(self, beside: Beside) -> tuple[Recompute, ...] | None:
-        """The least recomputation that fits; None where nothing does."""
-        kinds, stages, most = self._kinds, self._shape.placement.num_stages, self._request.memory_bytes
+    def _leasts(self, beside: Beside) -> list[tuple[Recompute, ...]]:
+        """The least recomputation that fits, see `found`."""
+        most = self._request.memory_bytes
+        shares = (1.0, _SHARE) if self._share == 1 else (_SHARE,)
+        found = [self._least(beside, share * most) for share in shares]
+        found = found if any(found) else [self._least(beside, most)]
+        return list(dict.fromkeys(each for each in found if each is not None))
+
+    def _least(self, beside: Beside, most: float) -> tuple[Recompute, ...] | None:
+        """The least recomputation that fits into so many bytes; None where nothing does."""
+        kinds, stages = self._kinds, self._shape.placement.num_stages
         for kind in (kinds[0], kinds[-1]):
             fits = all(size <= most for size in self._bytes(beside, (kind,) * stages))
             if fits is (kind == kinds[0]):
                 return (kind,) * stages if fits else None
         chosen = [0] * stages
         for rank in range(self._shape.of.pipeline):
-            best = self._of_rank(rank, beside)
+            best = self._of_rank(rank, beside, most)
             if best is None:
                 return None
             for stage, number in best.items():
                 chosen[stage] = max(chosen[stage], number)
         return tuple(kinds[number] for number in chosen)
 
-    def _of_rank(self, rank: int, beside: Beside) -> dict[int, int] | None:
+    def _of_rank(self, rank: int, beside: Beside, most: float) -> dict[int, int] | None:
         """The least recomputation of a rank by stage, as a number of a kind; None where nothing fits."""
-        kinds, most = self._kinds, self._request.memory_bytes
+        kinds = self._kinds
         recompute = [kinds[0]] * self._shape.placement.num_stages
         if self._fullest(rank, beside, recompute)[1] <= most:
             return {}

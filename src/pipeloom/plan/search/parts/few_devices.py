@@ -19,10 +19,13 @@ _WHOLE, _REST = 0.05, 0.1
 # For each pipeline degree without what has loose bounds; and of models with so many blocks on so many devices, for all
 # of them in a second round. With more of both, there are more steps, and each takes longer.
 _SHARE, _LONGER, _SMALL = 0.15, 2.0, (12, 8)
+_OF_EXPERTS = 0.05, 0.4  # the same with experts, of which each degree is a part: for each, and for all
 # For each part of the space; for all of them with whole sequences, and for all with any. Then again, if the best plan
 # is still far from the bounds.
 _LOOKS = (0.04, 0.3, 0.2), (0.1, 0.5, 0.2)
 _BESIDE = 0.04  # for each tensor-parallel degree beside the best plan's pipeline
+_STAGES = 0.3  # for several stages on ranks without a pipeline
+_AT_BEST = 0.1  # for both degrees of the best plan, without what has loose bounds, and with it
 
 
 def search_few(searches: Searches, parts: dict[Degrees, TreeSearch], best: BestPlans) -> TreeSearch:
@@ -31,13 +34,16 @@ def search_few(searches: Searches, parts: dict[Degrees, TreeSearch], best: BestP
     Args:
         searches: of the request.
         parts: of the space, after a first look at each.
-        best: plans that are known, at least one; it is changed.
+        best: plans that are known; it is changed.
     """
     firsts = {degrees: part.least for degrees, part in parts.items()}
     whole = searches.open(searches.request, best)
-    searches.run(whole, _WHOLE)
-    if whole.least < inf:
+    searches.run(whole, _WHOLE if best.plans else 1.0)
+    if whole.least < inf and best.plans:
         _firm_parts(searches, parts, best)
+    # Without a pipeline, all other plans of the space have one stage per rank.
+    _look(searches, best, _STAGES, searches.firm, pipeline=1, schedule="interleaved")
+    if whole.least < inf and best.plans:
         # Most plans run whole sequences.
         fixed, forbidden = searches.request.fixed, searches.request.forbidden
         usual = dict.fromkeys({"context", "slices"} - fixed.keys() - forbidden, 1)
@@ -46,30 +52,23 @@ def search_few(searches: Searches, parts: dict[Degrees, TreeSearch], best: BestP
         pipeline = best.plans[0].of.pipeline
         for tensor in divisors(searches.request.devices // pipeline):
             _look(searches, best, _BESIDE, of_sequences, pipeline=pipeline, tensor=tensor)
+        degrees = {"pipeline": best.plans[0].of.pipeline, "tensor": best.plans[0].of.inside.tensor}
+        for space in (searches.firm, searches.request):
+            _look(searches, best, _AT_BEST, space, **degrees)
         searches.run(whole, _REST if len(parts) > 1 else 1.0)
     return whole
 
 
 def _firm_parts(searches: Searches, parts: dict[Degrees, TreeSearch], best: BestPlans) -> None:
-    """Searches without what has loose bounds: of pipeline degrees, and of several stages on ranks without one."""
-    request, costs = searches.firm, searches.costs
-    by_pipeline = list(parts.values())
-    if costs.has_experts:
-        ordered = sorted(parts, key=lambda degrees: parts[degrees].least)
-        given = dict.fromkeys(dict(degrees)["pipeline"] for degrees in ordered)
-        fixed = [{**request.fixed, "pipeline": each} for each in given]
-        by_pipeline = [searches.open(replace(request, fixed=each), best, counts=False) for each in fixed]
-    longer = _LONGER * min(1.0, _SMALL[0] / costs.num_blocks) * min(1.0, _SMALL[1] / request.devices)
-    for most, total in ((_SHARE, inf), (longer, longer)) if longer > _SHARE else ((_SHARE, inf),):
-        for part in sorted(by_pipeline, key=lambda each: each.least):
+    """Searches of the parts without what has loose bounds."""
+    costs = searches.costs
+    longer = _LONGER * min(1.0, _SMALL[0] / costs.num_blocks) * min(1.0, _SMALL[1] / searches.request.devices)
+    rounds = [_OF_EXPERTS] if costs.has_experts else [(_SHARE, inf), (longer, longer)][: 1 + (longer > _SHARE)]
+    for most, total in rounds:
+        for part in sorted(parts.values(), key=lambda each: each.least):
             if total <= 0 or part.least >= best.limit:
                 break
             total -= searches.run(part, min(most, total))
-    of = best.plans[0].of
-    same = {"expert": of.inside.expert} if costs.has_experts else {}
-    if same:
-        _look(searches, best, _SHARE, request, pipeline=of.pipeline, **same)
-    _look(searches, best, _SHARE, request, pipeline=1, schedule="interleaved", **same)
 
 
 def _look(searches: Searches, best: BestPlans, part: float, space: Request, **degrees: Any) -> None:

@@ -15,7 +15,7 @@ from pipeloom.plan.search.tree.tree_search import TreeSearch
 _LOOKS = (0.2, 0.8), (1.0, 2.0)
 # The same, for each neighbour of the best plan's pipeline and tensor-parallel degrees, and for several stages on ranks
 # without a pipeline; of these also where the best plan is near the bounds.
-_AROUND, _NEAR_AROUND = 0.3, 0.2
+_AROUND, _NEAR_AROUND = 0.5, 0.3
 
 
 def look_at_many(searches: Searches, parts: dict[Degrees, TreeSearch], best: BestPlans) -> None:

@@ -24,7 +24,7 @@ _FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
 _WITHOUT = 4.0  # more than the steps of a search, of all searches on many devices, while there is no plan
 _LEAN = ("1f1b", "v-min")  # schedules that hold the fewest activations
 _SECOND = 0.1  # of the steps of a search, for the least memory where a plan with one of these is known
-_LOOSE = frozenset({"offload", "slices"})  # what plans take with them is far above their bounds
+_LOOSE = {"offload": "offload_activations", "slices": "slices"}  # what plans take with them is far above their bounds
 
 Degrees = tuple[tuple[str, int], ...]  # of a part of the space, by name
 
@@ -110,7 +110,8 @@ class Searches:
     @property
     def firm(self) -> Request:
         """The request, for plans that have none of `_LOOSE` that is not fixed."""
-        return replace(self.request, forbidden=self.request.forbidden | (_LOOSE - self.request.fixed.keys()))
+        loose = {forbidden for key, forbidden in _LOOSE.items() if key not in self.request.fixed}
+        return replace(self.request, forbidden=self.request.forbidden | loose)
 
     def are_near(self, best: BestPlans, least: float) -> bool:
         """Whether the best plan is near the bound of what is left."""

@@ -27,7 +27,7 @@ class Candidate:
         of: with the data strategy.
         choice: with both.
         way: the data strategy, with bounds of a step.
-        instead: those that shard more, and are no faster.
+        instead: those that recompute or shard more, and are no faster.
         tries: attempts so far.
     """
 
@@ -91,16 +91,18 @@ class Candidates:
         if max(peaks) > self._request.memory_bytes:
             self._refusals.too_large()
             return self._smaller(candidate, peaks)
-        for _ in candidate.instead:
+        for other in candidate.instead:
+            if other.of == candidate.of:
+                continue
             self._refusals.add("an earlier data strategy that fits communicates less")
         return step.simulated(peaks)
 
     def _smaller(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
-        """Candidates that shard more, or offload more on ranks that need more memory than by closed forms."""
+        """Candidates that need less memory than one that does not fit, whatever its closed forms say."""
         found: list[Candidate] = []
         if candidate.instead:
             first, *others = candidate.instead
-            found.append(replace(first, instead=others))
+            found.append(replace(first, instead=[*first.instead, *others]))
         return found + (self._keeping_fewer(candidate, peaks) if candidate.choice.of.offload is not None else [])
 
     def _keeping_fewer(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:

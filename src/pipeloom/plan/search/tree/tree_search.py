@@ -19,7 +19,7 @@ from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
 
 Tell = Callable[[int, float], None]
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
-_REFUSED = 0.4  # of them, which shapes do not take where a look at their data strategies refuses them
+_REFUSED = 0.25  # of them, which shapes do not take where a look at their data strategies refuses them
 _MOST_ACTIONS = 60_000  # of a simulated step on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
 _STEPS = 85  # on `MANY_DEVICES` devices
@@ -194,14 +194,18 @@ class TreeSearch:
                     if not of.offload_states:  # whose transfers may take longer
                         offloading[recompute] = found
                     self._offer(found)
-            for choice in choices:
-                found = Candidate(shape=shape, of=of, choice=choice, way=way)
-                before, slower = first.get(choice.of.recompute), of.strategy.shards_gradients or of.offload_states
+            candidates = [Candidate(shape=shape, of=of, choice=choice, way=way) for choice in choices]
+            if candidates and not self._takes_all:
+                candidates[0].instead.extend(candidates[1:])
+                del candidates[1:]
+            for found in candidates:
+                kinds, slower = found.choice.of.recompute, of.strategy.shards_gradients or of.offload_states
+                before = first.get(kinds)
                 if before is not None and slower and not self._takes_all:
                     before.instead.append(found)
                     continue
                 if not of.offload_states or "offload_states" in self._request.fixed:
-                    first.setdefault(choice.of.recompute, found)
+                    first.setdefault(kinds, found)
                 self._offer(found)
 
     def _memory(self, shape: Shape, moments: Moments) -> MemoryChoices:
