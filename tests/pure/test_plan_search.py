@@ -406,6 +406,11 @@ def test_a_configuration_of_hugging_face(tmp_path, capsys):
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --fix pipelin=2", "key 'pipelin' is unknown"),
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --fix pipeline=x", "must be an integer"),
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --forbid speed", "cannot be forbidden"),
+        ("--cluster dgx-h100 --devices 8 --batch.size 8 --memory.cap 0", "must be at least 1 byte"),
+        (
+            "--cluster dgx-h100 --devices 8 --batch.size 8 --fix offload_states=true --forbid offload",
+            "offload is that of states too",
+        ),
         ("--cluster dgx-h100 --devices 0 --batch.size 8", "--devices=0: must be at least 1"),
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --model.config nothing", "must be gpt3-175b"),
     ],
@@ -683,6 +688,11 @@ def test_plans_for_v100_train_in_fp16():
             {"batch": 16, "memory": 0.5 * GIB},
             ("pipeline=2",),
         ),
+        (  # states leave, and stages recompute or not, on ranks without a pipeline
+            gpt(6, 2048, 32, sequence=2048, vocabulary=32000),
+            {"devices": 4, "batch": 16, "memory": 1.25 * GIB, "cluster": "p3.16xlarge"},
+            ("offload_states=true", "context=4", "data_strategy=zero3", "tensor=4"),
+        ),
         pytest.param(  # states fill the memory: some plans offload them, others wait for their links
             gpt(24, 2048, 16, sequence=1024, vocabulary=128256),
             {"devices": 64, "batch": 128, "memory": 0.7 * GIB, "cluster": "dgx-h200"},
@@ -696,7 +706,7 @@ def test_plans_for_v100_train_in_fp16():
             marks=pytest.mark.whole_grid,
         ),
     ],
-    ids=["dense", "few fit", "offload", "experts"],
+    ids=["dense", "few fit", "states leave", "offload", "experts"],
 )
 def test_with_little_memory_no_fixed_values_lead_to_a_faster_plan(model, case, fixed):
     free = search(model, **case).plans[0].step_seconds
