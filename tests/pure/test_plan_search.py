@@ -634,7 +634,7 @@ def test_on_many_devices_neighbours_of_the_best_plan_are_looked_at(layers, devic
 
 
 def test_models_with_experts_are_looked_at_with_each_expert_degree(monkeypatch):
-    """The search that follows ends early, among other degrees."""
+    """The search that follows ends early, among other degrees; so do looks at several stages on a rank."""
     monkeypatch.setattr("pipeloom.plan.search.tree.tree_search._MOST_STEPS", 40.0)
     monkeypatch.setattr("pipeloom.plan.search.parts.searches._FIRST_LOOK", 1.0)
     model = replace(gpt(8, 1024, 16, vocabulary=32000), experts=ExpertSizes(experts=16, top_k=2, expert_width=4096))

@@ -28,9 +28,8 @@ _OPS = {op: 4 * number for number, op in enumerate((Op.F, Op.I, Op.B, Op.W))}
 
 _FORWARD = (_OPS[Op.F],)
 _FIRST = tuple(_OPS[op] + ends for op in (Op.I, Op.B) for ends in (0, 1))
-_ADDING = tuple(
-    _OPS[op] + 2 + ends for op in (Op.I, Op.B, Op.W) for ends in (0, 1)
-)  # all I may come before the first W
+# All I may come before the first W.
+_ADDING = tuple(_OPS[op] + 2 + ends for op in (Op.I, Op.B, Op.W) for ends in (0, 1))
 
 
 def code(moment: Moment) -> int:
@@ -128,9 +127,8 @@ class StageBytes:
         first, adding = each.first, each.later + (there if fine else 0.0)
         of_last = min(each.first, each.first_reducing), min(adding, each.later_reducing)
         weights, more_weights = each.first_weights, each.later_weights + (there if fine else 0.0)
-        if (
-            self._granularity is Granularity.CHUNK
-        ):  # reduced after each run of micro-batches, the gradients of the next one are new
+        # Reduced after each run of micro-batches, the gradients of the next one are new.
+        if self._granularity is Granularity.CHUNK:
             first, adding = of_last[0], min(of_last[0] + there, of_last[1])
             of_last = first, adding
             more_weights = min(weights + there, more_weights)
@@ -218,7 +216,7 @@ class ShapeStages:
     """
 
     def __init__(self, costs: StepCosts, shape: Shape, known: KnownBytes, same: Hashable) -> None:
-        self._costs, self._of, self._placement, self._known = costs, shape.of, shape.placement, known
+        self._costs, self._placement, self._known = costs, shape.placement, known
         self._both_ways = any(len(ranks) > 1 for ranks in shape.placement.replicas)
         cuts = pairwise(accumulate(shape.of.blocks_of(costs.num_blocks), initial=0))
         ends = [costs.same_blocks(*each) for each in cuts]
