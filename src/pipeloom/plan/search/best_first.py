@@ -103,8 +103,6 @@ def find_plans(
         far = not best.plans or search.least == inf or best.best_value > _FAR * search.least
         if coarse and (far if rest == 1.0 else not best.plans):  # finer granularities need less memory, and hide less
             search = searches.search(request, best)
-        if best.plans and not exhaustive:
-            searches.with_stages(best)
         if not best.plans:
             refusals, least = search.refusals, list[Simulated]()
             if refusals.memory or search.least < inf:

@@ -30,6 +30,7 @@ MANY_DEVICES = 64  # more: the search ends early, and looks at fewer shapes
 LEAST_TOKENS = 256  # of a process or slice
 ON_REQUEST = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
 _ASKED_OF_MANY = (*ON_REQUEST, "hanayo")  # on many devices: its waves take longest to build and to simulate
+_WITHOUT_PIPELINE = ("1f1b", "interleaved")  # with one stage, and with several
 MOST_CHUNKS = 16
 MOST_SLICES = 16
 _SLICES = (1, 2, 4, 8, MOST_SLICES)
@@ -110,10 +111,8 @@ class Shapes:
         for name, family in schedules.SYNCHRONOUS.items():
             if not self._request.allows("schedule", name) or (name in asked and "schedule" not in fixed):
                 continue
-            if of.pipeline == 1 and name != fixed.get(
-                "schedule", "interleaved" if fixed.get("chunks", 1) > 1 else "1f1b"
-            ):
-                continue  # all of them are the same
+            if of.pipeline == 1 and name not in (fixed.get("schedule"), *_WITHOUT_PIPELINE):
+                continue  # the same as one of these
             for chunks, slices in product(self._chunks(family, of.pipeline), self._slices(family, of)):
                 try:
                     placement, split = shape_of(name, of.pipeline, chunks, slices)
@@ -141,7 +140,9 @@ class Shapes:
         if family.chunks is None and "chunks" in self._request.fixed and numbers[0] > most:
             self._refusals.add("more stages than blocks")
         fit = [n for n in numbers if self._request.allows("chunks", n) and (n <= most or family.chunks is not None)]
-        if self._request.devices <= MANY_DEVICES and pipeline > 1:
+        if pipeline == 1:  # with more stages, each recomputes as much as it needs, but they communicate more often
+            return [n for n in fit if n.bit_count() == 1 or n == fit[-1]]
+        if self._request.devices <= MANY_DEVICES:
             return fit
         even = [n for n in fit if {0} & {blocks % (n * pipeline) for blocks in {self._layers, self._most_stages}}]
         return even or fit

@@ -8,6 +8,7 @@ those of some moments of the step, so that they are never more than its peak.
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from math import inf
 from operator import add, sub
 
@@ -94,13 +95,14 @@ class MemoryChoices:
         return shape.of, shape.split, request.kinds, request.memory_bytes, request.objective, given
 
     def found(self, of: Configuration, *, every: bool = False) -> list[Choice]:
-        """The choice with the least extra time that fits by closed forms, then one that leaves some memory free.
+        """The choice with the least extra time that fits by closed forms.
 
-        On many devices, where there is no time for both, it is the second, if there is one.
+        On many devices, where there is no time for a second try, some memory stays free.
 
         Args:
             of: the configuration of the shape, with a data strategy.
-            every: whether to return the same kind for all stages too, each of them, also those that do not fit.
+            every: whether to return `smaller`, and the same kind for all stages too, each of them, also those that do
+                not fit.
         """
         key = of, every
         if key not in self._found:
@@ -108,16 +110,31 @@ class MemoryChoices:
         return self._found[key]
 
     def _find(self, of: Configuration, every: bool) -> list[Choice]:
-        beside = self._bytes_beside.of(of)
         uniform, offload = self.uniform(), self._request.fixed.get("offload")
-        if "recompute" in self._request.fixed or offload is not None:
+        if not self._is_open:
             candidates = uniform
+        elif self._request.objective == "memory":
+            candidates = uniform[-1:]
         else:
-            candidates = uniform[-1:] if self._request.objective == "memory" else self._leasts(beside)
-            if every:
-                candidates = list(dict.fromkeys([*candidates, *uniform]))
-        choices = [self._choice(of, each, beside, offload) for each in candidates]
+            shares = dict.fromkeys((1.0, _SHARE) if every else (self._share, 1.0))
+            leasts = (least for share in shares if (least := self._least_of(of, share)) is not None)
+            candidates = list(leasts if every else islice(leasts, 1))
+        if every:
+            candidates = list(dict.fromkeys([*candidates, *uniform]))
+        choices = [self._choice(of, each, self._bytes_beside.of(of), offload) for each in candidates]
         return [each for each in choices if every or each.least_bytes <= self._request.memory_bytes]
+
+    def smaller(self, of: Configuration) -> Choice | None:
+        """The choice with which some memory stays free, where closed forms lack a little; None: there is none."""
+        if not self._is_open or self._request.objective == "memory":
+            return None
+        found = self._least_of(of, _SHARE)
+        return None if found is None else self._choice(of, found, self._bytes_beside.of(of), None)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether stages may recompute what they need to."""
+        return "recompute" not in self._request.fixed and self._request.fixed.get("offload") is None
 
     def offloaded(self, of: Configuration, *, every: bool = False) -> dict[tuple[Recompute, ...], list[Choice]]:
         """For each recomputation with which not all activations fit, choices that keep as many as fit by closed forms.
@@ -227,24 +244,21 @@ class MemoryChoices:
             limit = max(0.0, self._request.memory_bytes - always) / share if share else None
         return Choice(of=of, schedule_limit=limit, least_bytes=least)
 
-    def _leasts(self, beside: Beside) -> list[tuple[Recompute, ...]]:
-        """The least recomputation that fits, see `found`."""
-        most = self._request.memory_bytes
-        shares = (1.0, _SHARE) if self._share == 1 else (_SHARE,)
-        found = [self._least(beside, share * most) for share in shares]
-        found = found if any(found) else [self._least(beside, most)]
-        return list(dict.fromkeys(each for each in found if each is not None))
+    def _least_of(self, of: Configuration, share: float) -> tuple[Recompute, ...] | None:
+        """The least recomputation that fits into a share of the memory; None where nothing does."""
+        return self._least(self._bytes_beside.of(of), share * self._request.memory_bytes)
 
     def _least(self, beside: Beside, most: float) -> tuple[Recompute, ...] | None:
         """The least recomputation that fits into so many bytes; None where nothing does."""
         kinds, stages = self._kinds, self._shape.placement.num_stages
-        for kind in (kinds[0], kinds[-1]):
-            fits = all(size <= most for size in self._bytes(beside, (kind,) * stages))
-            if fits is (kind == kinds[0]):
-                return (kind,) * stages if fits else None
+        sizes = list(self._bytes(beside, (kinds[0],) * stages))
+        if max(sizes) <= most:
+            return (kinds[0],) * stages
+        if max(self._bytes(beside, (kinds[-1],) * stages)) > most:
+            return None
         chosen = [0] * stages
-        for rank in range(self._shape.of.pipeline):
-            best = self._of_rank(rank, beside, most)
+        for rank, size in enumerate(sizes):
+            best = self._of_rank(rank, beside, most) if size > most else {}
             if best is None:
                 return None
             for stage, number in best.items():
@@ -255,8 +269,6 @@ class MemoryChoices:
         """The least recomputation of a rank by stage, as a number of a kind; None where nothing fits."""
         kinds = self._kinds
         recompute = [kinds[0]] * self._shape.placement.num_stages
-        if self._fullest(rank, beside, recompute)[1] <= most:
-            return {}
         seconds = self._seconds
         extra = {kind: list(map(sub, seconds[kind], seconds[kinds[0]])) for kind in kinds}
         needed: dict[int, dict[int, int]] = {}  # by moment, the number of each stage's kind

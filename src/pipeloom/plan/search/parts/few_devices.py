@@ -41,8 +41,6 @@ def search_few(searches: Searches, parts: dict[Degrees, TreeSearch], best: BestP
     searches.run(whole, _WHOLE if best.plans else 1.0)
     if whole.least < inf and best.plans:
         _firm_parts(searches, parts, best)
-    # Without a pipeline, all other plans of the space have one stage per rank.
-    _look(searches, best, _STAGES, searches.firm, pipeline=1, schedule="interleaved")
     if whole.least < inf and best.plans:
         # Most plans run whole sequences.
         fixed, forbidden = searches.request.fixed, searches.request.forbidden

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pipeloom.errors import PipeloomError
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.search.memory.memory_choice import Choice
+from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import lowest_cap, offloaded_of
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import Shape, candidate_seconds
@@ -27,7 +27,8 @@ class Candidate:
         of: with the data strategy.
         choice: with both.
         way: the data strategy, with bounds of a step.
-        instead: those that recompute or shard more, and are no faster.
+        instead: those that shard more, and are no faster.
+        memory: makes a smaller choice, see `MemoryChoices.smaller`; None: there is none.
         tries: attempts so far.
     """
 
@@ -36,6 +37,7 @@ class Candidate:
     choice: Choice
     way: Way
     instead: list["Candidate"] = field(default_factory=list)
+    memory: MemoryChoices | None = None
     tries: int = 0
 
 
@@ -99,6 +101,9 @@ class Candidates:
 
     def _smaller(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
         """Candidates that need less memory than one that does not fit, whatever its closed forms say."""
+        smaller = None if candidate.memory is None else candidate.memory.smaller(candidate.of)
+        if smaller is not None and smaller != candidate.choice:
+            return [replace(candidate, choice=smaller, memory=None)]
         found: list[Candidate] = []
         if candidate.instead:
             first, *others = candidate.instead

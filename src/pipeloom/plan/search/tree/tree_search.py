@@ -194,11 +194,9 @@ class TreeSearch:
                     if not of.offload_states:  # whose transfers may take longer
                         offloading[recompute] = found
                     self._offer(found)
-            candidates = [Candidate(shape=shape, of=of, choice=choice, way=way) for choice in choices]
-            if candidates and not self._takes_all:
-                candidates[0].instead.extend(candidates[1:])
-                del candidates[1:]
-            for found in candidates:
+            smaller = memory if self._patient and not self._exhaustive else None
+            for choice in choices:
+                found = Candidate(shape=shape, of=of, choice=choice, way=way, memory=smaller)
                 kinds, slower = found.choice.of.recompute, of.strategy.shards_gradients or of.offload_states
                 before = first.get(kinds)
                 if before is not None and slower and not self._takes_all:
