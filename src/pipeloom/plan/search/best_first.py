@@ -10,24 +10,22 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from pipeloom.errors import InputError
-from pipeloom.ir.data_axis import Granularity
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.parts.few_devices import search_few
-from pipeloom.plan.search.parts.many_devices import look_at_many
+from pipeloom.plan.search.parts.many_devices import search_many
 from pipeloom.plan.search.parts.searches import Searches
-from pipeloom.plan.search.request import Objective, Request
+from pipeloom.plan.search.request import Objective, Refusals, Request
 from pipeloom.plan.search.simulated import Simulated, Steps
 from pipeloom.plan.search.space import CanRun
 from pipeloom.plan.search.tree.no_plan import no_plan
 from pipeloom.plan.search.tree.tree_search import Tell
 
 _COLLECTED = 1_000_000  # objects between two looks for cycles
-_FAR = 1.25  # from the bound of what is left: a search goes on, as where nothing is left
-_MANY_REST = 0.2  # of the steps of a search of all, behind those of parts
+_ENDED = "not looked at: the search ended"
 
 
 @dataclass(kw_only=True)
@@ -86,39 +84,34 @@ def find_plans(
     """
     begin = time.perf_counter()
     searches = Searches(costs, request, steps or Steps(costs), exhaustive, can_run, accept, part, tell)
-    many = searches.of_many and not exhaustive
-    coarse = many and "data_granularity" not in request.fixed and request.objective != "memory"  # finer ones need less
-    first = replace(request, fixed={**request.fixed, "data_granularity": Granularity.STEP}) if coarse else request
-    best, rest, search = searches.best(known), 1.0, None
+    best, refusals = searches.best(known), Refusals()
     with rare_collections():
-        if not known and not exhaustive:
-            parts = searches.first_looks(best)
-            if not many:
-                search = search_few(searches, parts, best)
-            elif best.plans and len(parts) > 1:  # else all plans offload, and these bounds say little about them
-                rest = _MANY_REST
-                look_at_many(searches, parts, best)
-        if search is None:
-            search = searches.search(first, best, rest)
-        far = not best.plans or search.least == inf or best.best_value > _FAR * search.least
-        if coarse and (far if rest == 1.0 else not best.plans):  # finer granularities need less memory, and hide less
-            search = searches.search(request, best)
+        if exhaustive or known or not searches.of_many:
+            parts = [searches.open(request, best, refusals=refusals)]
+            if not exhaustive and not known:
+                parts = searches.parts(best, refusals)
+                search_few(searches, parts, best)
+            else:
+                searches.run(parts[0])
+        else:
+            parts = [search_many(searches, best, refusals)]
+        least = min((part.least for part in parts), default=inf)
         if not best.plans:
-            refusals, least = search.refusals, list[Simulated]()
-            if refusals.memory or search.least < inf:
-                least = searches.least_memory()
-            if not least or least[0].peak > request.memory_bytes:
-                raise InputError(no_plan(costs, request, refusals, least[0].peak if least else inf))
-            best = searches.best(least)
-            search = searches.search(request, best)  # with a plan to compare with, it ends
+            smallest = searches.least_memory() if refusals.memory or least < inf else []
+            if not smallest or smallest[0].peak > request.memory_bytes:
+                raise InputError(no_plan(costs, request, refusals, smallest[0].peak if smallest else inf))
+            best = searches.best(smallest)
+            parts = [searches.search(request, best)]  # with a plan to compare with, it ends
+            refusals, least = parts[0].refusals, parts[0].least
+    refusals.add(_ENDED, sum(part.open for part in parts))
     return Answer(
         objective=request.objective,
         plans=best.plans,
-        refused=dict(search.refusals.reasons.most_common()),
-        considered=search.refusals.considered + searches.simulated,
+        refused=dict(refusals.reasons.most_common()),
+        considered=refusals.considered + searches.simulated,
         simulated=searches.simulated,
         value=best.best_value,
-        least=search.least,
+        least=least,
         seconds=time.perf_counter() - begin,
     )
 

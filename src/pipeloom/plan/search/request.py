@@ -247,21 +247,14 @@ class Refusals:
 
     reasons: Counter[str] = field(default_factory=Counter)
     considered: int = 0
-
     memory: bool = False  # whether a device had too little for one of them
 
     def add(self, reason: str, count: int = 1) -> None:
-        self.reasons[reason] += count
-        self.considered += count
-
-    def set(self, reason: str, count: int) -> None:
-        """Refuse so many for a reason in all."""
-        self.considered += count - self.reasons.pop(reason, 0)
         if count:
-            self.reasons[reason] = count
+            self.reasons[reason] += count
+            self.considered += count
 
     def too_large(self, count: int = 1) -> None:
         """Refuse configurations that need more memory than a device has."""
-        if count:
-            self.add("more memory than a device has", count)
-            self.memory = True
+        self.add("more memory than a device has", count)
+        self.memory |= count > 0

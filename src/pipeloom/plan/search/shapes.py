@@ -31,6 +31,7 @@ LEAST_TOKENS = 256  # of a process or slice
 ON_REQUEST = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
 _ASKED_OF_MANY = (*ON_REQUEST, "hanayo")  # on many devices: its waves take longest to build and to simulate
 _WITHOUT_PIPELINE = ("1f1b", "interleaved")  # with one stage, and with several
+_FEW = (1, 2, 4)  # stages without a pipeline
 MOST_CHUNKS = 16
 MOST_SLICES = 16
 _SLICES = (1, 2, 4, 8, MOST_SLICES)
@@ -140,11 +141,13 @@ class Shapes:
         if family.chunks is None and "chunks" in self._request.fixed and numbers[0] > most:
             self._refusals.add("more stages than blocks")
         fit = [n for n in numbers if self._request.allows("chunks", n) and (n <= most or family.chunks is not None)]
+        wholes = {self._layers, self._most_stages}
         if pipeline == 1:  # with more stages, each recomputes as much as it needs, but they communicate more often
-            return [n for n in fit if n.bit_count() == 1 or n == fit[-1]]
+            most_even = {max((n for n in fit if whole % n == 0), default=0) for whole in wholes}
+            return [n for n in fit if n in {*_FEW, *most_even, fit[-1]}]
         if self._request.devices <= MANY_DEVICES:
             return fit
-        even = [n for n in fit if {0} & {blocks % (n * pipeline) for blocks in {self._layers, self._most_stages}}]
+        even = [n for n in fit if {0} & {blocks % (n * pipeline) for blocks in wholes}]
         return even or fit
 
     def _slices(self, family: Family, of: Configuration) -> list[int]:

@@ -10,9 +10,8 @@ from itertools import product
 from math import inf
 
 from pipeloom.common.division import divisors
-from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.search.request import Request
+from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.shapes import MANY_DEVICES
 from pipeloom.plan.search.simulated import Simulated, Steps
 from pipeloom.plan.search.space import CanRun
@@ -61,29 +60,45 @@ class Searches:
         """The best plans of searches that begin with these; of the request, or of one with another objective."""
         return BestPlans(of or self.request, self.accept, plans)
 
-    def open(self, of: Request, best: BestPlans, *, counts: bool = True) -> TreeSearch:
-        """A search that takes no steps yet; `counts` as for `TreeSearch`."""
+    def open(
+        self, of: Request, best: BestPlans, *, counts: bool = True, refusals: Refusals | None = None
+    ) -> TreeSearch:
+        """A search that takes no steps yet; `counts` and `refusals` as for `TreeSearch`."""
         return TreeSearch(
             *(self.steps, of, best),
             exhaustive=self.exhaustive,
             can_run=self.can_run,
             long_steps=self.exhaustive or "schedule" in self.request.fixed or not self.of_many,
             counts=counts,
+            refusals=refusals,
         )
 
-    def run(self, search: TreeSearch, part: float = 1.0) -> float:
+    def parts(self, best: BestPlans, refusals: Refusals) -> list[TreeSearch]:
+        """A search of each part of the space, by the degrees that decide the most."""
+        parts = (replace(self.request, fixed={**self.request.fixed, **dict(degrees)}) for degrees in self._degrees())
+        return [self.open(of, best, refusals=refusals) for of in parts]
+
+    def run(self, search: TreeSearch, part: float = 1.0, *, loose: bool = True) -> float:
         """Search with a part of the steps, where plans are known; the part that was taken."""
         before, tell, same = self.simulated - search.simulated, self.tell, search.objective == self.request.objective
         told = None if tell is None else lambda number, value: tell(before + number, value if same else inf)
-        taken = search.run(self.part * part, without=self.without, tell=told)
+        taken = search.run(self.part * part, loose=loose, without=self.without, tell=told)
         self.simulated = before + search.simulated
         if not search.best.plans:
             self.without -= max(0.0, taken - self.part * part)
         return taken / self.part
 
-    def search(self, of: Request, best: BestPlans, part: float = 1.0, *, counts: bool = True) -> TreeSearch:
-        """A search that took a part of the steps; `counts` as for `TreeSearch`."""
-        search = self.open(of, best, counts=counts)
+    def search(
+        self,
+        of: Request,
+        best: BestPlans,
+        part: float = 1.0,
+        *,
+        counts: bool = True,
+        refusals: Refusals | None = None,
+    ) -> TreeSearch:
+        """A search that took a part of the steps; `counts` and `refusals` as for `TreeSearch`."""
+        search = self.open(of, best, counts=counts, refusals=refusals)
         self.run(search, part)
         return search
 
@@ -116,19 +131,6 @@ class Searches:
     def are_near(self, best: BestPlans, least: float) -> bool:
         """Whether the best plan is near the bound of what is left."""
         return best.best_value <= _NEAR * least
-
-    def with_stages(self, best: BestPlans) -> None:
-        """Better plans, where a rank that recomputes has several stages, and some of them do not.
-
-        Without a pipeline, all other plans of the space have one stage.
-        """
-        of, fixed = best.plans[0].of, self.request.fixed
-        given = {"schedule", "chunks", "recompute"}
-        if of.pipeline > 1 or of.recompute_of(0) is Recompute.NONE or given & (fixed.keys() | self.request.forbidden):
-            return
-        inside = {"tensor": of.inside.tensor, "context": of.inside.context, "expert": of.inside.expert}
-        alike = {**inside, "pipeline": 1, "microbatch_size": of.microbatch_size, "schedule": "interleaved", **fixed}
-        self.search(replace(self.request, fixed=alike), best, counts=False)
 
     def least_memory(self) -> list[Simulated]:
         """The plan that needs the least memory: plain ones are soon found, and discard most others."""

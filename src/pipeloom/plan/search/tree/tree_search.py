@@ -1,6 +1,14 @@
-"""Expansion of nodes: from groups to meshes, shapes and candidates, see `pipeloom.plan.search.space`. No torch here."""
+"""Expansion of nodes: from groups to meshes, shapes and candidates, see `pipeloom.plan.search.space`. No torch here.
+
+Where memory is short, bounds of plans that offload activations or cut sequences into slices are far too low: the
+search would end among them. So these plans are open nodes of their own, and the others come first:
+
+    firm      group -> mesh -> shape -> whole sequences that stay on the device
+    loose              mesh -> shape -> the same with offload, and slices
+"""
 
 from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
 from math import inf
 from typing import Any
 
@@ -28,6 +36,14 @@ _OF_WAY = "strategy", "granularity", "offload_states"
 _SLOWER = "slower than the best plans by a lower bound"
 
 
+class _Look(Enum):
+    """Which plans the nodes inside of one have."""
+
+    ALL = "all"
+    FIRM = "firm"
+    LOOSE = "loose"
+
+
 def _steps(devices: int) -> float:
     """After which a search ends."""
     return _MOST_STEPS if devices <= MANY_DEVICES else _STEPS * (devices / MANY_DEVICES) ** 0.4
@@ -44,13 +60,13 @@ class TreeSearch:
         can_run: see `find_plans`.
         long_steps: whether to simulate steps with any number of actions.
         counts: whether to find out why groups have no mesh.
+        refusals: of other searches, to which those of this one are added.
 
     Attributes:
         best: the best plans.
         objective: what is minimized.
         refusals: configurations that were refused.
         simulated: number of simulated configurations.
-        least: no configuration that was not looked at is below it; infinite where none is left.
     """
 
     def __init__(
@@ -63,23 +79,29 @@ class TreeSearch:
         can_run: CanRun,
         long_steps: bool,
         counts: bool = True,
+        refusals: Refusals | None = None,
     ) -> None:
         self._steps, self._costs, self._request, self.best = steps, steps.costs, request, best
         self._exhaustive, self._counts, self._long_steps = exhaustive, counts, long_steps
-        self.objective, self.refusals, self.simulated, self.least = request.objective, Refusals(), 0, 0.0
+        self.objective, self.refusals, self.simulated = request.objective, refusals or Refusals(), 0
         self._left, self._begun = 0.0, False
         known_bytes = None if exhaustive else steps.known_bytes
         self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes, known_bytes)
         self._patient = exhaustive or request.devices <= MANY_DEVICES
         self._orders: set[Hashable] = set()  # of shapes that were expanded
-        self._open = OpenNodes(turns=not self._patient)
+        self._offloads = request.offloads_activations and self._costs.can_offload
+        self._slices = "slices" not in request.fixed and request.allows("slices", 2)
+        apart = self._patient and not self._takes_all and (self._offloads or self._slices)
+        self._looks = (_Look.FIRM, _Look.LOOSE) if apart else (_Look.ALL,)
+        self._firm, self._loose = (OpenNodes(turns=not self._patient) for _ in range(2))
         self._candidates = Candidates(steps, request, self.refusals, exhaustive=exhaustive)
 
-    def run(self, part: float, *, without: float = inf, tell: Tell | None = None) -> float:
+    def run(self, part: float, *, loose: bool = True, without: float = inf, tell: Tell | None = None) -> float:
         """Look at the nodes that look best, until none is left or the search ends.
 
         Args:
             part: of the steps of a search.
+            loose: whether to go on with the nodes that have loose bounds, where no others are left.
             without: more of them, as long as there is no plan.
             tell: called at each node, with the configurations that were simulated and the best value.
 
@@ -92,10 +114,10 @@ class TreeSearch:
         if not self._begun:
             self._begun = True
             self._groups()
-        while self._open:
+        while nodes := self._firm or (loose and self._loose):
             if self._left <= (0 if self.best.plans else -without):
                 break
-            node = self._open.pop()
+            node = nodes.pop()
             if node.bound >= self.best.limit and not self._exhaustive:
                 self.refusals.add(_SLOWER)
                 continue
@@ -103,11 +125,22 @@ class TreeSearch:
             node.expand(*node.given)
             if tell is not None:
                 tell(self.simulated, self.best.best_value)
-        self.least = self._open.least
-        if self.least >= self.best.limit:
-            self.least = inf
-        self.refusals.set("not looked at: the search ended", 0 if self.least == inf else len(self._open))
         return 0.0 if self._exhaustive else (given - self._left) / every
+
+    @property
+    def least(self) -> float:
+        """No configuration that was not looked at is below it; infinite where none is left that may be better."""
+        return self.least_of(loose=True)
+
+    def least_of(self, *, loose: bool) -> float:
+        """`least`, of those with loose bounds too, or without them."""
+        least = min(self._firm.least, self._loose.least if loose else inf) if self._begun else 0.0
+        return least if least < self.best.limit else inf
+
+    @property
+    def open(self) -> int:
+        """The number of nodes that are left, of a search that ended."""
+        return len(self._firm) + len(self._loose) if self.least < inf else 0
 
     def _groups(self) -> None:
         for of, devices in self._space.groups():
@@ -118,9 +151,9 @@ class TreeSearch:
                 continue
             self._push(Node(0, self.best.score(least, 0.0, devices), self._meshes, (of, devices)))
 
-    def _push(self, node: Node, penalty: float = 1.0) -> None:
+    def _push(self, node: Node, penalty: float = 1.0, *, loose: bool = False) -> None:
         if node.bound < self.best.limit or self._exhaustive:
-            self._open.push(node, penalty)
+            (self._loose if loose else self._firm).push(node, penalty)
         else:
             self.refusals.add(_SLOWER)
 
@@ -128,25 +161,40 @@ class TreeSearch:
         for mesh in self._space.meshes(of, devices):
             ways = list(self._space.ways(mesh))
             if ways:
-                self._push_ways(Ways.of(ways), 0.0, 1, self._shapes, mesh, self._space.shapes.likely_factor(mesh))
+                penalty = self._space.shapes.likely_factor(mesh)
+                for look in self._looks:
+                    self._push_ways(Ways.of(ways), 0.0, 1, self._shapes, mesh, look, penalty)
 
-    def _shapes(self, of: Configuration, ways: Ways) -> None:
+    def _shapes(self, of: Configuration, ways: Ways, look: _Look) -> None:
         for shape in self._space.shapes.found(of):
-            self._push_ways(ways, self._space.shapes.bound(shape), 2, self._choices, shape)
+            sliced = self._slices and shape.of.slices > 1
+            if look is _Look.ALL or (not sliced and (look is _Look.FIRM or self._offloads)):
+                self._push_ways(ways, self._space.shapes.bound(shape), 2, self._choices, shape, look)
+            elif sliced and look is _Look.LOOSE:
+                self._push_ways(ways, self._space.shapes.bound(shape), 2, self._choices, shape, _Look.ALL)
 
     def _push_ways(
-        self, ways: Ways, seconds: float, level: int, expand: Callable[..., None], of: Any, penalty: float = 1.0
+        self,
+        ways: Ways,
+        seconds: float,
+        level: int,
+        expand: Callable[..., None],
+        of: Any,
+        look: _Look,
+        penalty: float = 1.0,
     ) -> None:
         """Of a step of at least `seconds`; those of ways that fit without offload come as early as if all did."""
-        bound, usual = (
-            self.best.score(max(seconds, least), ways.peak, ways.devices) for least in (ways.least, ways.seconds)
-        )
+        least = ways.seconds if look is _Look.FIRM else ways.least
+        if least == inf:
+            return
+        bound, usual = (self.best.score(max(seconds, each), ways.peak, ways.devices) for each in (least, ways.seconds))
         penalty *= ways.penalty
         penalty *= usual / bound if 0 < bound < usual < inf else 1.0
-        self._push(Node(level, bound, expand, (of, ways)), penalty)
+        apart = look is not _Look.FIRM and len(self._looks) > 1
+        self._push(Node(level, bound, expand, (of, ways, look)), penalty, loose=apart)
 
-    def _choices(self, shape: Shape, ways: Ways) -> None:
-        left = self._left_of(shape, ways)
+    def _choices(self, shape: Shape, ways: Ways, look: _Look) -> None:
+        left = self._left_of(shape, ways, look)
         if not left:
             self._left += _REFUSED
             return
@@ -160,42 +208,30 @@ class TreeSearch:
             self.refusals.add(SIZES)
             return
         if number is not None and not self._exhaustive:
-            key = same_bound(shape), shape.of.precision, number
+            key = same_bound(shape), shape.of.precision, number, look is _Look.LOOSE
             if key in self._orders:
                 self.refusals.add("another schedule has the same order")
                 return
             self._orders.add(key)
-        first: dict[object, Candidate] = {}  # by recomputation
         memory = self._memory(shape, moments)
         if not memory.uniform():
             self.refusals.add("the kinds of recomputation do not fit the stages")
             return
-        offloading: dict[object, Candidate | None] = {}  # by recomputation; None: all activations fit
-        for way in left:
-            of = shape.of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
-            choices = memory.found(of, every=self._exhaustive)
-            offloaded = {}
-            if self._takes_all or offloading.get(memory.uniform()[0], True) is not None:
-                offloaded = memory.offloaded(of, every=self._exhaustive)
-            if not choices and not any(offloaded.values()):
-                self.refusals.too_large()
-            for recompute, others in offloaded.items():
-                if not others and not of.offload_states:
-                    offloading[recompute] = None
-                for choice in others:
-                    found = Candidate(shape=shape, of=of, choice=choice, way=way)
-                    if recompute in offloading and not self._takes_all:
-                        before = offloading[recompute]
-                        if before is None:
-                            continue
-                        if before.choice.kept >= choice.kept:  # and communicates less
-                            before.instead.append(found)
-                            continue
-                    if not of.offload_states:  # whose transfers may take longer
-                        offloading[recompute] = found
-                    self._offer(found)
-            smaller = memory if self._patient and not self._exhaustive else None
-            for choice in choices:
+        fit = set[Way]()
+        if look is not _Look.FIRM:
+            fit |= self._offer_offloaded(shape, memory, left)
+        if look is not _Look.LOOSE:
+            fit |= self._offer_kept(shape, memory, left)
+            self.refusals.too_large(len(left) - len(fit))
+
+    def _offer_kept(self, shape: Shape, memory: MemoryChoices, ways: Sequence[Way]) -> set[Way]:
+        """Candidates whose activations stay on the device; the ways that have some."""
+        first: dict[object, Candidate] = {}  # by recomputation
+        smaller, fit = memory if self._patient and not self._exhaustive else None, set[Way]()
+        for way in ways:
+            of = _with(shape.of, way)
+            for choice in memory.found(of, every=self._exhaustive):
+                fit.add(way)
                 found = Candidate(shape=shape, of=of, choice=choice, way=way, memory=smaller)
                 kinds, slower = found.choice.of.recompute, of.strategy.shards_gradients or of.offload_states
                 before = first.get(kinds)
@@ -205,6 +241,33 @@ class TreeSearch:
                 if not of.offload_states or "offload_states" in self._request.fixed:
                     first.setdefault(kinds, found)
                 self._offer(found)
+        return fit
+
+    def _offer_offloaded(self, shape: Shape, memory: MemoryChoices, ways: Sequence[Way]) -> set[Way]:
+        """Candidates with offloaded activations; the ways that have some."""
+        first: dict[object, Candidate | None] = {}  # by recomputation; None: all activations fit
+        fit = set[Way]()
+        for way in ways:
+            if not self._takes_all and first.get(memory.uniform()[0], way) is None:
+                break
+            of = _with(shape.of, way)
+            for recompute, choices in memory.offloaded(of, every=self._exhaustive).items():
+                if not choices and not of.offload_states:
+                    first[recompute] = None
+                for choice in choices:
+                    fit.add(way)
+                    found = Candidate(shape=shape, of=of, choice=choice, way=way)
+                    if recompute in first and not self._takes_all:
+                        before = first[recompute]
+                        if before is None:
+                            continue
+                        if before.choice.kept >= choice.kept:  # and communicates less
+                            before.instead.append(found)
+                            continue
+                    if not of.offload_states:  # whose transfers may take longer
+                        first[recompute] = found
+                    self._offer(found)
+        return fit
 
     def _memory(self, shape: Shape, moments: Moments) -> MemoryChoices:
         """On few devices, searches look at the same shapes again and again."""
@@ -215,29 +278,30 @@ class TreeSearch:
             known[key] = MemoryChoices(self._costs, shape, moments, self._request, self._steps.known_bytes)
         return known[key]
 
-    def _left_of(self, shape: Shape, ways: Ways) -> Sequence[Way]:
+    def _left_of(self, shape: Shape, ways: Ways, look: _Look) -> Sequence[Way]:
         """The data strategies with which a shape may fit, and be better than the best plans, by simple bounds."""
         if self._exhaustive:
             return ways.each
         most, kinds, known = self._request.memory_bytes, self._request.kinds, self._steps.known_bytes
-        fit: Sequence[Way] = ways.each
+        fit, firm = ways.each, look is _Look.FIRM
         if most < inf:
             fit = [way for way in fit if known.of_head(self._costs, way.of, kinds, shape.of.slices) <= most]
         seconds = self._space.shapes.link_bounds(shape, [way.of for way in fit])
         faster = [
             way
             for way, least in zip(fit, seconds, strict=True)
-            if self.best.score(max(least, way.least), way.peak, ways.devices) < self.best.limit
+            if self.best.score(max(least, way.seconds if firm else way.least), way.peak, ways.devices) < self.best.limit
         ]
-        left = [way for way in faster if self._may_fit(shape, way)] if most < inf else faster
-        self.refusals.add(_SLOWER, len(fit) - len(faster))
-        self.refusals.too_large(len(ways.each) - len(fit) + len(faster) - len(left))
+        left = [way for way in faster if self._may_fit(shape, way, firm=firm)] if most < inf else faster
+        if look is not _Look.LOOSE:
+            self.refusals.add(_SLOWER, len(fit) - len(faster))
+            self.refusals.too_large(len(ways.each) - len(fit) + len(faster) - len(left))
         return left
 
-    def _may_fit(self, shape: Shape, way: Way) -> bool:
+    def _may_fit(self, shape: Shape, way: Way, *, firm: bool) -> bool:
         stages = self._steps.known_bytes.of(self._costs, shape)
-        of = shape.of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
-        offloads = way.offloaded < inf or "offload" in self._request.fixed
+        of = _with(shape.of, way)
+        offloads = (way.offloaded < inf and not firm) or "offload" in self._request.fixed
         return stages.may_fit(of, self._request.kinds, self._request.memory_bytes, offloads=offloads)
 
     @property
@@ -254,7 +318,8 @@ class TreeSearch:
         factor = likely / bound if bound else 1.0
         if self.objective == "memory" and bound:  # as early as its shape, whose bound has states alone
             factor = found.way.peak / bound
-        self._push(Node(3, bound, self._simulate, (found,), mesh), PENALTIES[of.granularity] * factor)
+        apart = len(self._looks) > 1 and (of.offload is not None or (self._slices and of.slices > 1))
+        self._push(Node(3, bound, self._simulate, (found,), mesh), PENALTIES[of.granularity] * factor, loose=apart)
 
     def _simulate(self, candidate: Candidate) -> None:
         before = self._steps.work
@@ -267,3 +332,8 @@ class TreeSearch:
             for each in found:
                 self._offer(each)
         self._left -= (self._steps.work - before) / _ACTIONS
+
+
+def _with(of: Configuration, way: Way) -> Configuration:
+    """A configuration with the data strategy of a way."""
+    return of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
