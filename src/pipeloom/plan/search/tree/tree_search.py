@@ -222,7 +222,14 @@ class TreeSearch:
             fit |= self._offer_offloaded(shape, memory, left)
         if look is not _Look.LOOSE:
             fit |= self._offer_kept(shape, memory, left)
+        else:
+            fit |= {way for way in left if memory.found(_with(shape.of, way))}
+        if self._counts_in(look):
             self.refusals.too_large(len(left) - len(fit))
+
+    def _counts_in(self, look: _Look) -> bool:
+        """Whether ways that are refused count: where offload follows, they do not fit without it."""
+        return look is not _Look.FIRM or not self._offloads
 
     def _offer_kept(self, shape: Shape, memory: MemoryChoices, ways: Sequence[Way]) -> set[Way]:
         """Candidates whose activations stay on the device; the ways that have some."""
@@ -293,7 +300,7 @@ class TreeSearch:
             if self.best.score(max(least, way.seconds if firm else way.least), way.peak, ways.devices) < self.best.limit
         ]
         left = [way for way in faster if self._may_fit(shape, way, firm=firm)] if most < inf else faster
-        if look is not _Look.LOOSE:
+        if self._counts_in(look):
             self.refusals.add(_SLOWER, len(fit) - len(faster))
             self.refusals.too_large(len(ways.each) - len(fit) + len(faster) - len(left))
         return left
