@@ -86,7 +86,7 @@ def find_plans(
     searches = Searches(costs, request, steps or Steps(costs), exhaustive, can_run, accept, part, tell)
     best, refusals = searches.best(known), Refusals()
     with rare_collections():
-        if exhaustive or known or not searches.of_many:
+        if True:
             parts = [searches.open(request, best, refusals=refusals)]
             if not exhaustive and not known:
                 parts = searches.parts(best, refusals)

@@ -138,6 +138,15 @@ class TreeSearch:
         return least if least < self.best.limit else inf
 
     @property
+    def has_best(self) -> bool:
+        """Whether the best plan is one of this search."""
+        of = self.best.plans[0].of if self.best.plans else None
+        fixed = self._request.fixed
+        return of is not None and of.pipeline == fixed.get("pipeline", of.pipeline) and of.inside.expert == fixed.get(
+            "expert", of.inside.expert
+        )
+
+    @property
     def open(self) -> int:
         """The number of nodes that are left, of a search that ended."""
         return len(self._firm) + len(self._loose) if self.least < inf else 0
