@@ -1,7 +1,8 @@
 """`Network`: latency, bandwidth and shared links between ranks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import chain, pairwise, product
 from operator import add
 
@@ -101,6 +102,30 @@ class Network:
             if seen & link.ranks:
                 raise InputError(f"ranks {min(seen & link.ranks)} are in two links: must be in one. Remove the other.")
             seen |= link.ranks
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Searches look up many results by their network, whose tables are large."""
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    @cached_property
+    def fastest(self) -> tuple[float, float]:
+        """The least latency and the highest bandwidth of messages."""
+        table = self.latency_seconds
+        return (min(map(min, table)) if isinstance(table, tuple) else table), max(self._rates)
+
+    @cached_property
+    def slowest(self) -> tuple[float, float]:
+        """The highest latency and the lowest bandwidth of messages."""
+        table = self.latency_seconds
+        return (max(map(max, table)) if isinstance(table, tuple) else table), min(self._rates)
+
+    @property
+    def _rates(self) -> list[float]:
+        return [self.bytes_per_second or math.inf, *(link.bytes_per_second for link in self.links)]
 
     @property
     def limited(self) -> bool:

@@ -28,10 +28,8 @@ def shared_sum_seconds(of: Configuration, placement: Placement, parameters: Sequ
 
 def exchanged_seconds(sent: Sequence[float], network: Network) -> float:
     """Seconds in which two ranks exchange messages of these bytes over the slowest of the links between stages."""
-    rates = [rate for rate in (network.bytes_per_second, *(link.bytes_per_second for link in network.links)) if rate]
-    table = network.latency_seconds
-    latency = max(map(max, table)) if isinstance(table, tuple) else table
-    return len(sent) * latency + (sum(sent) / min(rates) if rates else 0.0)
+    latency, rate = network.slowest
+    return len(sent) * latency + sum(sent) / rate
 
 
 def measured_sum_seconds(

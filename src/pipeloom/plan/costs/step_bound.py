@@ -50,7 +50,7 @@ def step_bound(costs: StepCosts, of: Configuration, schedule: Schedule | None = 
 
 def message_seconds(costs: StepCosts, of: Configuration) -> float:
     """Least seconds of a message between ranks."""
-    latency, rate = _fastest(costs.network(of))
+    latency, rate = costs.network(of).fastest
     return latency + costs.message_bytes(of) / of.slices / rate
 
 
@@ -76,14 +76,6 @@ def _busiest(network: Network, placement: Placement) -> float:
                 rate = usual if link is None else 1 / network.links[link].bytes_per_second
                 busy[(source, target) if link is None else link] += rate / ways
     return max(busy.values(), default=0.0)
-
-
-@lru_cache(maxsize=4096)
-def _fastest(network: Network) -> tuple[float, float]:
-    """Least latency and highest bandwidth."""
-    rate = max([network.bytes_per_second or inf, *(link.bytes_per_second for link in network.links)])
-    table = network.latency_seconds
-    return (min(map(min, table)) if isinstance(table, tuple) else table), rate
 
 
 def pipeline_bound(

@@ -10,21 +10,20 @@ from typing import NamedTuple
 from pipeloom import schedules
 from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.ir import Placement
-from pipeloom.ir.data_axis import DataStrategy, Granularity
+from pipeloom.ir.data_axis import DataStrategy
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration, even_blocks
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_bound import busy_links, message_seconds, pipeline_bound
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.bounds import Recomputed, schedule_seconds
+from pipeloom.plan.search.data_runs import runs_seconds
 from pipeloom.plan.search.link_bound import link_bound
 from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Family
-from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
 MANY_DEVICES = 64  # more: the search ends early, and looks at fewer shapes
 LEAST_TOKENS = 256  # of a process or slice
@@ -56,6 +55,7 @@ class KnownShapes:
         work: seconds of one micro-batch of groups, at least: of its computations, and of a way through a block.
         single: seconds of single blocks, and of the shortest way through one and back.
         recomputed: work and held activations of meshes.
+        orders: of the axes of meshes.
         blocks: per stage.
         bounds: of shapes.
     """
@@ -65,6 +65,7 @@ class KnownShapes:
     work: dict[tuple[Configuration, int], tuple[float, float]] = field(default_factory=dict)
     single: dict[Hashable, tuple[list[Seconds], float]] = field(default_factory=dict)
     recomputed: dict[Hashable, Recomputed] = field(default_factory=dict)
+    orders: dict[Hashable, list[tuple[str, ...]]] = field(default_factory=dict)
     blocks: dict[Hashable, list[tuple[int, ...]]] = field(default_factory=dict)
     bounds: dict[Hashable, float] = field(default_factory=dict)
 
@@ -202,6 +203,12 @@ class Shapes:
 
     def orders(self, of: Configuration) -> list[tuple[str, ...]]:
         """Orders of the axes of which none has links at least as fast as another's for everything."""
+        known = self._known.orders
+        if of not in known:
+            known[of] = self._orders(of)
+        return known[of]
+
+    def _orders(self, of: Configuration) -> list[tuple[str, ...]]:
         degrees = {"dp": of.data, "pp": of.pipeline, "cp": of.inside.context}
         axes = [axis for axis, degree in degrees.items() if degree > 1]
         found: dict[tuple[str, ...], tuple[float, ...]] = {}
@@ -219,13 +226,12 @@ class Shapes:
         """Seconds of messages between stages, of data-parallel sums, and of work, whose collectives use links too."""
         network = self._costs.network(of)
         rate = network.data_sum_bytes_per_second or network.data_bytes_per_second or inf
-        table = network.latency_seconds
-        latency = max(map(max, table)) if isinstance(table, tuple) else table
+        latency, slowest = network.slowest
         near = 1 / (network.bytes_per_second or inf)
         far = [1 / link.bytes_per_second for link in network.links for _ in link.ranks]
         work = sum(map(sum, self._costs.stage_seconds(of)))
         sums = 1 / rate if of.replicas > 1 else 0.0
-        return (max([near, *far]), near + sum(far), latency, sums, work)
+        return (1 / slowest, near + sum(far), latency, sums, work)
 
     def likely_factor(self, of: Configuration) -> float:
         """What steps of a mesh take over the bound of the mesh, without memory: it knows a third of their bubble.
@@ -278,28 +284,8 @@ def same_bound(shape: Shape) -> Hashable:
 def candidate_seconds(costs: StepCosts, shape: Shape) -> tuple[float, float]:
     """Seconds of a step without update where nothing but the order of a schedule is open: at least, and likely."""
     of, stages = shape.of, costs.stage_seconds(shape.of)
-    least = max(pipeline_seconds(costs, shape), link_seconds(costs, shape), _run_seconds(costs, shape))
+    least = max(pipeline_seconds(costs, shape), link_seconds(costs, shape), runs_seconds(costs, of, shape.placement))
     return least, max(least, schedule_seconds(of.schedule, stages, shape.placement, of.microbatches, of.chunks))
-
-
-def _run_seconds(costs: StepCosts, shape: Shape) -> float:
-    """Seconds for which granularities chunk and microbatch keep rank 0's data link busy.
-
-    Chunks take turns per p micro-batches. Single micro-batches gather for F and for B.
-    """
-    of = shape.of
-    if of.granularity is Granularity.STEP or of.replicas == 1 or of.inside.expert > 1:
-        return 0.0
-    held, fine = shape.placement.stages_of[0], of.granularity is Granularity.MICROBATCH
-    number = of.microbatches * of.slices
-    if fine:
-        turns = number // len(shape.placement.replicas[held[0]])
-    else:
-        turns = max(1, number // of.pipeline) if len(held) > 1 and of.schedule != "bfs" else 1
-    network, data, formats = costs.network(of), of.data_axis(), NumberBytes.of(of.precision)
-    size = costs.held_parameters(of, held)
-    gathers = gather_seconds(data, formats.compute * size, network) if of.strategy.shards_parameters else 0.0
-    return turns * ((1 + fine) * gathers + reduce_seconds(data, formats.gradient * size, network))
 
 
 def pipeline_seconds(costs: StepCosts, shape: Shape) -> float:

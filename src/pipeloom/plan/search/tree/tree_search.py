@@ -142,8 +142,10 @@ class TreeSearch:
         """Whether the best plan is one of this search."""
         of = self.best.plans[0].of if self.best.plans else None
         fixed = self._request.fixed
-        return of is not None and of.pipeline == fixed.get("pipeline", of.pipeline) and of.inside.expert == fixed.get(
-            "expert", of.inside.expert
+        return (
+            of is not None
+            and of.pipeline == fixed.get("pipeline", of.pipeline)
+            and of.inside.expert == fixed.get("expert", of.inside.expert)
         )
 
     @property
