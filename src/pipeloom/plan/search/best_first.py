@@ -15,9 +15,8 @@ from math import inf
 
 from pipeloom.errors import InputError
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.search.parts.few_devices import search_few
-from pipeloom.plan.search.parts.many_devices import search_many
 from pipeloom.plan.search.parts.searches import Searches
+from pipeloom.plan.search.parts.turns import take_turns
 from pipeloom.plan.search.request import Objective, Refusals, Request
 from pipeloom.plan.search.simulated import Simulated, Steps
 from pipeloom.plan.search.space import CanRun
@@ -86,23 +85,21 @@ def find_plans(
     searches = Searches(costs, request, steps or Steps(costs), exhaustive, can_run, accept, part, tell)
     best, refusals = searches.best(known), Refusals()
     with rare_collections():
-        if True:
+        if exhaustive or known:
             parts = [searches.open(request, best, refusals=refusals)]
-            if not exhaustive and not known:
-                parts = searches.parts(best, refusals)
-                search_few(searches, parts, best)
-            else:
-                searches.run(parts[0])
+            searches.run(parts[0])
         else:
-            parts = [search_many(searches, best, refusals)]
+            parts = searches.parts(best, refusals)
+            take_turns(searches, parts, best)
         least = min((part.least for part in parts), default=inf)
         if not best.plans:
             smallest = searches.least_memory() if refusals.memory or least < inf else []
             if not smallest or smallest[0].peak > request.memory_bytes:
                 raise InputError(no_plan(costs, request, refusals, smallest[0].peak if smallest else inf))
             best = searches.best(smallest)
-            parts = [searches.search(request, best)]  # with a plan to compare with, it ends
-            refusals, least = parts[0].refusals, parts[0].least
+            parts = [searches.open(request, best, refusals=refusals)]  # with a plan to compare with, it ends
+            searches.run(parts[0])
+            least = parts[0].least
     refusals.add(_ENDED, sum(part.open for part in parts))
     return Answer(
         objective=request.objective,

@@ -5,7 +5,7 @@ end. So searches of parts take turns: `few_devices` and `many_devices`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
@@ -18,9 +18,7 @@ from pipeloom.plan.search.space import CanRun
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.tree_search import Tell, TreeSearch
 
-_NEAR = 1.12  # of the bound of what is left: no second looks
-_FIRST_LOOK = 0.01  # of the steps of a search; it goes on until there is a plan
-_WITHOUT = 4.0  # more than the steps of a search, of all searches on many devices, while there is no plan
+_WITHOUT = 4.0  # more than its steps, of a search of the least memory on many devices, while it has no plan
 _LEAN = ("1f1b", "v-min")  # schedules that hold the fewest activations
 _SECOND = 0.1  # of the steps of a search, for the least memory where a plan with one of these is known
 _LOOSE = {"offload": "offload_activations", "slices": "slices"}  # what plans take with them is far above their bounds
@@ -34,7 +32,6 @@ class Searches:
 
     Attributes:
         simulated: configurations, by all of them.
-        without: of the steps of a search, what is left of `_WITHOUT`.
     """
 
     costs: StepCosts
@@ -46,10 +43,6 @@ class Searches:
     part: float
     tell: Tell | None
     simulated: int = 0
-    without: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.without = _WITHOUT if self.of_many and not self.exhaustive else inf
 
     @property
     def of_many(self) -> bool:
@@ -78,40 +71,13 @@ class Searches:
         parts = (replace(self.request, fixed={**self.request.fixed, **dict(degrees)}) for degrees in self._degrees())
         return [self.open(of, best, refusals=refusals) for of in parts]
 
-    def run(self, search: TreeSearch, part: float = 1.0, *, loose: bool = True) -> float:
-        """Search with a part of the steps, where plans are known; the part that was taken."""
+    def run(self, search: TreeSearch, part: float = 1.0, *, loose: bool = True, without: float = 0.0) -> float:
+        """Search with a part of the steps, and more without a plan; the part that was taken."""
         before, tell, same = self.simulated - search.simulated, self.tell, search.objective == self.request.objective
         told = None if tell is None else lambda number, value: tell(before + number, value if same else inf)
-        taken = search.run(self.part * part, loose=loose, without=self.without, tell=told)
+        taken = search.run(self.part * part, loose=loose, without=without, tell=told)
         self.simulated = before + search.simulated
-        if not search.best.plans:
-            self.without -= max(0.0, taken - self.part * part)
         return taken / self.part
-
-    def search(
-        self,
-        of: Request,
-        best: BestPlans,
-        part: float = 1.0,
-        *,
-        counts: bool = True,
-        refusals: Refusals | None = None,
-    ) -> TreeSearch:
-        """A search that took a part of the steps; `counts` and `refusals` as for `TreeSearch`."""
-        search = self.open(of, best, counts=counts, refusals=refusals)
-        self.run(search, part)
-        return search
-
-    def first_looks(self, best: BestPlans) -> dict[Degrees, TreeSearch]:
-        """A short look at each part of the space, without what has loose bounds.
-
-        Where memory is short, a search would else end among plans that offload, whose bounds are too low.
-        """
-        parts = {}
-        for degrees in self._degrees():
-            few = replace(self.firm, fixed={**self.request.fixed, **dict(degrees)})
-            parts[degrees] = self.search(few, best, _FIRST_LOOK / self.part, counts=False)
-        return parts
 
     def _degrees(self) -> Iterator[Degrees]:
         """The parts of the space, by the degrees that decide the most: a search that knows plans discards more."""
@@ -128,18 +94,15 @@ class Searches:
         loose = {forbidden for key, forbidden in _LOOSE.items() if key not in self.request.fixed}
         return replace(self.request, forbidden=self.request.forbidden | loose)
 
-    def are_near(self, best: BestPlans, least: float) -> bool:
-        """Whether the best plan is near the bound of what is left."""
-        return best.best_value <= _NEAR * least
-
     def least_memory(self) -> list[Simulated]:
         """The plan that needs the least memory: plain ones are soon found, and discard most others."""
         any_memory = replace(self.request, memory_bytes=inf, objective="memory", top=1)
         fixed, best = self.request.fixed, self.best(of=any_memory)
         small = {} if {"microbatches", "microbatch_size"} & fixed.keys() else {"microbatch_size": 1}
+        without = _WITHOUT if self.of_many else inf
         for schedule in _LEAN:
             kept = {"schedule": schedule, **small, **fixed}
-            self.search(replace(any_memory, fixed=kept, forbidden=self.firm.forbidden), best, counts=False)
-        self.without = inf
-        self.search(any_memory, best, _SECOND if best.plans else 1.0)
+            few = replace(any_memory, fixed=kept, forbidden=self.firm.forbidden)
+            without -= max(0.0, self.run(self.open(few, best, counts=False), without=without) - 1)
+        self.run(self.open(any_memory, best), _SECOND if best.plans else 1.0, without=inf)
         return best.plans

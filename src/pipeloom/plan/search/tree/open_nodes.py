@@ -22,6 +22,7 @@ class Node(NamedTuple):
     Attributes:
         level: group, mesh, shape or candidate, counted from 0.
         bound: the value of its plans, at least.
+        loose: the same with those whose bounds are loose; infinite without any.
         expand: what makes the nodes inside of it, or simulates it.
         given: arguments of `expand`.
         family: of candidates, their mesh.
@@ -32,6 +33,7 @@ class Node(NamedTuple):
     expand: Callable[..., None]
     given: tuple[Any, ...]
     family: Hashable = None
+    loose: float = inf
 
 
 class OpenNodes:
@@ -68,6 +70,10 @@ class OpenNodes:
             self.push(node, penalty)
 
     @property
-    def least(self) -> float:
-        """The least bound; infinite without nodes."""
-        return min((node.bound for *_, node in self._heap), default=inf)
+    def key(self) -> float:
+        """That of the node that looks best; infinite without nodes."""
+        return self._heap[0][0] if self._heap else inf
+
+    def least(self, *, loose: bool) -> float:
+        """The least bound, of plans whose bounds are loose too; infinite without nodes."""
+        return min((min(node.bound, node.loose if loose else inf) for *_, node in self._heap), default=inf)

@@ -10,7 +10,6 @@ search would end among them. So these plans are open nodes of their own, and the
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from math import inf
-from typing import Any
 
 from pipeloom.errors import PipeloomError
 from pipeloom.plan.costs.configuration import Configuration
@@ -37,7 +36,7 @@ _SLOWER = "slower than the best plans by a lower bound"
 
 
 class _Look(Enum):
-    """Which plans the nodes inside of one have."""
+    """Which plans of a shape are looked at."""
 
     ALL = "all"
     FIRM = "firm"
@@ -91,8 +90,7 @@ class TreeSearch:
         self._orders: set[Hashable] = set()  # of shapes that were expanded
         self._offloads = request.offloads_activations and self._costs.can_offload
         self._slices = "slices" not in request.fixed and request.allows("slices", 2)
-        apart = self._patient and not self._takes_all and (self._offloads or self._slices)
-        self._looks = (_Look.FIRM, _Look.LOOSE) if apart else (_Look.ALL,)
+        self._apart = not self._takes_all and (self._offloads or self._slices)
         self._firm, self._loose = (OpenNodes(turns=not self._patient) for _ in range(2))
         self._candidates = Candidates(steps, request, self.refusals, exhaustive=exhaustive)
 
@@ -101,7 +99,8 @@ class TreeSearch:
 
         Args:
             part: of the steps of a search.
-            loose: whether to go on with the nodes that have loose bounds, where no others are left.
+            loose: whether to look at nodes that have loose bounds: on few devices where no others are left, on many
+                beside them.
             without: more of them, as long as there is no plan.
             tell: called at each node, with the configurations that were simulated and the best value.
 
@@ -114,18 +113,25 @@ class TreeSearch:
         if not self._begun:
             self._begun = True
             self._groups()
-        while nodes := self._firm or (loose and self._loose):
+        while nodes := self._nodes(loose=loose):
             if self._left <= (0 if self.best.plans else -without):
                 break
             node = nodes.pop()
             if node.bound >= self.best.limit and not self._exhaustive:
-                self.refusals.add(_SLOWER)
+                self._push(node)
                 continue
             self._left -= _WEIGHTS[node.level]
             node.expand(*node.given)
             if tell is not None:
                 tell(self.simulated, self.best.best_value)
         return 0.0 if self._exhaustive else (given - self._left) / every
+
+    def _nodes(self, *, loose: bool) -> OpenNodes | None:
+        """The nodes of which the best one is next; None: none is left."""
+        firm_first = self._patient or not loose or self._firm.key <= self._loose.key
+        if self._firm and firm_first:
+            return self._firm
+        return self._loose if loose and self._loose else None
 
     @property
     def least(self) -> float:
@@ -134,7 +140,9 @@ class TreeSearch:
 
     def least_of(self, *, loose: bool) -> float:
         """`least`, of those with loose bounds too, or without them."""
-        least = min(self._firm.least, self._loose.least if loose else inf) if self._begun else 0.0
+        least = 0.0
+        if self._begun:
+            least = min(self._firm.least(loose=loose), self._loose.least(loose=True) if loose else inf)
         return least if least < self.best.limit else inf
 
     @property
@@ -163,8 +171,11 @@ class TreeSearch:
             self._push(Node(0, self.best.score(least, 0.0, devices), self._meshes, (of, devices)))
 
     def _push(self, node: Node, penalty: float = 1.0, *, loose: bool = False) -> None:
-        if node.bound < self.best.limit or self._exhaustive:
+        """Open a node: among those with loose bounds, if it has no others."""
+        if self._exhaustive or node.bound < self.best.limit:
             (self._loose if loose else self._firm).push(node, penalty)
+        elif node.loose < self.best.limit:
+            self._loose.push(node._replace(bound=node.loose), penalty)
         else:
             self.refusals.add(_SLOWER)
 
@@ -172,37 +183,36 @@ class TreeSearch:
         for mesh in self._space.meshes(of, devices):
             ways = list(self._space.ways(mesh))
             if ways:
-                penalty = self._space.shapes.likely_factor(mesh)
-                for look in self._looks:
-                    self._push_ways(Ways.of(ways), 0.0, 1, self._shapes, mesh, look, penalty)
+                self._push_mesh(mesh, Ways.of(ways))
 
-    def _shapes(self, of: Configuration, ways: Ways, look: _Look) -> None:
+    def _push_mesh(self, mesh: Configuration, ways: Ways) -> None:
+        firm, least = (self.best.score(each, ways.peak, ways.devices) for each in (ways.seconds, ways.least))
+        penalty = ways.penalty * self._space.shapes.likely_factor(mesh)
+        if self._apart:
+            self._push(Node(1, firm, self._shapes, (mesh, ways), loose=least), penalty)
+        else:
+            self._push(Node(1, least, self._shapes, (mesh, ways)), penalty * _later(firm, least))
+
+    def _shapes(self, of: Configuration, ways: Ways) -> None:
         for shape in self._space.shapes.found(of):
-            sliced = self._slices and shape.of.slices > 1
-            if look is _Look.ALL or (not sliced and (look is _Look.FIRM or self._offloads)):
-                self._push_ways(ways, self._space.shapes.bound(shape), 2, self._choices, shape, look)
-            elif sliced and look is _Look.LOOSE:
-                self._push_ways(ways, self._space.shapes.bound(shape), 2, self._choices, shape, _Look.ALL)
+            if not self._apart or (self._slices and shape.of.slices > 1):
+                self._push_shape(shape, ways, _Look.ALL)
+            else:
+                self._push_shape(shape, ways, _Look.FIRM)
+                if self._offloads:
+                    self._push_shape(shape, ways, _Look.LOOSE)
 
-    def _push_ways(
-        self,
-        ways: Ways,
-        seconds: float,
-        level: int,
-        expand: Callable[..., None],
-        of: Any,
-        look: _Look,
-        penalty: float = 1.0,
-    ) -> None:
-        """Of a step of at least `seconds`; those of ways that fit without offload come as early as if all did."""
-        least = ways.seconds if look is _Look.FIRM else ways.least
-        if least == inf:
-            return
-        bound, usual = (self.best.score(max(seconds, each), ways.peak, ways.devices) for each in (least, ways.seconds))
-        penalty *= ways.penalty
-        penalty *= usual / bound if 0 < bound < usual < inf else 1.0
-        apart = look is not _Look.FIRM and len(self._looks) > 1
-        self._push(Node(level, bound, expand, (of, ways, look)), penalty, loose=apart)
+    def _push_shape(self, shape: Shape, ways: Ways, look: _Look) -> None:
+        bound = self._space.shapes.bound(shape)
+        firm, least = (
+            self.best.score(max(bound, each), ways.peak, ways.devices) for each in (ways.seconds, ways.least)
+        )
+        given = shape, ways, look
+        if look is not _Look.FIRM:
+            penalty = ways.penalty * _later(firm, least)
+            self._push(Node(2, least, self._choices, given), penalty, loose=self._apart)
+        elif firm < inf:
+            self._push(Node(2, firm, self._choices, given), ways.penalty)
 
     def _choices(self, shape: Shape, ways: Ways, look: _Look) -> None:
         left = self._left_of(shape, ways, look)
@@ -336,7 +346,7 @@ class TreeSearch:
         factor = likely / bound if bound else 1.0
         if self.objective == "memory" and bound:  # as early as its shape, whose bound has states alone
             factor = found.way.peak / bound
-        apart = len(self._looks) > 1 and (of.offload is not None or (self._slices and of.slices > 1))
+        apart = self._apart and (of.offload is not None or (self._slices and of.slices > 1))
         self._push(Node(3, bound, self._simulate, (found,), mesh), PENALTIES[of.granularity] * factor, loose=apart)
 
     def _simulate(self, candidate: Candidate) -> None:
@@ -355,3 +365,8 @@ class TreeSearch:
 def _with(of: Configuration, way: Way) -> Configuration:
     """A configuration with the data strategy of a way."""
     return of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
+
+
+def _later(firm: float, least: float) -> float:
+    """The penalty with which ways that fit without offload come as early as if all did, by their bounds."""
+    return firm / least if 0 < least < firm < inf else 1.0
