@@ -55,6 +55,12 @@ class LayerMemory:
         return {name: math.prod(shape) for name, shape in self.parameters.items()}
 
     @cached_property
+    def largest_parameters(self) -> tuple[int, int]:
+        """Elements of its largest parameter, and of the largest one that is no expert's."""
+        sizes, experts = self.parameter_sizes, self.expert_parameters
+        return max(sizes.values(), default=0), max((n for name, n in sizes.items() if name not in experts), default=0)
+
+    @cached_property
     def form(self) -> Hashable:
         """Its parameters without their names: layers of one form are laid out alike."""
         experts = self.expert_parameters

@@ -104,10 +104,8 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
         waiting += max(kept, layer.deferred_bytes / count)
     fixed = gradients.fixed is not None
     full = made if gradients.fixed is None else gradients.fixed
-    sizes = {name: size for layer in layers for name, size in layer.parameter_sizes.items()}
     groups = []
-    for without in (frozenset(), frozenset(name for layer in layers for name in layer.expert_parameters)):
-        largest = max((size for name, size in sizes.items() if name not in without), default=0)
+    for largest in map(max, *(layer.largest_parameters for layer in layers), (0, 0)):
         limit = _GROUP_ELEMENTS[model.device] + (largest if model.device == "cpu" else 0)
         groups.append(single * min(full / formats.gradient, limit))
     group, later_group = groups if in_place else groups[:1] * 2

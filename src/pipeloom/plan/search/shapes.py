@@ -191,6 +191,8 @@ class Shapes:
 
     def _balanced(self, of: Configuration, placement: Placement, ends_alone: bool) -> list[tuple[int, ...]]:
         even = tuple(even_blocks(self._layers, placement.num_stages))
+        if placement.num_ranks == 1:
+            return [even]
         if not ends_alone:
             seconds = [sum(each) for each in self.block_seconds(of)]
             return list(dict.fromkeys((even, balanced_blocks(seconds, placement))))
