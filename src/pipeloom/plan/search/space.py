@@ -47,12 +47,14 @@ class Way(NamedTuple):
 
     Attributes:
         of: the configuration.
+        states: bytes of model states per parameter, between steps.
         seconds: of a step without offload of activations, at least.
         peak: bytes of the rank that needs most, at least.
         offloaded: seconds of a step with offload, at least; infinite where there is none.
     """
 
     of: Configuration
+    states: float
     seconds: float
     peak: float
     offloaded: float = inf
@@ -346,7 +348,7 @@ class Space:
             update = self.costs.update_seconds(each, [[0]]) if of.pipeline == 1 else 0.0
             link = self._link_bound(each, share)
             without, with_offload = (self._least * max(busy + fill + update, link) for busy in (work, other))
-            yield Way(of=each, seconds=without, peak=states, offloaded=with_offload)
+            yield Way(of=each, states=between, seconds=without, peak=states, offloaded=with_offload)
 
     def _parameters(self, of: Configuration) -> float:
         """Elements of the parameters of one pipeline on one process of each stage."""

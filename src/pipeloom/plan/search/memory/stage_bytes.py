@@ -149,6 +149,7 @@ class KnownBytes:
         units: of stages, by their form.
         stages: with a data strategy, by all else that they depend on.
         moments: of stages, by their gradients.
+        numbers: of what the bytes of a stage depend on.
         shapes: stages of shapes, whatever their schedules.
         heads: elements of what follows the last block, and its bytes with any data strategy, at least.
         plain: bytes of stages with any data strategy, at least.
@@ -157,6 +158,7 @@ class KnownBytes:
     units: dict[Hashable, StageUnits] = field(default_factory=dict)
     stages: dict[Hashable, StageBytes] = field(default_factory=dict)
     moments: dict[Hashable, dict[Hashable, list[StageMoments]]] = field(default_factory=dict)
+    numbers: dict[Hashable, int] = field(default_factory=dict)
     shapes: dict[Hashable, "ShapeStages"] = field(default_factory=dict)
     heads: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
     plain: dict[Hashable, float] = field(default_factory=dict)
@@ -179,13 +181,25 @@ class KnownBytes:
             kinds: of recomputation.
             slices: most of a micro-batch.
         """
+        parameters, plain = self._head(costs, of, kinds, slices)
+        return state_bytes_per_parameter(of) * parameters + plain
+
+    def most_states(
+        self, costs: StepCosts, of: Configuration, kinds: Sequence[Recompute], slices: int, most: float
+    ) -> float:
+        """Bytes of model states per parameter, at most, beside which a rank can compute what follows the last block."""
+        parameters, plain = self._head(costs, of, kinds, slices)
+        return (most - plain) / parameters if parameters else inf
+
+    def _head(
+        self, costs: StepCosts, of: Configuration, kinds: Sequence[Recompute], slices: int
+    ) -> tuple[float, float]:
         key = _same(of), kinds, slices
         if key not in self.heads:
             apart = of._replace(pipeline=2, chunks=1, slices=slices, blocks=(costs.num_blocks, 0))
             plain = _plain(costs.memory_model(apart), 1, slices, kinds)
             self.heads[key] = costs.parameters(apart)[-1], plain
-        parameters, plain = self.heads[key]
-        return state_bytes_per_parameter(of) * parameters + plain
+        return self.heads[key]
 
 
 def _plain(model: MemoryModel, stage: int, slices: int, kinds: Sequence[Recompute]) -> float:
@@ -220,8 +234,8 @@ class ShapeStages:
         self._both_ways = any(len(ranks) > 1 for ranks in shape.placement.replicas)
         cuts = pairwise(accumulate(shape.of.blocks_of(costs.num_blocks), initial=0))
         ends = [costs.same_blocks(*each) for each in cuts]
-        self._keys: list[Hashable] = [(same, each, stage == 0) for stage, each in enumerate(ends)]
-        self._keys[-1] = self._keys[-1], "last"
+        keys: list[Hashable] = [(same, each, stage == 0) for stage, each in enumerate(ends)]
+        keys[-1] = keys[-1], "last"
         self._alone = [True] * len(ends)
         parameters = costs.parameters(shape.of)
         self.parameters = [costs.held_parameters(shape.of, held) for held in shape.placement.stages_of]
@@ -233,8 +247,9 @@ class ShapeStages:
                 for number, stage in enumerate(held):  # those that share some with earlier ones
                     now = costs.held_parameters(shape.of, held[: number + 1])
                     if now - before < parameters[stage]:
-                        self._keys[stage] = self._keys[stage], tuple(ends[each] for each in held[:number])
+                        keys[stage] = keys[stage], tuple(ends[each] for each in held[:number])
                     before = now
+        self._keys = [known.numbers.setdefault(key, len(known.numbers)) for key in keys]
         # The rank with the head first, which most often has too little memory.
         head = shape.placement.replicas[-1][0]
         self._ranks = sorted(range(shape.placement.num_ranks), key=lambda rank: rank != head)
@@ -242,7 +257,7 @@ class ShapeStages:
         self._of_ranks: dict[Hashable, dict[int, StageBytes]] = {}
         self._found: dict[Hashable, list[StageBytes]] = {}
         self._fits: dict[Hashable, bool] = {}
-        self._of_kinds: dict[Hashable, dict[int, float]] = {}
+        self._most_states: dict[Hashable, float] = {}
 
     def of(self, of: Configuration) -> list[StageBytes]:
         """With the data strategy of a configuration."""
@@ -278,6 +293,14 @@ class ShapeStages:
         """Bytes of a rank that are there all the time, with the data strategy of a configuration."""
         return sum(stage.always for stage in self._of_rank(of, rank).values())
 
+    def most_states(self, of: Configuration, kinds: Sequence[Recompute], most: float) -> float:
+        """Bytes of model states per parameter, at most, beside which every rank can compute each of its stages."""
+        key = kinds, most
+        if key not in self._most_states:
+            pairs = zip(self._plain(of, kinds).values(), map(self.parameters.__getitem__, self._ranks), strict=True)
+            self._most_states[key] = min((most - size) / parameters for size, parameters in pairs)
+        return self._most_states[key]
+
     def may_fit(self, of: Configuration, kinds: Sequence[Recompute], most: float, *, offloads: bool) -> bool:
         """Whether every rank may have enough memory, with some schedule.
 
@@ -291,23 +314,18 @@ class ShapeStages:
         """
         key = of.data_axis(), of.offload_states, kinds, most, offloads
         if key not in self._fits:
-            states, plain = state_bytes_per_parameter(of), self._plain(of, kinds)
-            self._fits[key] = all(
-                states * self.parameters[rank] + size <= most for rank, size in plain.items()
-            ) and all(self._least(of, kinds, rank, offloads=offloads) <= most for rank in self._ranks)
+            ranks = (self._least(of, kinds, rank, offloads=offloads) for rank in self._ranks)
+            self._fits[key] = all(size <= most for size in ranks)
         return self._fits[key]
 
     def _plain(self, of: Configuration, kinds: Sequence[Recompute]) -> dict[int, float]:
         """Bytes of each rank without states with any data strategy, at least, of its stage that needs most."""
-        if kinds not in self._of_kinds:
-            known, model = self._known.plain, self._costs.memory_model(of)
-            for stage, key in enumerate(self._keys):
-                if (key, kinds) not in known:
-                    known[key, kinds] = _plain(model, stage, of.slices, kinds)
-            of_stages = [known[key, kinds] for key in self._keys]
-            stages_of = self._placement.stages_of
-            self._of_kinds[kinds] = {rank: max(of_stages[s] for s in stages_of[rank]) for rank in self._ranks}
-        return self._of_kinds[kinds]
+        known, model = self._known.plain, self._costs.memory_model(of)
+        for stage, key in enumerate(self._keys):
+            if (key, kinds) not in known:
+                known[key, kinds] = _plain(model, stage, of.slices, kinds)
+        of_stages = [known[key, kinds] for key in self._keys]
+        return {rank: max(of_stages[stage] for stage in self._placement.stages_of[rank]) for rank in self._ranks}
 
     def _least(self, of: Configuration, kinds: Sequence[Recompute], rank: int, *, offloads: bool) -> float:
         """Bytes of a rank with any schedule, at least."""

@@ -311,26 +311,32 @@ class TreeSearch:
         if self._exhaustive:
             return ways.each
         most, kinds, known = self._request.memory_bytes, self._request.kinds, self._steps.known_bytes
-        fit, firm = ways.each, look is _Look.FIRM
-        if most < inf:
-            fit = [way for way in fit if known.of_head(self._costs, way.of, kinds, shape.of.slices) <= most]
-        seconds = self._space.shapes.link_bounds(shape, [way.of for way in fit])
+        stages = known.of(self._costs, shape) if most < inf else None
+        left, firm = ways.each, look is _Look.FIRM
+        if stages is not None:
+            states = min(
+                known.most_states(self._costs, shape.of, kinds, shape.of.slices, most),
+                stages.most_states(shape.of, kinds, most),
+            )
+            left = [way for way in left if way.states <= states]
+        seconds = self._space.shapes.link_bounds(shape, [way.of for way in left])
         faster = [
             way
-            for way, least in zip(fit, seconds, strict=True)
+            for way, least in zip(left, seconds, strict=True)
             if self.best.score(max(least, way.seconds if firm else way.least), way.peak, ways.devices) < self.best.limit
         ]
-        left = [way for way in faster if self._may_fit(shape, way, firm=firm)] if most < inf else faster
+        slower = len(left) - len(faster)
+        if stages is not None:
+            offload, fit = "offload" in self._request.fixed, list[Way]()
+            for way in faster:
+                offloads = offload or (way.offloaded < inf and not firm)
+                if stages.may_fit(_with(shape.of, way), kinds, most, offloads=offloads):
+                    fit.append(way)
+            faster = fit
         if self._counts_in(look):
-            self.refusals.add(_SLOWER, len(fit) - len(faster))
-            self.refusals.too_large(len(ways.each) - len(fit) + len(faster) - len(left))
-        return left
-
-    def _may_fit(self, shape: Shape, way: Way, *, firm: bool) -> bool:
-        stages = self._steps.known_bytes.of(self._costs, shape)
-        of = _with(shape.of, way)
-        offloads = (way.offloaded < inf and not firm) or "offload" in self._request.fixed
-        return stages.may_fit(of, self._request.kinds, self._request.memory_bytes, offloads=offloads)
+            self.refusals.add(_SLOWER, slower)
+            self.refusals.too_large(len(ways.each) - slower - len(faster))
+        return faster
 
     @property
     def _takes_all(self) -> bool:
