@@ -13,9 +13,12 @@ reduced. I computes no gradient of a weight, and leaves for W what W needs.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 from pipeloom.ir.recompute import Recompute
+from pipeloom.plan.memory.backward_bytes import BackwardMoment
 from pipeloom.plan.memory.memory_model import MemoryModel
 from pipeloom.plan.memory.state_bytes import NumberBytes
 
@@ -69,6 +72,37 @@ class StageGradients(NamedTuple):
     reducing: Sequence[float]
 
 
+class _Most(NamedTuple):
+    """The most bytes of a layer's backward beside activations and gradients, of any of its moments.
+
+    Attributes:
+        size: without gradients.
+        temporary: with those that are not added yet.
+        first: with all that the backward has made, in the first one.
+        later: with those that a later one has not added yet.
+    """
+
+    size: float
+    temporary: float
+    first: float
+    later: float
+
+
+@lru_cache(maxsize=4096)
+def _most(
+    backward: tuple[BackwardMoment, ...], count: int, number_bytes: tuple[int, int, int], *, in_place: bool
+) -> _Most:
+    """Of a slice of `count`; the bytes are those of a number in forwards, of another one beside it, and in sums."""
+    single, another, gradient = number_bytes
+    size = temporary = first = later = -inf
+    for moment in backward:
+        beside, making = moment.size / count, single * moment.making + another * moment.summing
+        size, temporary = max(size, beside), max(temporary, beside + making)
+        first = max(first, beside + making + gradient * moment.made)
+        later = max(later, beside + (0 if in_place and moment.grouped else making))
+    return _Most(size, temporary, first, later)
+
+
 def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradients: StageGradients) -> StageMoments:
     """The moments of slice `index` of `count` on a stage."""
     formats = NumberBytes.of(model.precision)
@@ -86,14 +120,12 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
         temporary = max(temporary, shared)
         inputs = max(inputs, here + waiting)
         first_here, later_here = here + shared + made, here + shared
-        for moment in layer.backward:
-            beside = moment.size / count
-            inputs = max(inputs, here + waiting + beside)
-            beside += shared
-            making = single * moment.making + another * moment.summing
-            temporary = max(temporary, beside + making)
-            first_here = max(first_here, here + made + beside + making + formats.gradient * moment.made)
-            later_here = max(later_here, here + beside + (0 if in_place and moment.grouped else making))
+        if layer.backward:
+            most = _most(tuple(layer.backward), count, (single, another, formats.gradient), in_place=in_place)
+            inputs = max(inputs, here + waiting + most.size)
+            temporary = max(temporary, shared + most.temporary)
+            first_here = max(first_here, first_here + most.first)
+            later_here = max(later_here, later_here + most.later)
         first, first_reducing = max(first, first_here), max(first_reducing, first_here + reducing)
         later, later_reducing = max(later, later_here), max(later_reducing, later_here + reducing)
         of_forward = max(of_forward, layer.forward_bytes / count)

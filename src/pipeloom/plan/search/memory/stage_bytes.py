@@ -339,4 +339,4 @@ class ShapeStages:
         if held[-1] == len(self._keys) - 1:  # its forward has the logits
             most = max(most, last.computing(kinds, _FORWARD) + rest)
         most = max(most, *(stage.computing(kinds, _ADDING if several else _FIRST) for stage in stages.values()))
-        return self.always(of, rank) + most
+        return sum(stage.always for stage in stages.values()) + most
