@@ -81,7 +81,7 @@ def test_units_of_blocks_have_their_neighbours_and_ties_count_once():
     assert (first.forward, first.again, first.kept, first.recomputed) == (4.0, 3.0, 23.0, 3.0 + 8.0)
     assert (last.forward, last.again, last.sent, last.recomputed) == (4.5, 3.0, 16.0, 8.0 + 16.0)
     costs = ProfiledCosts(units=units, cluster=find_cluster("dgx-a100-80", "--cluster"), samples=2)
-    request = Request(devices=1, batch_size=2, fixed={"precision": "fp32"})
+    request = Request(devices=1, batch_size=2, fixed={"precision": "fp32"}, ends_alone=False)
     one = find_plans(costs, request).plans[0].of
     assert costs.held_parameters(one, [0]) == (40 + 2 * 12 + 4) / 4
 

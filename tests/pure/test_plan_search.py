@@ -634,14 +634,13 @@ def test_on_many_devices_neighbours_of_the_best_plan_are_looked_at(layers, devic
 
 
 def test_models_with_experts_are_looked_at_with_each_expert_degree(monkeypatch):
-    """The search that follows ends early, among other degrees; so do looks at several stages on a rank."""
+    """A search of all of them would end early, among other degrees."""
     monkeypatch.setattr("pipeloom.plan.search.tree.tree_search._MOST_STEPS", 40.0)
-    monkeypatch.setattr("pipeloom.plan.search.parts.searches._FIRST_LOOK", 1.0)
     model = replace(gpt(8, 1024, 16, vocabulary=32000), experts=ExpertSizes(experts=16, top_k=2, expert_width=4096))
     case = {"model": model, "devices": 8, "batch": 32, "memory": 8 * GIB, "top": 1}
     best = search(**case).plans[0].step_seconds
     for expert in (1, 2, 4, 8):
-        assert best <= 1.01 * search(**case, fixed=f"expert={expert},pipeline=1,schedule=1f1b").plans[0].step_seconds
+        assert best <= 1.01 * search(**case, fixed=f"expert={expert},pipeline=1").plans[0].step_seconds
 
 
 def test_the_usual_choice_of_a_model_with_experts_on_many_devices():

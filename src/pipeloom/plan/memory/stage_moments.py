@@ -137,7 +137,7 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
     fixed = gradients.fixed is not None
     full = made if gradients.fixed is None else gradients.fixed
     groups = []
-    for largest in map(max, *(layer.largest_parameters for layer in layers), (0, 0)):
+    for largest in map(max, zip((0, 0), *(layer.largest_parameters for layer in layers), strict=True)):
         limit = _GROUP_ELEMENTS[model.device] + (largest if model.device == "cpu" else 0)
         groups.append(single * min(full / formats.gradient, limit))
     group, later_group = groups if in_place else groups[:1] * 2

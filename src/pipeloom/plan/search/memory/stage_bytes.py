@@ -8,7 +8,7 @@ are the least of both cases.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from math import inf
+from math import copysign, inf
 
 from pipeloom.ir import Op
 from pipeloom.ir.data_axis import Granularity
@@ -189,7 +189,7 @@ class KnownBytes:
     ) -> float:
         """Bytes of model states per parameter, at most, beside which a rank can compute what follows the last block."""
         parameters, plain = self._head(costs, of, kinds, slices)
-        return (most - plain) / parameters if parameters else inf
+        return _each(most - plain, parameters)
 
     def _head(
         self, costs: StepCosts, of: Configuration, kinds: Sequence[Recompute], slices: int
@@ -212,6 +212,11 @@ def _plain(model: MemoryModel, stage: int, slices: int, kinds: Sequence[Recomput
         kept = sum(layer.kept_bytes[kind] for layer in layers) / slices
         found = min(found, min(kept, each.kept) + max(each.forward, min(each.inputs, each.later)))
     return NumberBytes.of(model.precision).compute * sum(layer.buffer_elements for layer in layers) + found
+
+
+def _each(room: float, parameters: float) -> float:
+    """Bytes per parameter; without any, all states fit where the rest does."""
+    return room / parameters if parameters else copysign(inf, room)
 
 
 def _same(of: Configuration) -> Hashable:
@@ -298,7 +303,7 @@ class ShapeStages:
         key = kinds, most
         if key not in self._most_states:
             pairs = zip(self._plain(of, kinds).values(), map(self.parameters.__getitem__, self._ranks), strict=True)
-            self._most_states[key] = min((most - size) / parameters for size, parameters in pairs)
+            self._most_states[key] = min(_each(most - size, parameters) for size, parameters in pairs)
         return self._most_states[key]
 
     def may_fit(self, of: Configuration, kinds: Sequence[Recompute], most: float, *, offloads: bool) -> bool:

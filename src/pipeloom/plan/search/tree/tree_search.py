@@ -127,7 +127,7 @@ class TreeSearch:
         return 0.0 if self._exhaustive else (given - self._left) / every
 
     def _nodes(self, *, loose: bool) -> OpenNodes | None:
-        """The nodes of which the best one is next; None: none is left."""
+        """The open nodes whose best one is next; None: none is left."""
         firm_first = self._patient or not loose or self._firm.key <= self._loose.key
         if self._firm and firm_first:
             return self._firm
