@@ -21,6 +21,9 @@ def balanced_blocks(seconds: Sequence[float], placement: Placement) -> tuple[int
     return _balanced(tuple(seconds), placement)
 
 
+_HALVES = 14  # of the seconds of the longest block: their part that is not decided
+
+
 @lru_cache(maxsize=4096)
 def _balanced(seconds: tuple[float, ...], placement: Placement) -> tuple[int, ...]:
     stages, count = placement.num_stages, len(seconds)
@@ -29,8 +32,9 @@ def _balanced(seconds: tuple[float, ...], placement: Placement) -> tuple[int, ..
     sums = [0.0]
     for each in seconds:
         sums.append(sums[-1] + each)
-    low, high = max(*seconds, sums[-1] / stages), sums[-1]
-    for _ in range(24):
+    low = max(*seconds, sums[-1] / stages)
+    high = low + max(seconds)  # with which blocks in turn fit
+    for _ in range(_HALVES):
         middle = (low + high) / 2
         if _fits(sums, stages, middle):
             high = middle

@@ -134,8 +134,12 @@ class Space:
         self._least_bytes: dict[object, float] = {}
         self._degrees: dict[int, list[tuple[int, int]]] = {}  # by ranks of all replicas, see `_degrees_of`
 
-    def groups(self) -> Iterator[tuple[Configuration, int]]:
-        """Configurations with degrees inside a stage and a micro-batch size, and their number of devices."""
+    def groups(self, *, counts: bool = True) -> Iterator[tuple[Configuration, int]]:
+        """Configurations with degrees inside a stage and a micro-batch size, and their number of devices.
+
+        Args:
+            counts: whether to count those that are refused.
+        """
         request, fixed = self.request, self.request.fixed
         sizes = request.devices, request.batch_size, request.optimizer, request.objective == "cost", request.precisions
         given = tuple((name, fixed[name]) for name in sorted(_OF_GROUPS & fixed.keys()))
@@ -144,10 +148,10 @@ class Space:
         if found is None:
             found = self._known.groups[key] = list(self._groups())
         for each in found:
-            if isinstance(each, str):
-                self.refusals.add(each)
-            else:
+            if not isinstance(each, str):
                 yield each
+            elif counts:
+                self.refusals.add(each)
 
     def _groups(self) -> Iterator[tuple[Configuration, int] | str]:
         """`groups`, and why there are no others."""

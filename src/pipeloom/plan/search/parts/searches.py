@@ -54,22 +54,29 @@ class Searches:
         return BestPlans(of or self.request, self.accept, plans)
 
     def open(
-        self, of: Request, best: BestPlans, *, counts: bool = True, refusals: Refusals | None = None
+        self,
+        of: Request,
+        best: BestPlans,
+        *,
+        counts: bool = True,
+        first: bool = True,
+        refusals: Refusals | None = None,
     ) -> TreeSearch:
-        """A search that takes no steps yet; `counts` and `refusals` as for `TreeSearch`."""
+        """A search that takes no steps yet; the arguments are those of `TreeSearch`."""
         return TreeSearch(
             *(self.steps, of, best),
             exhaustive=self.exhaustive,
             can_run=self.can_run,
             long_steps=self.exhaustive or "schedule" in self.request.fixed or not self.of_many,
             counts=counts,
+            first=first,
             refusals=refusals,
         )
 
     def parts(self, best: BestPlans, refusals: Refusals) -> list[TreeSearch]:
         """A search of each part of the space, by the degrees that decide the most."""
         parts = (replace(self.request, fixed={**self.request.fixed, **dict(degrees)}) for degrees in self._degrees())
-        return [self.open(of, best, refusals=refusals) for of in parts]
+        return [self.open(of, best, first=not number, refusals=refusals) for number, of in enumerate(parts)]
 
     def run(self, search: TreeSearch, part: float = 1.0, *, loose: bool = True, without: float = 0.0) -> float:
         """Search with a part of the steps, and more without a plan; the part that was taken."""

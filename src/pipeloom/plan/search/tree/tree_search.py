@@ -59,6 +59,7 @@ class TreeSearch:
         can_run: see `find_plans`.
         long_steps: whether to simulate steps with any number of actions.
         counts: whether to find out why groups have no mesh.
+        first: whether no search with these refusals counts those of groups, which parts of the space share.
         refusals: of other searches, to which those of this one are added.
 
     Attributes:
@@ -78,10 +79,11 @@ class TreeSearch:
         can_run: CanRun,
         long_steps: bool,
         counts: bool = True,
+        first: bool = True,
         refusals: Refusals | None = None,
     ) -> None:
         self._steps, self._costs, self._request, self.best = steps, steps.costs, request, best
-        self._exhaustive, self._counts, self._long_steps = exhaustive, counts, long_steps
+        self._exhaustive, self._counts, self._first, self._long_steps = exhaustive, counts, first, long_steps
         self.objective, self.refusals, self.simulated = request.objective, refusals or Refusals(), 0
         self._left, self._begun = 0.0, False
         known_bytes = None if exhaustive else steps.known_bytes
@@ -162,7 +164,7 @@ class TreeSearch:
         return len(self._firm) + len(self._loose) if self.least < inf else 0
 
     def _groups(self) -> None:
-        for of, devices in self._space.groups():
+        for of, devices in self._space.groups(counts=self._first):
             least = self._space.group_bound(of, devices)
             if least == inf:
                 if self._counts:
