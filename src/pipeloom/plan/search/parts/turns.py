@@ -27,7 +27,7 @@ _FIRST = (
 )  # of the steps of a search, for each part on few and on many devices; doubled while there is no plan
 _WITHOUT = 8.0  # of them on many devices, for all parts while there is no plan
 _FEW = (_Turn(0.05, 0.02, 1.0), _Turn(0.2, 0.1, 1.0))
-_MANY = (_Turn(0.0, 0.3, inf), _Turn(0.0, 1.0, 2.0))
+_MANY = (_Turn(0.0, 0.3, inf), _Turn(0.0, 0.5, inf))
 _NEAR = 1.12  # of the bound of what is left: there are no more turns
 _LAST = 0.3  # for all parts that are left
 

@@ -26,7 +26,7 @@ from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
 
 Tell = Callable[[int, float], None]
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
-_REFUSED = 0.25  # of them, which shapes do not take where a look at their data strategies refuses them
+_REFUSED = 0.4  # of them, which shapes do not take where a look at their data strategies refuses them
 _MOST_ACTIONS = 60_000  # of a simulated step on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
 _STEPS = 85  # on `MANY_DEVICES` devices
