@@ -1,9 +1,9 @@
 """Branch and bound over the space of configurations. No torch here.
 
 Every node has a lower bound; nodes whose bound exceeds the best simulated values, less a tolerance, are discarded. The
-node that looks best is expanded next (`pipeloom.plan.search.tree`). A search ends after a number of steps,
-on few devices a large one. What is left then has a bound too, which says by how much another plan could be faster at
-most.
+node that looks best is expanded next (`pipeloom.plan.search.tree`). Parts of the space take turns
+(`pipeloom.plan.search.parts`). A search ends after a number of steps, on few devices a large one. What is left then has
+a bound too, which says by how much another plan could be faster at most.
 """
 
 import gc

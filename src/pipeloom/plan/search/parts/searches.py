@@ -1,8 +1,4 @@
-"""The searches of one request: what they share, and parts of the space. No torch here.
-
-Where memory is short, a search of the whole space would take its steps in the few parts whose bounds are too low, and
-end. So searches of parts take turns: `few_devices` and `many_devices`.
-"""
+"""The searches of one request: what they share, and the parts of the space. No torch here."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -21,10 +21,7 @@ class _Turn(NamedTuple):
     most: float
 
 
-_FIRST = (
-    0.01,
-    0.05,
-)  # of the steps of a search, for each part on few and on many devices; doubled while there is no plan
+_FIRST = 0.01, 0.05  # of the steps of a search, for each part, on few and on many devices
 _WITHOUT = 8.0  # of them on many devices, for all parts while there is no plan
 _FEW = (_Turn(0.05, 0.02, 1.0), _Turn(0.2, 0.1, 1.0))
 _MANY = (_Turn(0.0, 0.3, inf), _Turn(0.0, 0.5, inf))
@@ -40,18 +37,29 @@ def take_turns(searches: Searches, parts: Sequence[TreeSearch], best: BestPlans)
         parts: of the space.
         best: plans that are known; it is changed.
     """
-    most, turns = (_WITHOUT, _MANY) if searches.of_many else (inf, _FEW)
-    for loose in (False, True):  # a part goes on until there is a plan
-        for part in _left(parts, loose=loose) if not best.plans or not loose else ():
-            share = searches.run(part, _FIRST[searches.of_many], loose=loose, without=0.0 if best.plans else most)
-            most -= 0.0 if best.plans else share
-    for turn in turns if best.plans else ():
+    without, turns = (_WITHOUT, _MANY) if searches.of_many else (inf, _FEW)
+    _first_turn(searches, parts, best, without)
+    if not best.plans:
+        return
+    for turn in turns:
         _turn(searches, parts, turn.firm, turn.most, loose=False)
         _turn(searches, parts, turn.loose, turn.most, loose=True)
         if best.best_value <= _NEAR * min(part.least for part in parts):
-            break
-    else:
-        _turn(searches, parts, 1.0, 1.0 if len(parts) == 1 else _LAST, loose=True)
+            return
+    _turn(searches, parts, 1.0, 1.0 if len(parts) == 1 else _LAST, loose=True)
+
+
+def _first_turn(searches: Searches, parts: Sequence[TreeSearch], best: BestPlans, without: float) -> None:
+    """A short turn of each part; while there is no plan, longer ones, together by `without` of the steps."""
+    for loose in (False, True):
+        for part in _left(parts, loose=loose):
+            if loose and best.plans:
+                return
+            known = bool(best.plans)
+            spent = searches.run(
+                part, _FIRST[searches.of_many], loose=loose, without=0.0 if known else max(0.0, without)
+            )
+            without -= 0.0 if known else spent
 
 
 def _left(parts: Sequence[TreeSearch], *, loose: bool = True) -> list[TreeSearch]:
@@ -60,10 +68,9 @@ def _left(parts: Sequence[TreeSearch], *, loose: bool = True) -> list[TreeSearch
     return sorted(left, key=lambda part: (not part.has_best, part.least_of(loose=loose)))
 
 
-def _turn(searches: Searches, parts: Sequence[TreeSearch], each: float, most: float, *, loose: bool) -> float:
-    """A turn of each part, and of all parts together at most so many of the steps; those that it took."""
+def _turn(searches: Searches, parts: Sequence[TreeSearch], each: float, most: float, *, loose: bool) -> None:
+    """A turn of each part, and of all parts together at most so many of the steps."""
     spent = 0.0
     for part in _left(parts, loose=loose):
         if spent < most and each:
             spent += searches.run(part, min(each, most - spent), loose=loose)
-    return spent
