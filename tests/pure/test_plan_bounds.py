@@ -8,8 +8,8 @@ from statistics import median
 import pytest
 
 from pipeloom.errors import PipeloomError
-from pipeloom.ir import Placement
-from pipeloom.ir.data_axis import DataStrategy
+from pipeloom.ir import Op, Placement
+from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.ir.recompute import Recompute
 from pipeloom.parallel.expert.sizes import ExpertSizes
 from pipeloom.parallel.inside_stage import InsideStage
@@ -18,6 +18,7 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.costs.step_bound import busy_links, message_seconds, pipeline_bound
+from pipeloom.plan.search.data_runs import data_runs
 from pipeloom.plan.search.memory.live_moments import moments_of
 from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import offloaded_of
@@ -112,10 +113,43 @@ def test_bounds_are_never_above_what_is_simulated(seed):
                 assert choice.least_bytes <= found.peak * (1 + 1e-9), choice.of
                 assert known.of_head(costs, way.of, request.kinds, choice.of.slices) <= found.peak
                 of = choice.of._replace(recompute=Recompute.NONE, offload=None)
-                assert known.of(costs, shape).may_fit(of, request.kinds, found.peak * (1 + 1e-9), offloads=offloads)
+                stages, peak = known.of(costs, shape), found.peak * (1 + 1e-9)
+                assert stages.may_fit(of, request.kinds, peak, offloads=offloads)
+                assert way.states <= stages.most_states(of, request.kinds, peak)
+                assert way.states <= known.most_states(costs, of, request.kinds, of.slices, peak)
                 if not offloads:
                     shares.append(choice.least_bytes / found.peak)
     assert median(shares) > 0.99  # with little memory, few configurations that do not fit are simulated
+
+
+@pytest.mark.parametrize("granularity", [Granularity.CHUNK, Granularity.MICROBATCH])
+@pytest.mark.parametrize(
+    ("schedule", "pipeline", "chunks", "microbatches", "slices"),
+    [
+        ("interleaved", 1, 4, 6, 1),
+        ("interleaved", 4, 3, 1600, 1),  # whose short step stands for it
+        ("seq1f1b-interleaved", 2, 2, 8, 2),
+        ("bfs", 4, 2, 8, 1),
+        ("zb-v", 4, 2, 12, 1),
+        ("dualpipe", 4, 1, 16, 1),
+        ("chimera", 4, 1, 8, 1),
+    ],
+)
+def test_ranks_gather_and_reduce_their_stages_as_often_as_their_programs(
+    schedule, pipeline, chunks, microbatches, slices, granularity
+):
+    costs = cost_model(gpt(16, 512, 8, sequence=2048), "dgx-a100-80", "pipeloom")
+    of = Configuration(
+        schedule=schedule, pipeline=pipeline, chunks=chunks, microbatches=microbatches, slices=slices, data=2,
+        strategy=DataStrategy.ZERO3, granularity=granularity,
+    )  # fmt: skip
+    program = costs.program(of, costs.schedule(of))
+    for rank, held in enumerate(program.placement.stages_of):
+        for stage, runs in zip(held, data_runs(of, program.placement)[rank], strict=True):
+            of_stage = [action for action in program.orders[rank] if action.stage == stage]
+            gathers = [action for action in of_stage if action.op is Op.UNSHARD]
+            sums = [action for action in of_stage if action.op is Op.REDUCE_GRAD and action.microbatch is not None]
+            assert runs == (len(gathers), len(sums)), stage
 
 
 @pytest.mark.parametrize(("data", "strategy"), [(4, DataStrategy.ZERO1), (8, DataStrategy.DDP)])

@@ -198,8 +198,8 @@ def test_meshes_with_uneven_blocks_or_a_long_bubble_come_later():
 
 
 def test_the_knapsack_is_exact():
-    items = [[(0, 5), (2, 3), (5, 1)], [(0, 4), (1, 2), (9, 0)], [(0, 6), (3, 2)]]
-    for most in range(16):
+    items = [[(0, 5), (2, 3), (5, 1)], [(0, 4), (1, 2), (9, 0)], [(0, 6), (3, 2)], *[[(0, 3), (1, 2), (4, 0)]] * 3]
+    for most in range(25):
         fitting = [
             (sum(cost for cost, _ in chosen), sum(size for _, size in chosen))
             for chosen in product(*items)
