@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 from pipeloom import schedules
@@ -210,7 +211,7 @@ class Request:
         """Devices and samples, for the beginning of a message."""
         return f"{self.names.devices}={self.devices} {self.names.batch}={self.batch_size}"
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[Recompute, ...]:
         """Kinds of recomputation that a stage may have."""
         given = self.fixed.get("recompute")

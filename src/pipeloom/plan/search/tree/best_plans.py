@@ -17,29 +17,26 @@ class BestPlans:
         request: what is planned.
         accept: why a plan cannot be offered; None: it can.
         plans: those that are known.
+
+    Attributes:
+        plans: those that were kept.
+        best_value: what is minimized, of the best plan; infinite without one.
+        limit: the value above which a plan is not among the best.
     """
 
     def __init__(self, request: Request, accept: Callable[[Simulated], str | None], plans: Sequence[Simulated]) -> None:
-        self._request, self._accept, self.plans = request, accept, list(plans)
+        self._request, self._accept = request, accept
+        self._keep(plans)
+
+    def _keep(self, plans: Sequence[Simulated]) -> None:
+        self.plans, top = list(plans), self._request.top
+        self.best_value = self.value(self.plans[0]) if self.plans else inf
+        self._last = self.value(self.plans[top - 1]) if len(self.plans) >= top else inf
+        self.limit = (1 - _TOLERANCE) * self._last
 
     def score(self, seconds: float, peak: float, devices: int) -> float:
         """What is minimized, of a step with these seconds and this peak memory."""
         return score(self._request.objective, seconds, peak, devices)
-
-    @property
-    def limit(self) -> float:
-        """The value above which a plan is not among the best."""
-        return (1 - _TOLERANCE) * self._last
-
-    @property
-    def _last(self) -> float:
-        top = self._request.top
-        return self.value(self.plans[top - 1]) if len(self.plans) >= top else inf
-
-    @property
-    def best_value(self) -> float:
-        """What is minimized, of the best plan; infinite without one."""
-        return self.value(self.plans[0]) if self.plans else inf
 
     def value(self, plan: Simulated) -> float:
         """What is minimized, of a plan."""
@@ -52,7 +49,8 @@ class BestPlans:
         if (refusal := self._accept(found)) is not None:
             return refusal
         both = sorted([*self.plans, found], key=self.value, reverse=True)
-        self.plans = sorted({_kind(plan.of): plan for plan in both}.values(), key=self.value)[: self._request.top]
+        unlike = {_kind(plan.of): plan for plan in both}.values()
+        self._keep(sorted(unlike, key=self.value)[: self._request.top])
         return None
 
 

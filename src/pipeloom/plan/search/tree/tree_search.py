@@ -313,13 +313,13 @@ class TreeSearch:
         if self._exhaustive:
             return ways.each
         most, kinds, known = self._request.memory_bytes, self._request.kinds, self._steps.known_bytes
-        stages = known.of(self._costs, shape) if most < inf else None
         left, firm = ways.each, look is _Look.FIRM
+        if most < inf:
+            states = known.most_states(self._costs, shape.of, kinds, shape.of.slices, most)
+            left = [way for way in left if way.states <= states]
+        stages = known.of(self._costs, shape) if most < inf and left else None
         if stages is not None:
-            states = min(
-                known.most_states(self._costs, shape.of, kinds, shape.of.slices, most),
-                stages.most_states(shape.of, kinds, most),
-            )
+            states = stages.most_states(shape.of, kinds, most)
             left = [way for way in left if way.states <= states]
         seconds = self._space.shapes.link_bounds(shape, [way.of for way in left])
         faster = [
