@@ -1,10 +1,14 @@
 """Expansion of nodes: from groups to meshes, shapes and candidates, see `pipeloom.plan.search.space`. No torch here.
 
-Where memory is short, bounds of plans that offload activations or cut sequences into slices are far too low: the
-search would end among them. So these plans are open nodes of their own, and the others come first:
+Where memory is short, bounds of plans that offload activations or cut sequences into slices are far too low: a search
+would end among them. So they are nodes of their own. On few devices they come when no others are left, on many beside
+them.
 
-    firm      group -> mesh -> shape -> whole sequences that stay on the device
-    loose              mesh -> shape -> the same with offload, and slices
+    group -> mesh -> shape without slices -> activations stay      firm bounds
+                  -> shape without slices -> activations leave     loose bounds
+                  -> shape with slices                             loose bounds
+
+A mesh whose firm bound exceeds the best plan is expanded where its loose bound does not.
 """
 
 from collections.abc import Callable, Hashable, Sequence
