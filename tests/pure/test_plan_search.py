@@ -626,7 +626,7 @@ def test_on_many_devices_a_fixed_pipeline_degree_is_no_faster_than_the_plan(pipe
         pytest.param(80, 256, 512, 8192, "pipeline=2,tensor=2", marks=pytest.mark.whole_grid),
     ],
 )
-def test_on_many_devices_neighbours_of_the_best_plan_are_looked_at(layers, devices, batch, length, fixed):
+def test_on_many_devices_fixed_degrees_are_no_faster_than_the_plan(layers, devices, batch, length, fixed):
     case = {"model": gpt(layers, 8192, 64, sequence=length, vocabulary=128256), "cluster": "dgx-h100", "top": 1}
     case |= {"devices": devices, "batch": batch, "memory": 73.6 * GIB}
     best = search(**case).plans[0].step_seconds
@@ -644,7 +644,7 @@ def test_models_with_experts_are_looked_at_with_each_expert_degree(monkeypatch):
 
 
 def test_the_usual_choice_of_a_model_with_experts_on_many_devices():
-    """Short looks at its parts, one for each expert degree, leave nothing for longer ones."""
+    """Each expert degree is a part of the space, which has a turn."""
     model = replace(gpt(8, 1024, 16, vocabulary=32000), experts=ExpertSizes(experts=16, top_k=2, expert_width=4096))
     costs = cost_model(model, "dgx-a100-80", "pipeloom")
     usual = usual_plan(costs, Request(devices=128, batch_size=128, memory_bytes=80 * GIB))

@@ -21,7 +21,7 @@ from pipeloom.plan.search.request import Objective, Refusals, Request
 from pipeloom.plan.search.simulated import Simulated, Steps
 from pipeloom.plan.search.space import CanRun
 from pipeloom.plan.search.tree.no_plan import no_plan
-from pipeloom.plan.search.tree.tree_search import Tell
+from pipeloom.plan.search.tree.tree_search import SLOWER, Tell
 
 _COLLECTED = 1_000_000  # objects between two looks for cycles
 _ENDED = "not looked at: the search ended"
@@ -97,10 +97,11 @@ def find_plans(
             if not smallest or smallest[0].peak > request.memory_bytes:
                 raise InputError(no_plan(costs, request, refusals, smallest[0].peak if smallest else inf))
             best = searches.best(smallest)
-            parts = [searches.open(request, best, refusals=refusals)]  # with a plan to compare with, it ends
+            parts = [searches.open(request, best, counts=False, first=False, refusals=refusals)]  # now it ends
             searches.run(parts[0])
             least = parts[0].least
-    refusals.add(_ENDED, sum(part.open for part in parts))
+    for each in parts:
+        refusals.add(SLOWER if each.least == inf else _ENDED, each.open)
     return Answer(
         objective=request.objective,
         plans=best.plans,

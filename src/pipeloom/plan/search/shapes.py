@@ -113,7 +113,8 @@ class Shapes:
         for name, family in schedules.SYNCHRONOUS.items():
             if not self._request.allows("schedule", name) or (name in asked and "schedule" not in fixed):
                 continue
-            if of.pipeline == 1 and name not in (fixed.get("schedule"), *_WITHOUT_PIPELINE):
+            sliced = family.sliced and fixed.get("slices", 1) > 1
+            if of.pipeline == 1 and not sliced and name not in (fixed.get("schedule"), *_WITHOUT_PIPELINE):
                 continue  # the same as one of these
             for chunks, slices in product(self._chunks(family, of.pipeline), self._slices(family, of)):
                 try:
@@ -148,7 +149,7 @@ class Shapes:
             return [n for n in fit if n in {*_FEW, *most_even, fit[-1]}]
         if self._request.devices <= MANY_DEVICES:
             return fit
-        even = [n for n in fit if {0} & {blocks % (n * pipeline) for blocks in wholes}]
+        even = [n for n in fit if any(blocks % (n * pipeline) == 0 for blocks in wholes)]
         return even or fit
 
     def _slices(self, family: Family, of: Configuration) -> list[int]:
@@ -196,8 +197,6 @@ class Shapes:
         if not ends_alone:
             seconds = [sum(each) for each in self.block_seconds(of)]
             return list(dict.fromkeys((even, balanced_blocks(seconds, placement))))
-        if len(even) == 1:
-            return [even]
         apart = of._replace(chunks=1, blocks=(0, *[1] * self._layers, 0), recompute=Recompute.NONE)
         seconds = [sum(each) for each in self._costs.stage_seconds(apart)]
         first, *inner, last = balanced_blocks(seconds, placement)  # of embedding, blocks, and head

@@ -346,6 +346,7 @@ class Space:
             if self._host_rate:
                 more = of.pipeline * self._host_rate * kinds.longest / 2
                 other = mixed_seconds(kinds.points(**sizes, room=room + more))
+                work = other if "offload" in self.request.fixed else work
             if min(work, other) == inf:
                 self.refusals.too_large()
                 continue

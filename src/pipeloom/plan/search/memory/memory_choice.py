@@ -157,7 +157,7 @@ class MemoryChoices:
         beside, found = self._bytes_beside.of(of), dict[tuple[Recompute, ...], list[Choice]]()
         smallest, lowest = self._request.objective == "memory", lowest_cap(self._shape.of)
         most = self._request.memory_bytes
-        for recompute in self.uniform()[-1:] if smallest else self._offloadable:
+        for recompute in self._offloadable if not smallest else self.uniform()[0 if every else -1 :]:
             number = 0 if smallest else self._room.number(beside, recompute, self._share * most)
             if number is None:
                 found[recompute] = []
@@ -259,8 +259,8 @@ class MemoryChoices:
         chosen = [0] * stages
         for rank, size in enumerate(sizes):
             best = self._of_rank(rank, beside, most) if size > most else {}
-            if best is None:
-                return None
+            if best is None:  # which fits, as it was seen
+                return (kinds[-1],) * stages
             for stage, number in best.items():
                 chosen[stage] = max(chosen[stage], number)
         return tuple(kinds[number] for number in chosen)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
+from typing import Any
 
 from pipeloom.common.division import divisors
 from pipeloom.plan.costs.step_costs import StepCosts
@@ -18,8 +19,6 @@ _WITHOUT = 4.0  # more than its steps, of a search of the least memory on many d
 _LEAN = ("1f1b", "v-min")  # schedules that hold the fewest activations
 _SECOND = 0.1  # of the steps of a search, for the least memory where a plan with one of these is known
 _LOOSE = {"offload": "offload_activations", "slices": "slices"}  # what plans take with them is far above their bounds
-
-Degrees = tuple[tuple[str, int], ...]  # of a part of the space, by name
 
 
 @dataclass
@@ -71,25 +70,29 @@ class Searches:
 
     def parts(self, best: BestPlans, refusals: Refusals) -> list[TreeSearch]:
         """A search of each part of the space, by the degrees that decide the most."""
-        parts = (replace(self.request, fixed={**self.request.fixed, **dict(degrees)}) for degrees in self._degrees())
-        return [self.open(of, best, first=not number, refusals=refusals) for number, of in enumerate(parts)]
+        parts, seen = list[TreeSearch](), set[Any]()
+        for degrees in self._degrees():
+            of = replace(self.request, fixed={**self.request.fixed, **degrees})
+            parts.append(self.open(of, best, first=degrees.get("expert") not in seen, refusals=refusals))
+            seen.add(degrees.get("expert"))
+        return parts
 
     def run(self, search: TreeSearch, part: float = 1.0, *, loose: bool = True, without: float = 0.0) -> float:
         """Search with a part of the steps, and more without a plan; the part that was taken."""
         before, tell, same = self.simulated - search.simulated, self.tell, search.objective == self.request.objective
         told = None if tell is None else lambda number, value: tell(before + number, value if same else inf)
-        taken = search.run(self.part * part, loose=loose, without=without, tell=told)
+        taken = search.run(self.part * part, loose=loose, without=self.part * without, tell=told)
         self.simulated = before + search.simulated
         return taken / self.part
 
-    def _degrees(self) -> Iterator[Degrees]:
+    def _degrees(self) -> Iterator[dict[str, int]]:
         """The parts of the space, by the degrees that decide the most: a search that knows plans discards more."""
         request, costs = self.request, self.costs
-        of_experts = divisors(request.devices) if costs.has_experts else [None]
+        of_experts = [{"expert": expert} for expert in costs.expert_degrees] if costs.has_experts else [{}]
         for pipeline, expert in product(divisors(request.devices), of_experts):
-            degrees = [("pipeline", pipeline)] if expert is None else [("pipeline", pipeline), ("expert", expert)]
-            if pipeline <= costs.num_blocks and all(request.allows(*each) for each in degrees):
-                yield tuple(degrees)
+            degrees = {"pipeline": pipeline, **expert}
+            if pipeline <= costs.num_blocks and all(request.allows(*each) for each in degrees.items()):
+                yield degrees
 
     @property
     def firm(self) -> Request:
@@ -103,9 +106,9 @@ class Searches:
         fixed, best = self.request.fixed, self.best(of=any_memory)
         small = {} if {"microbatches", "microbatch_size"} & fixed.keys() else {"microbatch_size": 1}
         without = _WITHOUT if self.of_many else inf
-        for schedule in _LEAN:
+        for schedule in [fixed["schedule"]] if "schedule" in fixed else _LEAN:
             kept = {"schedule": schedule, **small, **fixed}
             few = replace(any_memory, fixed=kept, forbidden=self.firm.forbidden)
             without -= max(0.0, self.run(self.open(few, best, counts=False), without=without) - 1)
-        self.run(self.open(any_memory, best), _SECOND if best.plans else 1.0, without=inf)
+        self.run(self.open(any_memory, best, counts=False), _SECOND if best.plans else 1.0, without=inf)
         return best.plans

@@ -93,10 +93,7 @@ class Candidates:
         if max(peaks) > self._request.memory_bytes:
             self._refusals.too_large()
             return self._smaller(candidate, peaks)
-        for other in candidate.instead:
-            if other.of == candidate.of:
-                continue
-            self._refusals.add("an earlier data strategy that fits communicates less")
+        self._refusals.add("an earlier data strategy that fits communicates less", len(candidate.instead))
         return step.simulated(peaks)
 
     def _smaller(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:

@@ -36,7 +36,7 @@ _ACTIONS = 300  # of a simulated step, that count as one of the search
 _STEPS = 85  # on `MANY_DEVICES` devices
 _MOST_STEPS = 4_000.0  # on at most as many; models with experts and long sequences would take many times more
 _OF_WAY = "strategy", "granularity", "offload_states"
-_SLOWER = "slower than the best plans by a lower bound"
+SLOWER = "slower than the best plans by a lower bound"
 
 
 class _Look(Enum):
@@ -164,8 +164,8 @@ class TreeSearch:
 
     @property
     def open(self) -> int:
-        """The number of nodes that are left, of a search that ended."""
-        return len(self._firm) + len(self._loose) if self.least < inf else 0
+        """The number of nodes that are left."""
+        return len(self._firm) + len(self._loose)
 
     def _groups(self) -> None:
         for of, devices in self._space.groups(counts=self._first):
@@ -183,7 +183,7 @@ class TreeSearch:
         elif node.loose < self.best.limit:
             self._loose.push(node._replace(bound=node.loose), penalty)
         else:
-            self.refusals.add(_SLOWER)
+            self.refusals.add(SLOWER)
 
     def _meshes(self, of: Configuration, devices: int) -> None:
         for mesh in self._space.meshes(of, devices):
@@ -340,7 +340,7 @@ class TreeSearch:
                     fit.append(way)
             faster = fit
         if self._counts_in(look):
-            self.refusals.add(_SLOWER, slower)
+            self.refusals.add(SLOWER, slower)
             self.refusals.too_large(len(ways.each) - slower - len(faster))
         return faster
 
