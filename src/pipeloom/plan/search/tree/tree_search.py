@@ -27,6 +27,7 @@ from pipeloom.plan.search.space import PENALTIES, CanRun, Space, Way, Ways
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.candidates import SIZES, Candidate, Candidates
 from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
+from pipeloom.plan.search.tree.shape_candidates import ShapeCandidates, with_way
 
 Tell = Callable[[int, float], None]
 _WEIGHTS = (0.2, 1.0, 0.5, 3.0)  # of steps, by level
@@ -35,7 +36,6 @@ _MOST_ACTIONS = 60_000  # of a simulated step on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
 _STEPS = 85  # on `MANY_DEVICES` devices
 _MOST_STEPS = 4_000.0  # on at most as many; models with experts and long sequences would take many times more
-_OF_WAY = "strategy", "granularity", "offload_states"
 SLOWER = "slower than the best plans by a lower bound"
 
 
@@ -244,64 +244,20 @@ class TreeSearch:
         if not memory.uniform():
             self.refusals.add("the kinds of recomputation do not fit the stages")
             return
-        fit = set[Way]()
-        if look is not _Look.FIRM:
-            fit |= self._offer_offloaded(shape, memory, left)
+        found = ShapeCandidates(shape, memory, self._request, exhaustive=self._exhaustive, again=self._patient)
+        candidates = found.offloaded(left) if look is not _Look.FIRM else []
         if look is not _Look.LOOSE:
-            fit |= self._offer_kept(shape, memory, left)
+            candidates += found.kept(left)
         else:
-            fit |= {way for way in left if memory.found(_with(shape.of, way))}
+            found.fit |= {way for way in left if memory.found(with_way(shape.of, way))}
+        for each in candidates:
+            self._offer(each)
         if self._counts_in(look):
-            self.refusals.too_large(len(left) - len(fit))
+            self.refusals.too_large(len(left) - len(found.fit))
 
     def _counts_in(self, look: _Look) -> bool:
         """Whether ways that are refused count: where offload follows, they do not fit without it."""
         return look is not _Look.FIRM or not self._offloads
-
-    def _offer_kept(self, shape: Shape, memory: MemoryChoices, ways: Sequence[Way]) -> set[Way]:
-        """Candidates whose activations stay on the device; the ways that have some."""
-        first: dict[object, Candidate] = {}  # by recomputation
-        smaller, fit = memory if self._patient and not self._exhaustive else None, set[Way]()
-        for way in ways:
-            of = _with(shape.of, way)
-            for choice in memory.found(of, every=self._exhaustive):
-                fit.add(way)
-                found = Candidate(shape=shape, of=of, choice=choice, way=way, memory=smaller)
-                kinds, slower = found.choice.of.recompute, of.strategy.shards_gradients or of.offload_states
-                before = first.get(kinds)
-                if before is not None and slower and not self._takes_all:
-                    before.instead.append(found)
-                    continue
-                if not of.offload_states or "offload_states" in self._request.fixed:
-                    first.setdefault(kinds, found)
-                self._offer(found)
-        return fit
-
-    def _offer_offloaded(self, shape: Shape, memory: MemoryChoices, ways: Sequence[Way]) -> set[Way]:
-        """Candidates with offloaded activations; the ways that have some."""
-        first: dict[object, Candidate | None] = {}  # by recomputation; None: all activations fit
-        fit = set[Way]()
-        for way in ways:
-            if not self._takes_all and first.get(memory.uniform()[0], way) is None:
-                break
-            of = _with(shape.of, way)
-            for recompute, choices in memory.offloaded(of, every=self._exhaustive).items():
-                if not choices and not of.offload_states:
-                    first[recompute] = None
-                for choice in choices:
-                    fit.add(way)
-                    found = Candidate(shape=shape, of=of, choice=choice, way=way)
-                    if recompute in first and not self._takes_all:
-                        before = first[recompute]
-                        if before is None:
-                            continue
-                        if before.choice.kept >= choice.kept:  # and communicates less
-                            before.instead.append(found)
-                            continue
-                    if not of.offload_states:  # whose transfers may take longer
-                        first[recompute] = found
-                    self._offer(found)
-        return fit
 
     def _memory(self, shape: Shape, moments: Moments) -> MemoryChoices:
         """On few devices, searches look at the same shapes again and again."""
@@ -336,7 +292,7 @@ class TreeSearch:
             offload, fit = "offload" in self._request.fixed, list[Way]()
             for way in faster:
                 offloads = offload or (way.offloaded < inf and not firm)
-                if stages.may_fit(_with(shape.of, way), kinds, most, offloads=offloads):
+                if stages.may_fit(with_way(shape.of, way), kinds, most, offloads=offloads):
                     fit.append(way)
             faster = fit
         if self._counts_in(look):
@@ -372,11 +328,6 @@ class TreeSearch:
             for each in found:
                 self._offer(each)
         self._left -= (self._steps.work - before) / _ACTIONS
-
-
-def _with(of: Configuration, way: Way) -> Configuration:
-    """A configuration with the data strategy of a way."""
-    return of._replace(**{key: getattr(way.of, key) for key in _OF_WAY})
 
 
 def _later(firm: float, least: float) -> float:
