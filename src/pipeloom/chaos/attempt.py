@@ -71,7 +71,8 @@ def run_attempt(command: Sequence[str], order: Order, place: Path, limit_seconds
                 code = _wait(process.poll, lines, deadline)
                 left = _rest(before, lines, process.pid if code is None else 0)
             finally:  # also where the campaign is interrupted
-                leftovers.end(leftovers.descendants() - before)
+                while rest := leftovers.descendants() - before:  # again: one may have started another meanwhile
+                    leftovers.end(rest)
                 ended_at = time.monotonic()
                 process.wait()
                 leftovers.reap(known)

@@ -162,19 +162,17 @@ def parse_precisions(text: str) -> tuple[str, ...]:
 
 
 class Names(NamedTuple):
-    """What messages call the number of devices, the batch size, what is fixed and forbidden, and a cap of memory."""
+    """What messages call the number of devices, the batch size, what is fixed, and a cap of memory."""
 
     devices: str
     batch: str
     fix: str
-    forbid: str
     cap: str
 
 
-COMMAND = Names("--devices", "--batch.size", "--fix", "--forbid", "--memory.cap")  # of `pipeloom plan`
-PYTHON = Names("devices", "global_batch_size", "fix", "forbid", "memory_bytes")  # of `pipeloom.plan`
-TRAIN = Names("--processes", "--batch.size", "other options", "other options", "--memory.cap")
-"""Of `pipeloom train --parallel auto`."""
+COMMAND = Names("--devices", "--batch.size", "--fix", "--memory.cap")  # of `pipeloom plan`
+PYTHON = Names("devices", "global_batch_size", "fix", "memory_bytes")  # of `pipeloom.plan`
+TRAIN = Names("--processes", "--batch.size", "other options", "--memory.cap")  # of `pipeloom train --parallel auto`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,12 +205,6 @@ class Request:
     ends_alone: bool = True
     precisions: tuple[str, ...] = ()
     names: Names = COMMAND
-
-    @property
-    def conditions(self) -> list[str]:
-        """What messages call the conditions that plans have to keep."""
-        given = {self.names.fix: self.fixed, self.names.forbid: self.forbidden}
-        return list(dict.fromkeys(name for name, values in given.items() if values))
 
     @property
     def asked(self) -> str:

@@ -23,17 +23,16 @@ def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: 
     """The message of a search that found no plan; `least_peak` is the least peak of a plan with any memory."""
     if least_peak < inf:
         more = bytes_text(least_peak - request.memory_bytes)
-        others = [f"other values of {name}" for name in request.conditions]
-        *ways, last = ["more devices", "devices with more memory", f"a larger {request.names.cap}", *others]
+        change = f", or change {request.names.fix}" if request.fixed else ""
         return (
             f"{request.asked}: no plan fits into {bytes_text(request.memory_bytes)} per device; the smallest one found "
-            f"needs {bytes_text(least_peak)}, {more} more. Use {', '.join(ways)}, or {last}."
+            f"needs {bytes_text(least_peak)}, {more} more. Use more devices, devices with more memory, or a "
+            f"larger {request.names.cap}{change}."
         )
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
     names = request.names
     why = next(_wrong(costs, request), reasons or f"the values of {names.fix} exclude each other")
-    *others, last = [names.devices, names.batch, *(request.conditions or [names.fix])]
-    return f"{request.asked}: no plan can run: {why}. Change {', '.join(others)} or {last}."
+    return f"{request.asked}: no plan can run: {why}. Change {names.devices}, {names.batch} or {names.fix}."
 
 
 def _wrong(costs: StepCosts, request: Request) -> Iterator[str]:
