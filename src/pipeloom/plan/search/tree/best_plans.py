@@ -48,13 +48,14 @@ class BestPlans:
             return None
         if (refusal := self._accept(found)) is not None:
             return refusal
-        both = sorted([*self.plans, found], key=self.value, reverse=True)
+        # Of a kind, the fastest stays; of those as fast, the one with the fewest stages.
+        both = sorted([found, *self.plans], key=lambda plan: (self.value(plan), plan.of.chunks), reverse=True)
         unlike = {_kind(plan.of): plan for plan in both}.values()
         self._keep(sorted(unlike, key=self.value)[: self._request.top])
         return None
 
 
 def _kind(of: Configuration) -> tuple[object, ...]:
-    """What plans that are shown side by side differ in."""
-    sizes = of.inside, of.pipeline, of.data, of.chunks, of.slices, of.microbatch_size
-    return *sizes, of.schedule, of.precision.dtype
+    """What plans that are shown side by side differ in; not in the stages of ranks without a pipeline."""
+    stages = (of.chunks, of.schedule) if of.pipeline > 1 else ()
+    return of.inside, of.pipeline, of.data, of.slices, of.microbatch_size, stages, of.precision.dtype
