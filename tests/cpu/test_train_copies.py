@@ -40,13 +40,17 @@ def assert_alike(one: Path, other: Path, tolerance: float = 1e-6) -> None:
 
 
 def assert_alike_beside(output_dir: Path) -> None:
-    """What was predicted beside the ranks is what ran there: as many units, all of which took time."""
+    """What was predicted beside the ranks is what ran there: as many units, all of which took time.
+
+    Replicas on one machine share the memory of full parameters: they gather in place, which may be predicted as 0 s.
+    """
     found = json.loads((output_dir / "timelines.json").read_text())
     measured, predicted = (Timeline.from_json(json.dumps(found[kind])) for kind in ("measured", "predicted"))
     for ran, foreseen in zip(measured.background, predicted.background, strict=True):
         assert Counter(span.action for span in ran) == Counter(span.action for span in foreseen)
         assert {span.action.op for span in ran} >= {Op.UNSHARD, Op.REDUCE_GRAD}
-        assert all(span.end > span.start for span in (*ran, *foreseen))
+        assert all(span.end > span.start for span in ran)
+        assert all(span.end > span.start or span.action.op is Op.UNSHARD for span in foreseen)
     rows = [row for row in metrics(output_dir) if "loss" in row]
     assert all(0 < row["predicted_bubble_fraction"] < 1 and 0 < row["bubble_fraction"] < 1 for row in rows)
 
