@@ -14,7 +14,6 @@ reduced. I computes no gradient of a weight, and leaves for W what W needs.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import inf
 from typing import NamedTuple
 
 from pipeloom.ir.recompute import Recompute
@@ -73,7 +72,7 @@ class StageGradients(NamedTuple):
 
 
 class _Most(NamedTuple):
-    """The most bytes of a layer's backward beside activations and gradients, of any of its moments.
+    """The most bytes of a layer's backward beside activations and gradients, of any of its moments; at least 0.
 
     Attributes:
         size: without gradients.
@@ -94,7 +93,7 @@ def _most(
 ) -> _Most:
     """Of a slice of `count`; the bytes are those of a number in forwards, of another one beside it, and in sums."""
     single, another, gradient = number_bytes
-    size = temporary = first = later = -inf
+    size = temporary = first = later = 0.0
     for moment in backward:
         beside, making = moment.size / count, single * moment.making + another * moment.summing
         size, temporary = max(size, beside), max(temporary, beside + making)
@@ -103,12 +102,14 @@ def _most(
     return _Most(size, temporary, first, later)
 
 
-def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradients: StageGradients) -> StageMoments:
-    """The moments of slice `index` of `count` on a stage."""
+def stage_moments(
+    model: MemoryModel, stage: int, recompute: Recompute, index: int, count: int, gradients: StageGradients
+) -> StageMoments:
+    """The moments of slice `index` of `count` on a stage, with a kind of recomputation."""
     formats = NumberBytes.of(model.precision)
     single, another = formats.compute, formats.gradient if formats.gradient != formats.compute else 0
-    recompute, layers = model.recompute_of(stage), model.stages[stage]
-    recomputes = recompute is not Recompute.NONE
+    layers, recomputes = model.stages[stage], recompute is not Recompute.NONE
+    numbers = single, another, formats.gradient
     in_place = model.device == "cpu" and not another  # gradients of experts, but for the first
     of_layers = list(zip(layers, gradients.made, gradients.shared, gradients.reducing, strict=True))
     gone = made = waiting = again_most = 0.0
@@ -116,16 +117,10 @@ def stage_moments(model: MemoryModel, stage: int, index: int, count: int, gradie
     for layer, gradient, shared, reducing in reversed(of_layers):
         kept = layer.kept_in_slice(recompute, index, count)
         again = layer.kept_in_slice(Recompute.NONE, index, count) - kept if recomputes else 0.0
-        here = again - gone
-        temporary = max(temporary, shared)
-        inputs = max(inputs, here + waiting)
-        first_here, later_here = here + shared + made, here + shared
-        if layer.backward:
-            most = _most(tuple(layer.backward), count, (single, another, formats.gradient), in_place=in_place)
-            inputs = max(inputs, here + waiting + most.size)
-            temporary = max(temporary, shared + most.temporary)
-            first_here = max(first_here, first_here + most.first)
-            later_here = max(later_here, later_here + most.later)
+        here, most = again - gone, _most(tuple(layer.backward), count, numbers, in_place=in_place)
+        temporary = max(temporary, shared + most.temporary)
+        inputs = max(inputs, here + waiting + most.size)
+        first_here, later_here = here + shared + made + most.first, here + shared + most.later
         first, first_reducing = max(first, first_here), max(first_reducing, first_here + reducing)
         later, later_reducing = max(later, later_here), max(later_reducing, later_here + reducing)
         of_forward = max(of_forward, layer.forward_bytes / count)

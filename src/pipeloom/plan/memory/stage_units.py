@@ -145,9 +145,10 @@ class ModelUnits:
             (id(of.kept_bytes), id(of.backward), id(of.slices), of.forward_bytes, of.deferred_bytes)
             for of in self._model.stages[stage]
         ]
-        key = tuple(layers), self._model.recompute_of(stage), index, slices, id(gradients)
+        recompute = self._model.recompute_of(stage)
+        key = tuple(layers), recompute, index, slices, id(gradients)
         if key not in self._moments:
-            self._moments[key] = stage_moments(self._model, stage, index, slices, gradients), gradients
+            self._moments[key] = stage_moments(self._model, stage, recompute, index, slices, gradients), gradients
         return self._moments[key][0]
 
     def _form(self, stage: int, seen: Container[str]) -> Hashable:

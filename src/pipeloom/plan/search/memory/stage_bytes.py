@@ -6,7 +6,7 @@ are the least of both cases.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import copysign, inf
 
@@ -109,9 +109,9 @@ class StageBytes:
         gradients = self._units.gradients
         key = kind, gradients.fixed, tuple(gradients.made), tuple(gradients.shared), tuple(gradients.reducing)
         if key not in self._known:
-            model = replace(self._model, recompute=(kind,) * len(self._model.stages))
             self._known[key] = [
-                stage_moments(model, self._stage, index, self._slices, gradients) for index in {0, self._slices - 1}
+                stage_moments(self._model, self._stage, kind, index, self._slices, gradients)
+                for index in {0, self._slices - 1}
             ]
         return self._known[key]
 
@@ -208,7 +208,7 @@ def _plain(model: MemoryModel, stage: int, slices: int, kinds: Sequence[Recomput
     nothing = [0.0] * len(layers)
     gradients = StageGradients(nothing, nothing, None, nothing)
     for kind in kinds:
-        each = stage_moments(replace(model, stages=[layers], recompute=(kind,)), 0, 0, slices, gradients)
+        each = stage_moments(model, stage, kind, 0, slices, gradients)
         kept = sum(layer.kept_bytes[kind] for layer in layers) / slices
         found = min(found, min(kept, each.kept) + max(each.forward, min(each.inputs, each.later)))
     return NumberBytes.of(model.precision).compute * sum(layer.buffer_elements for layer in layers) + found
