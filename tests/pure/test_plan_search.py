@@ -253,10 +253,10 @@ def test_a_search_goes_on_where_it_ended():
         return TreeSearch(Steps(costs), request, best, exhaustive=False, can_run=lambda _: None, long_steps=True)
 
     whole, parts = search(), search()
-    taken = [parts.run(0.01)]
+    taken = [parts.run(0.002)]
     while parts.least < inf:
         least = parts.least
-        taken.append(parts.run(0.05))
+        taken.append(parts.run(0.01))
         assert parts.least >= least
     assert len(taken) > 2
     assert sum(taken) == pytest.approx(whole.run(10.0))

@@ -99,6 +99,11 @@ class Placement:
                 held[rank].append(stage)
         return tuple(tuple(stages) for stages in held)
 
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Whether several ranks hold a stage."""
+        return any(len(ranks) > 1 for ranks in self.replicas)
+
     @property
     def num_chunks(self) -> int:
         """The largest number of stages on one rank."""

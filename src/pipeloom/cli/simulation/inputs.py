@@ -199,7 +199,7 @@ class Inputs:
             data = self.model.data_axis()
         elif options.data is None and options.offload is None:
             stream = schedule.microbatches_per_update is not None
-            replicated = any(len(ranks) > 1 for ranks in schedule.placement.replicas)
+            replicated = schedule.placement.is_replicated
             return lower(schedule) if stream and (replicated or not schedule.large) else schedule
         elif options.data is not None:
             strategy = DataStrategy(options.data_strategy or DataStrategy.DDP)

@@ -199,13 +199,13 @@ class CostModel(StepCosts):
     def stage_seconds(self, of: Configuration) -> list[Seconds]:
         """Seconds of F, I and W of every stage on one micro-batch; the first has the embedding, the last the head."""
         counts, kinds = of.blocks_of(self.model.layers), self._block_kinds
+        layers = self._of_layers(of, of.recompute_of(0))
         if isinstance(of.recompute, Recompute) and len(kinds) == 1:
-            block = self._of_layers(of, of.recompute).blocks[next(iter(kinds))]
+            block = layers.blocks[next(iter(kinds))]
             of_counts = {count: block.times(count) for count in set(counts)}
             found = [of_counts[count] for count in counts]
         else:
             found = self._mixed_seconds(of, counts)
-        layers = self._of_layers(of, of.recompute_of(0))
         found[0] += layers.embedding
         found[-1] += layers.head
         slower = self.corrections.factor(of)

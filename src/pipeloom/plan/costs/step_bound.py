@@ -90,15 +90,17 @@ def pipeline_bound(
         message: seconds of a message between ranks.
         split: whether backwards may be split into I and W.
     """
-    stages = stages if split else whole_backwards(stages)
-    forward = [each.forward for each in stages]
-    inputs, weights = [each.backward_input for each in stages], [each.backward_weight for each in stages]
+    forward = [each[0] for each in stages]
+    if split:
+        inputs, weights = [each[1] for each in stages], [each[2] for each in stages]
+    else:  # the gradient leaves once W has run too
+        inputs, weights = [each[1] + each[2] for each in stages], [0.0] * len(stages)
     sends = [message * moves for moves in moves_of(placement)]
     there = [0.0, *accumulate(map(add, forward, sends))]
     back = [0.0, *accumulate(map(add, inputs, sends))]
     last = weights[0]
     bound = sum(forward) + sum(inputs) + 2 * sum(sends) + last
-    if any(len(ranks) > 1 for ranks in placement.replicas):
+    if placement.is_replicated:
         return max(bound, _shared_stages(stages, placement, microbatches, there, back, split=split))
     for held in placement.stages_of:
         first = held[0]

@@ -192,7 +192,7 @@ class StepCosts(ABC):
 
     def shared_sum_seconds(self, of: Configuration, placement: Placement) -> float:
         """Seconds of the sums of gradients between ranks of a pipeline that hold the same stage."""
-        if all(len(ranks) == 1 for ranks in placement.replicas):
+        if not placement.is_replicated:
             return 0.0
         cluster = self.cluster.beside(of.devices)
         if cluster.measured is not None:

@@ -67,7 +67,7 @@ def _like(name: str) -> str:
     schedule = None if family is None else _built(name, 2, 4)
     if schedule is None:
         return USUAL
-    if any(len(ranks) > 1 for ranks in schedule.placement.replicas):
+    if schedule.placement.is_replicated:
         return _BOTH_WAYS
     if schedule.split_backwards:
         return _V if schedule.placement.num_chunks > 1 else _SPLIT

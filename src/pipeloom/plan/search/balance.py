@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from pipeloom.ir import Placement
 
@@ -22,6 +22,7 @@ def balanced_blocks(seconds: Sequence[float], placement: Placement) -> tuple[int
 
 
 _HALVES = 14  # of the seconds of the longest block: their part that is not decided
+_ROUNDING = 1e-9  # of sums of seconds
 
 
 @lru_cache(maxsize=4096)
@@ -29,21 +30,27 @@ def _balanced(seconds: tuple[float, ...], placement: Placement) -> tuple[int, ..
     stages, count = placement.num_stages, len(seconds)
     if stages == count:
         return (1,) * count
-    sums = [0.0]
-    for each in seconds:
-        sums.append(sums[-1] + each)
+    sums = list(accumulate(seconds, initial=0.0))
     low = max(*seconds, sums[-1] / stages)
     high = low + max(seconds)  # with which blocks in turn fit
+    alike = stages > 1 and len(set(seconds[1:-1])) == 1
     for _ in range(_HALVES):
         middle = (low + high) / 2
-        if _fits(sums, stages, middle):
+        if _fit_alike(seconds, stages, middle) if alike else _fit(sums, stages, middle):
             high = middle
         else:
             low = middle
-    return _spread(sums, stages, high)
+    return _spread(sums, stages, high * (1 + _ROUNDING))
 
 
-def _fits(sums: Sequence[float], stages: int, most: float) -> bool:
+def _fit_alike(seconds: Sequence[float], stages: int, most: float) -> bool:
+    """Whether stages of at most `most` seconds are enough, where blocks but the first and the last take the same."""
+    first, block, *_, last = seconds
+    ends = 2 + (most - first) // block + (most - last) // block
+    return ends + (stages - 2) * (most // block) >= len(seconds)
+
+
+def _fit(sums: Sequence[float], stages: int, most: float) -> bool:
     """Whether stages of at most `most` seconds are enough."""
     end, last = 0, len(sums) - 1
     for _ in range(stages):
@@ -55,13 +62,14 @@ def _fits(sums: Sequence[float], stages: int, most: float) -> bool:
 
 def _spread(sums: Sequence[float], stages: int, most: float) -> tuple[int, ...]:
     """Stages of at least one block and at most `most` seconds, as even as that allows."""
-    last = len(sums) - 1
-    starts = [last]  # the earliest of each stage, backwards
-    for _ in range(stages):
-        starts.append(min(bisect_left(sums, sums[starts[-1]] - most), starts[-1] - 1))
-    cuts = [0]
+    last = start = len(sums) - 1
+    starts = []  # the earliest of each stage but the first, backwards
+    for _ in range(stages - 1):
+        start = min(bisect_left(sums, sums[start] - most), start - 1)
+        starts.append(start)
+    cut, cuts, each = 0, [0], last / stages
     for stage in range(1, stages):
-        low = max(starts[stages - stage], cuts[-1] + 1)
-        high = min(bisect_right(sums, sums[cuts[-1]] + most) - 1, last - (stages - stage))
-        cuts.append(max(low, min(round(last * stage / stages), high)))
+        high = min(bisect_right(sums, sums[cut] + most) - 1, last - (stages - stage))
+        cut = max(starts.pop(), cut + 1, min(round(each * stage), high))
+        cuts.append(cut)
     return tuple(end - start for start, end in pairwise([*cuts, last]))

@@ -42,7 +42,7 @@ def link_bound(
         message: seconds of a message between ranks.
         split: whether backwards may be split into I and W.
     """
-    if any(len(ranks) > 1 for ranks in placement.replicas):
+    if placement.is_replicated:
         return 0.0
     network, data, formats = costs.network(of), of.data_axis(), NumberBytes.of(of.precision)
     units = costs.stage_units(of)

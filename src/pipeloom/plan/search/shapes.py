@@ -292,9 +292,10 @@ def candidate_seconds(costs: StepCosts, shape: Shape) -> tuple[float, float]:
 def pipeline_seconds(costs: StepCosts, shape: Shape) -> float:
     """The bounds of `pipeline_bound` and `busy_links` for a shape."""
     of = shape.of
-    stages, message = _of_slices(costs, of), message_seconds(costs, of)
-    bound = pipeline_bound(stages, shape.placement, of.microbatches * of.slices, message, split=shape.split)
-    return max(bound, busy_links(costs, of, shape.placement))
+    stages, count = costs.stage_seconds(of), of.slices
+    message = count * message_seconds(costs, of)  # as if slices took as long as a micro-batch
+    bound = pipeline_bound(stages, shape.placement, of.microbatches * count, message, split=shape.split)
+    return max(bound / count, busy_links(costs, of, shape.placement))
 
 
 def link_seconds(costs: StepCosts, shape: Shape) -> float:
@@ -302,13 +303,10 @@ def link_seconds(costs: StepCosts, shape: Shape) -> float:
     of = shape.of
     if of.replicas == 1 or of.inside.expert > 1:
         return 0.0
-    return link_bound(costs, of, shape.placement, _of_slices(costs, of), message_seconds(costs, of), split=shape.split)
-
-
-def _of_slices(costs: StepCosts, of: Configuration) -> list[Seconds]:
-    """Seconds of every stage on one slice."""
-    stages = costs.stage_seconds(of)
-    return stages if of.slices == 1 else [each.times(1 / of.slices) for each in stages]
+    stages, message = costs.stage_seconds(of), message_seconds(costs, of)
+    if of.slices > 1:
+        stages = [each.times(1 / of.slices) for each in stages]
+    return link_bound(costs, of, shape.placement, stages, message, split=shape.split)
 
 
 @lru_cache(maxsize=4096)

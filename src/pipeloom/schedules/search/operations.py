@@ -53,7 +53,7 @@ class Work:
                     source, target = self.rank[other], self.rank[n]
                     self.before[n], self.after[other] = other, n
                     self.lag[n] = conditions.latency[source][target] if source != target else 0.0
-        self.replicated = any(len(ranks) > 1 for ranks in placement.replicas)
+        self.replicated = placement.is_replicated
 
     def one_by_one(self) -> IntOrders:
         """Each micro-batch down and up before the next: the orders with the least memory."""

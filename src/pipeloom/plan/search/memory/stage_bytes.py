@@ -236,7 +236,7 @@ class ShapeStages:
 
     def __init__(self, costs: StepCosts, shape: Shape, known: KnownBytes, same: Hashable) -> None:
         self._costs, self._placement, self._known = costs, shape.placement, known
-        self._both_ways = any(len(ranks) > 1 for ranks in shape.placement.replicas)
+        self._both_ways = shape.placement.is_replicated
         cuts = pairwise(accumulate(shape.of.blocks_of(costs.num_blocks), initial=0))
         ends = [costs.same_blocks(*each) for each in cuts]
         keys: list[Hashable] = [(same, each, stage == 0) for stage, each in enumerate(ends)]

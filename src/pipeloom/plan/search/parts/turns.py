@@ -21,11 +21,11 @@ class _Turn(NamedTuple):
     most: float
 
 
-_FIRST = 0.01, 0.05  # of the steps of a search, for each part, on few and on many devices
+_FIRST = 0.01, 0.02  # of the steps of a search, for each part, on few and on many devices
 _WITHOUT = 8.0  # of them on many devices, for all parts while there is no plan
-_FEW = (_Turn(0.05, 0.02, 1.0), _Turn(0.2, 0.1, 1.0))
+_FEW = (_Turn(0.02, 0.02, 1.0), _Turn(0.05, 0.05, 1.0), _Turn(0.2, 0.1, 1.0))
 _MANY = (_Turn(0.0, 0.3, inf), _Turn(0.5, 0.5, inf))
-_NEAR = 1.12  # of the bound of what is left: there are no more turns
+_NEAR = 1.1  # of the bound of what is left: there are no more turns
 _LAST = 0.3  # for the part that has the best plan, and behind it those with the least bounds
 
 
