@@ -234,6 +234,13 @@ def test_less_memory_is_never_faster_and_is_kept():
     assert steps == sorted(steps)
 
 
+def test_plans_side_by_side_do_not_differ_in_stages_without_a_pipeline_alone():
+    plans = search(batch=16, devices=4, fixed="pipeline=1,context=1,slices=1", top=6).plans
+    kinds = [(plan.of.inside, plan.of.data, plan.of.microbatch_size) for plan in plans]
+    assert len(set(kinds)) == len(kinds) == 6
+    assert plans[0].of.chunks == 1  # several stages are no faster where all fits
+
+
 def test_a_search_on_few_devices_ends_too():
     costs = cost_model(MODELS[0], "dgx-a100-80", "pipeloom")
     request = Request(devices=8, batch_size=16, memory_bytes=80 * GIB, fixed={"slices": 1}, top=1)
