@@ -160,7 +160,7 @@ def test_values_that_are_left_out_take_the_defaults_of_the_schedule():
         ({"data": 0}, "data=0: must be at least 1"),
         ({"schedule": "1f2b"}, "schedule '1f2b' is unknown"),
         ({"schedule": 7}, "Plan.schedule=7: must be a string, or a Schedule."),
-        ({"schedule": {"name": "x"}}, "the schedule: missing key 'num_microbatches'"),
+        ({"schedule": {"name": "x"}}, "the schedule: missing keys 'num_microbatches', "),
         ({"schedule": "mine.csv"}, "schedule='mine.csv': a plan holds the orders"),
         ({"virtual_stages": 2}, "schedule '1f1b' has 1 stage per rank"),
         ({"slices": 3}, "schedule '1f1b' does not slice sequences"),
@@ -233,7 +233,7 @@ def test_what_is_no_plan_file_is_refused_in_one_line(tmp_path):
     for content, said in (
         (b"{", "the plan is not valid JSON"),
         (b"[]", "the plan is []: must be an object"),
-        (b"{}", "the plan: missing key 'version'"),
+        (b"{}", "the plan: missing keys 'version', "),
         (b'{"version": 1, "version": 1}', "duplicate key 'version'"),
         (b"\xff\xfe", "not a text file"),
     ):

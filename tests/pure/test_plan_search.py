@@ -414,6 +414,12 @@ def test_a_configuration_of_hugging_face(tmp_path, capsys):
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --fix pipeline=x", "must be an integer"),
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --forbid speed", "cannot be forbidden"),
         ("--cluster dgx-h100 --devices 8 --batch.size 8 --memory.cap 0", "must be at least 1 byte"),
+        ("--cluster dgx-h100 --devices 8 --batch.size 8 --memory.cap 81GiB", "80 GiB, less than 81 GiB. Use less"),
+        ("--cluster dgx-h100 --devices 8 --batch.size 8 --memory.cap 1MiB --forbid offload", "or change --forbid"),
+        (
+            "--cluster dgx-h100 --devices 6 --batch.size 8 --fix pipeline=3,schedule=chimera",
+            "run: pipeline=3: schedule",
+        ),
         (
             "--cluster dgx-h100 --devices 8 --batch.size 8 --fix offload_states=true --forbid offload",
             "offload is that of states too",

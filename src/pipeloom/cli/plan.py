@@ -26,6 +26,7 @@ from pipeloom.plan.search.answer import json_of, plan_of, predicted, row_of
 from pipeloom.plan.search.best_first import Answer, find_plans, rare_collections
 from pipeloom.plan.search.comparison import USUAL_NAME, more_memory, usual_plan
 from pipeloom.plan.search.request import (
+    COMMAND,
     FIXABLE,
     MOST_DEVICES,
     MOST_SAMPLES,
@@ -86,13 +87,10 @@ def main(argv: Sequence[str]) -> int:
         planned = _planned(options, cluster, fixed)
     costs = planned.costs
     check_offload(fixed, cluster, f"--fix={options.fix}", can_offload=costs.can_offload)
-    cap = options.memory.cap
-    if cap is not None and cap < 1:
-        raise InputError(f"--memory.cap={cap}: must be at least 1 byte.")
     request = Request(
         devices=options.devices,
         batch_size=options.batch.size,
-        memory_bytes=cluster.usable_bytes(options.devices) if cap is None else float(cap),
+        memory_bytes=_memory_bytes(cluster, options.devices, options.memory.cap),
         fixed=planned.fixed,
         forbidden=forbidden | planned.forbidden,
         optimizer=options.optimizer,
@@ -100,6 +98,7 @@ def main(argv: Sequence[str]) -> int:
         top=options.top,
         ends_alone=planned.ends_alone,
         precisions=precisions,
+        names=COMMAND._replace(forbid="--forbid" if forbidden else ""),
     )
     asked: dict[str, Any] = {"can_run": planned.can_run, "accept": planned.accept, "steps": Steps(costs)}
     answer = find_plans(costs, request, exhaustive=options.exhaustive, tell=_progress(request), **asked)
@@ -162,6 +161,15 @@ def _planned(options: Any, cluster: Cluster, fixed: Mapping[str, Any]) -> Planne
         can_run=checks.can_run,
         accept=checks.accept,
     )
+
+
+def _memory_bytes(cluster: Cluster, devices: int, cap: int | None) -> float:
+    """Bytes of a device that plans may use."""
+    if cap is None:
+        return cluster.usable_bytes(devices)
+    if cap < 1:
+        raise InputError(f"--memory.cap={cap}: must be at least 1 byte.")
+    return cluster.capped_bytes(devices, cap, "--memory.cap")
 
 
 def _why(

@@ -91,9 +91,11 @@ class Entry(NamedTuple):
         keys = f"keys {', '.join(known)}"
         if not isinstance(self.value, Mapping):
             self.refuse(f"must be an object with {keys}")
-        for key in required:
-            if key not in self.value:
-                raise self.error(f"{self.place}: missing key {key!r}. Add it ({keys}).")
+        if missing := [key for key in required if key not in self.value]:
+            them = ("key", "it") if len(missing) == 1 else ("keys", "them")
+            raise self.error(
+                f"{self.place}: missing {them[0]} {', '.join(map(repr, missing))}. Add {them[1]} ({keys})."
+            )
         for key in self.value:
             if key not in known:
                 raise self.error(f"{self.place}: unknown key {folded(key)}. Remove it ({keys}).")

@@ -145,6 +145,9 @@ def plans(
     whole = {"global_batch_size": (global_batch_size, MOST_SAMPLES), "devices": (count, MOST_DEVICES)}
     whole |= {"num_rounds": (num_rounds, MOST_SAMPLES), "top": (top, MOST_SAMPLES)}
     _check_arguments(whole, memory_bytes, optimizer, objective)
+    usable = where.usable_bytes(count)
+    if memory_bytes is not None:
+        usable = where.capped_bytes(count, memory_bytes, "memory_bytes")
     from pipeloom.split.profile import threads_of_a_rank
     from pipeloom.split.stages import knows_layers
 
@@ -158,14 +161,14 @@ def plans(
     request = Request(
         devices=count,
         batch_size=global_batch_size,
-        memory_bytes=where.usable_bytes(count) if memory_bytes is None else memory_bytes,
+        memory_bytes=usable,
         fixed={"precision": precision, **fixed},
         forbidden=forbidden,
         optimizer=optimizer,
         objective=objective,
         top=top,
         ends_alone=False,
-        names=PYTHON,
+        names=PYTHON._replace(forbid="forbid" if forbid else ""),
     )
     asked: dict[str, Any] = {"accept": lambda found: why_not(costs, found)}
     answer = find_plans(costs, request, **asked)

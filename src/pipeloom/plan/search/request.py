@@ -162,12 +162,15 @@ def parse_precisions(text: str) -> tuple[str, ...]:
 
 
 class Names(NamedTuple):
-    """What messages call the number of devices, the batch size, what is fixed, and a cap of memory."""
+    """What messages call the number of devices, the batch size, what is fixed, a cap of memory, and what the user has
+    forbidden; empty: nothing.
+    """
 
     devices: str
     batch: str
     fix: str
     cap: str
+    forbid: str = ""
 
 
 COMMAND = Names("--devices", "--batch.size", "--fix", "--memory.cap")  # of `pipeloom plan`

@@ -23,7 +23,8 @@ def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: 
     """The message of a search that found no plan; `least_peak` is the least peak of a plan with any memory."""
     if least_peak < inf:
         more = bytes_text(least_peak - request.memory_bytes)
-        change = f", or change {request.names.fix}" if request.fixed else ""
+        changes = _given(request) if request.fixed else _given(request)[1:]
+        change = f", or change {' or '.join(changes)}" if changes else ""
         return (
             f"{request.asked}: no plan fits into {bytes_text(request.memory_bytes)} per device; the smallest one found "
             f"needs {bytes_text(least_peak)}, {more} more. Use more devices, devices with more memory, or a "
@@ -32,7 +33,14 @@ def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: 
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
     names = request.names
     why = next(_wrong(costs, request), reasons or f"the values of {names.fix} exclude each other")
-    return f"{request.asked}: no plan can run: {why}. Change {names.devices}, {names.batch} or {names.fix}."
+    *others, last = names.devices, names.batch, *_given(request)
+    return f"{request.asked}: no plan can run: {why}. Change {', '.join(others)} or {last}."
+
+
+def _given(request: Request) -> list[str]:
+    """What messages call what is fixed, and what is forbidden where the user has forbidden something."""
+    names = request.names
+    return [names.fix, names.forbid] if names.forbid else [names.fix]
 
 
 def _wrong(costs: StepCosts, request: Request) -> Iterator[str]:
@@ -112,7 +120,7 @@ def _unsupported(fixed: Mapping[str, Any], slices: int) -> Iterator[str]:
     try:
         shape_of(name, fixed.get("pipeline", 2), chunks, slices)
     except ScheduleError as error:
-        yield _sentence(error)
+        yield _sentence(error).replace("num_ranks=", "pipeline=").replace("num_chunks=", "chunks=")
 
 
 def _sentence(error: Exception) -> str:
