@@ -34,7 +34,7 @@ _WEIGHTS = (0.02, 0.5, 0.7, 0.5)  # of steps, by level, in proportion to their t
 _REFUSED = 0.65  # of them, which shapes do not take where a look at their data strategies refuses them
 _MOST_ACTIONS = 60_000  # of a simulated step on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
-_STEPS = 90  # on `MANY_DEVICES` devices
+_STEPS = 95  # on `MANY_DEVICES` devices
 _MOST_STEPS = 4_000.0  # on at most as many; models with experts and long sequences would take many times more
 SLOWER = "slower than the best plans by a lower bound"
 
@@ -49,7 +49,7 @@ class _Look(Enum):
 
 def _steps(devices: int) -> float:
     """After which a search ends."""
-    return _MOST_STEPS if devices <= MANY_DEVICES else _STEPS * (devices / MANY_DEVICES) ** 0.3
+    return _MOST_STEPS if devices <= MANY_DEVICES else _STEPS * (devices / MANY_DEVICES) ** 0.2
 
 
 class TreeSearch:
