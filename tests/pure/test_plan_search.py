@@ -218,6 +218,7 @@ def test_the_knapsack_is_exact():
 def test_blocks_balance_embedding_and_head():
     assert balanced_blocks([1.0] * 11 + [4.0], Placement.loop(4)) == (3, 4, 4, 1)
     assert balanced_blocks([1.0] * 8, Placement.loop(4)) == (2, 2, 2, 2)
+    assert balanced_blocks([1.0, *[0.0] * 6, 2.0], Placement.loop(2)) == (4, 4)
 
 
 def test_mixtures_of_recomputation_lie_between_its_kinds():

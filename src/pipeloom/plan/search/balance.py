@@ -33,7 +33,7 @@ def _balanced(seconds: tuple[float, ...], placement: Placement) -> tuple[int, ..
     sums = list(accumulate(seconds, initial=0.0))
     low = max(*seconds, sums[-1] / stages)
     high = low + max(seconds)  # with which blocks in turn fit
-    alike = stages > 1 and len(set(seconds[1:-1])) == 1
+    alike = stages > 1 and len(set(seconds[1:-1])) == 1 and seconds[1] > 0
     for _ in range(_HALVES):
         middle = (low + high) / 2
         if _fit_alike(seconds, stages, middle) if alike else _fit(sums, stages, middle):
@@ -67,9 +67,9 @@ def _spread(sums: Sequence[float], stages: int, most: float) -> tuple[int, ...]:
     for _ in range(stages - 1):
         start = min(bisect_left(sums, sums[start] - most), start - 1)
         starts.append(start)
-    cut, cuts, each = 0, [0], last / stages
+    cut, cuts = 0, [0]
     for stage in range(1, stages):
         high = min(bisect_right(sums, sums[cut] + most) - 1, last - (stages - stage))
-        cut = max(starts.pop(), cut + 1, min(round(each * stage), high))
+        cut = max(starts.pop(), cut + 1, min(round(last * stage / stages), high))
         cuts.append(cut)
     return tuple(end - start for start, end in pairwise([*cuts, last]))
