@@ -110,11 +110,6 @@ def pipeline_bound(
     return bound
 
 
-def whole_backwards(stages: Sequence[Seconds]) -> list[Seconds]:
-    """The seconds of stages whose gradient leaves once W has run too."""
-    return [Seconds(forward, inputs + weights, 0.0) for forward, inputs, weights in stages]
-
-
 def _shared_stages(
     stages: Sequence[Seconds],
     placement: Placement,

@@ -16,7 +16,7 @@ from operator import add
 
 from pipeloom.ir import Placement
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.costs.step_bound import moves_of, whole_backwards
+from pipeloom.plan.costs.step_bound import moves_of
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.stage_times import Seconds
@@ -56,7 +56,8 @@ def link_bound(
         for n, size in set(pairs)  # most stages are alike
     }
     gathers, sums = [links[each][0] for each in pairs], [links[each][1] for each in pairs]
-    stages = stages if split else whole_backwards(stages)
+    if not split:  # the gradient leaves once W has run too
+        stages = [Seconds(forward, inputs + weights, 0.0) for forward, inputs, weights in stages]
     backwards = [each.backward_input + each.backward_weight for each in stages]
     sends = [*(message * moves for moves in moves_of(placement)), 0.0]
     count, last = of.microbatches * of.slices, len(stages) - 1
