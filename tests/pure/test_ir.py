@@ -266,7 +266,7 @@ def test_weight_versions_follow_the_policy():
 
 def test_the_json_of_a_schedule_is_refused_where_it_is_none():
     for text in ("", "[]", "{}", '{"name": "x"}', "null"):
-        with pytest.raises(ScheduleError, match=r"the schedule(: missing key| is .* an object| is not valid JSON)"):
+        with pytest.raises(ScheduleError, match=r"the schedule(: missing keys? | is .* an object| is not valid JSON)"):
             ir_text.from_json(text)
 
 

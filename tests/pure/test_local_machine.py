@@ -125,9 +125,9 @@ def test_a_cluster_with_figures_out_of_range_is_refused(section, name, value):
 @pytest.mark.parametrize(
     ("part", "content", "message"),
     [
-        ("products", {}, "missing key 'fp32'"),
-        ("curves", {"all_reduce": [[1.0, 1.0]]}, "missing key 'all_gather'"),
-        ("seconds", {"kernel": 1e-6}, "missing key 'send'"),
+        ("products", {}, "missing keys 'fp32', 'bf16'"),
+        ("curves", {"all_reduce": [[1.0, 1.0]]}, "missing keys 'all_gather', 'message'"),
+        ("seconds", {"kernel": 1e-6}, "missing keys 'send', 'receive'"),
         ("curves", {"update": [[2.0, 1.0], [1.0, 2.0]]}, "sizes must ascend"),
     ],
 )

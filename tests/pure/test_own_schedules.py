@@ -93,7 +93,7 @@ REFUSED = {
     "mine.py:fixed": r"function 'fixed' is for 1 micro-batches, the run has 3: they must be equal. Use 1",
     "broken.py:f": r"schedule file .*broken.py cannot be imported \(SyntaxError",
     "bad.csv": r"'zero': an action is stage, op",
-    "bad.json": r"bad.json: the schedule: missing key 'name'",
+    "bad.json": r"bad.json: the schedule: missing keys 'name', 'num_microbatches', ",
 }
 
 

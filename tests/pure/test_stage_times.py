@@ -131,8 +131,8 @@ def test_a_model_is_read_from_json(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{}", "the model file: missing key 'layers'"),
-        ('{"layers": 0}', "missing key 'width'"),
+        ("{}", "the model file: missing keys 'layers', 'width', "),
+        ('{"layers": 0}', "missing keys 'width', 'heads', "),
         (
             '{"layers": 1, "width": 6, "heads": 4, "vocabulary_size": 9, "sequence_length": 8}',
             "model heads=4: must divide width=6. Use 3.",

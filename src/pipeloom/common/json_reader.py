@@ -88,7 +88,7 @@ class Entry(NamedTuple):
     def fields(self, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Self]:
         """The entries of an object that has all `required` keys, and no others but `optional` ones."""
         known = (*required, *optional)
-        keys = f"keys {', '.join(known)}"
+        keys = f"keys {', '.join(dict.fromkeys(known))}"
         if not isinstance(self.value, Mapping):
             self.refuse(f"must be an object with {keys}")
         if missing := [key for key in required if key not in self.value]:
