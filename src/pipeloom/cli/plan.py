@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, get_args
@@ -35,6 +35,7 @@ from pipeloom.plan.search.request import (
     Request,
     check_conditions,
     check_offload,
+    given_names,
     parse_fixed,
     parse_forbidden,
     parse_precisions,
@@ -87,10 +88,13 @@ def main(argv: Sequence[str]) -> int:
         planned = _planned(options, cluster, fixed)
     costs = planned.costs
     check_offload(fixed, cluster, f"--fix={options.fix}", can_offload=costs.can_offload)
+    cap = options.memory.cap
+    if cap is not None and cap < 1:
+        raise InputError(f"--memory.cap={cap}: must be at least 1 byte.")
     request = Request(
         devices=options.devices,
         batch_size=options.batch.size,
-        memory_bytes=_memory_bytes(cluster, options.devices, options.memory.cap),
+        memory_bytes=cluster.usable_bytes(options.devices) if cap is None else float(cap),
         fixed=planned.fixed,
         forbidden=forbidden | planned.forbidden,
         optimizer=options.optimizer,
@@ -98,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         top=options.top,
         ends_alone=planned.ends_alone,
         precisions=precisions,
-        names=COMMAND._replace(forbid="--forbid" if forbidden else ""),
+        names=COMMAND._replace(given=given_names(**{"--fix": options.fix, "--forbid": options.forbid})),
     )
     asked: dict[str, Any] = {"can_run": planned.can_run, "accept": planned.accept, "steps": Steps(costs)}
     answer = find_plans(costs, request, exhaustive=options.exhaustive, tell=_progress(request), **asked)
@@ -118,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(json_of(answer, rows), allow_nan=False))
         return 0
     shown = words.lines_of(rows, request.memory_bytes, options.devices)
-    for line in [*notices(cluster), *shown, *lines, *words.counts_of(answer)]:
+    for line in [*_notices(cluster, request), *shown, *lines, *words.counts_of(answer)]:
         print(line)
     if options.html is not None:
         print(f"wrote {options.html}")
@@ -163,13 +167,12 @@ def _planned(options: Any, cluster: Cluster, fixed: Mapping[str, Any]) -> Planne
     )
 
 
-def _memory_bytes(cluster: Cluster, devices: int, cap: int | None) -> float:
-    """Bytes of a device that plans may use."""
-    if cap is None:
-        return cluster.usable_bytes(devices)
-    if cap < 1:
-        raise InputError(f"--memory.cap={cap}: must be at least 1 byte.")
-    return cluster.capped_bytes(devices, cap, "--memory.cap")
+def _notices(cluster: Cluster, request: Request) -> Iterator[str]:
+    """What the reader of plans should know of the cluster, and of a cap that its devices do not have."""
+    yield from notices(cluster)
+    memory = cluster.device_bytes(request.devices)
+    if memory is not None and request.memory_bytes > memory:
+        yield f"{request.names.cap} is above the {bytes_text(memory)} of a device: these plans need devices with more."
 
 
 def _why(

@@ -25,8 +25,6 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from pipeloom.common.json_reader import Entry, read_json
-from pipeloom.common.quantities import bytes_text
-from pipeloom.errors import InputError
 from pipeloom.plan.local.measured import Measured, Rates
 
 _LEAST, _MOST = 1e-30, 1e30  # of rates, bytes and seconds: what is computed of them stays finite
@@ -160,16 +158,6 @@ class Cluster:
         """The part of `device_bytes` that a plan may use; infinite if unknown."""
         memory = self.device_bytes(processes)
         return math.inf if memory is None else _DEVICE_PART * memory
-
-    def capped_bytes(self, processes: int, cap: float, name: str) -> float:
-        """A cap of bytes per device that `name` gave. Raises InputError: more than a device has."""
-        most = self.device_bytes(processes)
-        if most is not None and cap > most:
-            raise InputError(
-                f"{name}: a device of {self.name} has {bytes_text(most)}, less than {bytes_text(cap)}. Use less, or "
-                "a cluster file whose devices have more memory."
-            )
-        return cap
 
     def beside(self, processes: int) -> Self:
         """The cluster while so many processes compute; one without tables is the same for any number."""

@@ -30,6 +30,7 @@ from pipeloom.plan.search.request import (
     Request,
     check_conditions,
     check_offload,
+    given_names,
     parse_fixed,
     parse_forbidden,
 )
@@ -145,9 +146,6 @@ def plans(
     whole = {"global_batch_size": (global_batch_size, MOST_SAMPLES), "devices": (count, MOST_DEVICES)}
     whole |= {"num_rounds": (num_rounds, MOST_SAMPLES), "top": (top, MOST_SAMPLES)}
     _check_arguments(whole, memory_bytes, optimizer, objective)
-    usable = where.usable_bytes(count)
-    if memory_bytes is not None:
-        usable = where.capped_bytes(count, memory_bytes, "memory_bytes")
     from pipeloom.split.profile import threads_of_a_rank
     from pipeloom.split.stages import knows_layers
 
@@ -161,14 +159,14 @@ def plans(
     request = Request(
         devices=count,
         batch_size=global_batch_size,
-        memory_bytes=usable,
+        memory_bytes=where.usable_bytes(count) if memory_bytes is None else memory_bytes,
         fixed={"precision": precision, **fixed},
         forbidden=forbidden,
         optimizer=optimizer,
         objective=objective,
         top=top,
         ends_alone=False,
-        names=PYTHON._replace(forbid="forbid" if forbid else ""),
+        names=PYTHON._replace(given=given_names(fix=fix, forbid=forbid)),
     )
     asked: dict[str, Any] = {"accept": lambda found: why_not(costs, found)}
     answer = find_plans(costs, request, **asked)

@@ -11,8 +11,8 @@ from pipeloom.ir import Placement
 def balanced_blocks(seconds: Sequence[float], placement: Placement) -> tuple[int, ...]:
     """The number of consecutive blocks of every stage, at least 1, with which the busiest rank has least work.
 
-    Exact where every rank holds one stage. With virtual stages, the heaviest stage is minimized first; then blocks that
-    are left over go to the ranks with least work.
+    The heaviest stage is minimized, to a small part of the longest block; stages are as even as that allows. So virtual
+    stages are balanced one by one, not in sums over ranks.
 
     Args:
         seconds: of each block, the first with the embedding and the last with the head.

@@ -162,20 +162,25 @@ def parse_precisions(text: str) -> tuple[str, ...]:
 
 
 class Names(NamedTuple):
-    """What messages call the number of devices, the batch size, what is fixed, a cap of memory, and what the user has
-    forbidden; empty: nothing.
+    """What messages call the number of devices, the batch size, what is fixed, and a cap of memory; and conditions that
+    the user gave.
     """
 
     devices: str
     batch: str
     fix: str
     cap: str
-    forbid: str = ""
+    given: tuple[str, ...] = ()
+
+
+def given_names(**conditions: str | None) -> tuple[str, ...]:
+    """The names of the conditions that the user gave."""
+    return tuple(name for name, value in conditions.items() if value)
 
 
 COMMAND = Names("--devices", "--batch.size", "--fix", "--memory.cap")  # of `pipeloom plan`
 PYTHON = Names("devices", "global_batch_size", "fix", "memory_bytes")  # of `pipeloom.plan`
-TRAIN = Names("--processes", "--batch.size", "other options", "--memory.cap")  # of `pipeloom train --parallel auto`
+TRAIN = Names("--processes", "--batch.size", "other options", "--memory.cap", ("other options",))  # of `pipeloom train`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ _NAMES = {
 }
 _DEGREES = {"dp": "data", "pp": "pipeline", "cp": "context", "tp": "tensor"}
 _LEAST = 0.0005  # of a step: smaller parts are not shown
+_PARTS = 4  # of steps that are compared, at most
 
 
 def table_of(rows: Sequence[Row]) -> list[str]:
@@ -195,12 +196,14 @@ def _behind(best: Row, other: Row) -> str:
 
 
 def _longer(best: Row, other: Row) -> str:
-    """How much longer the step is, and the parts that are longer, the largest first; or how much more memory."""
+    """How much longer the step is, and the parts that are longer or shorter; or how much more memory."""
     times = other["step_seconds"] / best["step_seconds"]
     more = {name: other["seconds"][name] - best["seconds"][name] for name in best["seconds"]}
-    longer = sorted(((seconds, name) for name, seconds in more.items()), reverse=True)[:3]
-    least = _LEAST * best["step_seconds"]
-    parts = ", ".join(f"{_name(other, name)} +{seconds_text(seconds)}" for seconds, name in longer if seconds > least)
+    largest = sorted(more.items(), key=lambda part: -abs(part[1]))[:_PARTS]
+    shown = sorted(
+        (part for part in largest if abs(part[1]) > _LEAST * best["step_seconds"]), key=lambda part: -part[1]
+    )
+    parts = ", ".join(f"{_name(other, name)} {'-+'[more > 0]}{seconds_text(abs(more))}" for name, more in shown)
     if times > 1 + _LEAST:
         pace = f"{percent_text(times - 1)} slower" if times < 2 else f"{times:.2g} times as long as plan 1"
         return f"{pace}: {parts}" if parts else pace

@@ -23,8 +23,7 @@ def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: 
     """The message of a search that found no plan; `least_peak` is the least peak of a plan with any memory."""
     if least_peak < inf:
         more = bytes_text(least_peak - request.memory_bytes)
-        changes = _given(request) if request.fixed else _given(request)[1:]
-        change = f", or change {' or '.join(changes)}" if changes else ""
+        change = f", or change {' or '.join(request.names.given)}" if request.names.given else ""
         return (
             f"{request.asked}: no plan fits into {bytes_text(request.memory_bytes)} per device; the smallest one found "
             f"needs {bytes_text(least_peak)}, {more} more. Use more devices, devices with more memory, or a "
@@ -33,18 +32,12 @@ def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: 
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
     names = request.names
     why = next(_wrong(costs, request), reasons or f"the values of {names.fix} exclude each other")
-    *others, last = names.devices, names.batch, *_given(request)
+    *others, last = names.devices, names.batch, *names.given
     return f"{request.asked}: no plan can run: {why}. Change {', '.join(others)} or {last}."
 
 
-def _given(request: Request) -> list[str]:
-    """What messages call what is fixed, and what is forbidden where the user has forbidden something."""
-    names = request.names
-    return [names.fix, names.forbid] if names.forbid else [names.fix]
-
-
 def _wrong(costs: StepCosts, request: Request) -> Iterator[str]:
-    """Which values of ``--fix`` no plan can have, the plainest reason first."""
+    """Which values of ``--fix`` and ``--forbid`` no plan can have, the plainest reason first."""
     fixed = request.fixed
     for whole, size, names in (("devices", request.devices, _DEGREES), ("samples", request.batch_size, _BATCH)):
         given = {name: fixed[name] for name in names if name in fixed}

@@ -26,12 +26,13 @@ from pipeloom.plan.search.simulated import Simulated, Steps
 from pipeloom.plan.search.space import PENALTIES, CanRun, Space, Way, Ways
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.candidates import SIZES, Candidate, Candidates
-from pipeloom.plan.search.tree.open_nodes import Node, OpenNodes
+from pipeloom.plan.search.tree.open_nodes import COMPLETE, Node, OpenNodes
 from pipeloom.plan.search.tree.shape_candidates import ShapeCandidates, with_way
 
 Tell = Callable[[int, float], None]
 _WEIGHTS = (0.02, 0.5, 0.7, 0.5)  # of steps, by level, in proportion to their time
 _REFUSED = 0.65  # of them, which shapes do not take where a look at their data strategies refuses them
+_PARTIAL = 8.0  # steps without a simulated candidate on few devices, behind which the best one is simulated
 _MOST_ACTIONS = 60_000  # of a simulated step on many devices
 _ACTIONS = 300  # of a simulated step, that count as one of the search
 _STEPS = 95  # on `MANY_DEVICES` devices
@@ -89,7 +90,7 @@ class TreeSearch:
         self._steps, self._costs, self._request, self.best = steps, steps.costs, request, best
         self._exhaustive, self._counts, self._first, self._long_steps = exhaustive, counts, first, long_steps
         self.objective, self.refusals, self.simulated = request.objective, refusals or Refusals(), 0
-        self._left, self._begun = 0.0, False
+        self._left, self._simulates_at, self._begun = 0.0, 0.0, False
         known_bytes = None if exhaustive else steps.known_bytes
         self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes, known_bytes)
         self._patient = exhaustive or request.devices <= MANY_DEVICES
@@ -116,18 +117,21 @@ class TreeSearch:
         every = _steps(self._request.devices)
         given = inf if self._exhaustive else part * every
         self._left, without = given, without * every
+        self._simulates_at = self._left - _PARTIAL
         if not self._begun:
             self._begun = True
             self._groups()
         while nodes := self._nodes(loose=loose):
             if self._left <= (0 if self.best.plans else -without):
                 break
-            node = nodes.pop()
+            node = nodes.pop(complete=self._patient and self._left < self._simulates_at)
             if node.bound >= self.best.limit and not self._exhaustive:
                 self._push(node)
                 continue
             self._left -= _WEIGHTS[node.level]
             node.expand(*node.given)
+            if node.level == COMPLETE:
+                self._simulates_at = self._left - _PARTIAL
             if tell is not None:
                 tell(self.simulated, self.best.best_value)
         return 0.0 if self._exhaustive else (given - self._left) / every
