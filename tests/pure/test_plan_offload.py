@@ -153,3 +153,12 @@ def test_the_plan_with_the_least_memory_is_found_where_no_other_fits():
     least = search(80 * GIB, fixed, objective="memory").plans[0]
     found = search(1.0001 * least.peak, fixed).plans[0]
     assert found.peak <= 1.0001 * least.peak
+
+
+def test_stages_whose_activations_are_of_very_different_sizes_keep_as_few_as_they_can():
+    model = gpt(8, 1024, 16, sequence=512, vocabulary=32000)
+    fixed = "pipeline=1,chunks=10,tensor=4,context=1,schedule=interleaved,microbatch_size=4,data_strategy=zero3"
+    fixed += ",data_granularity=chunk,offload_states=false"  # embedding and head are stages of their own
+    fewest = search(80 * GIB, f"{fixed},recompute=none,offload=0", model=model, batch=8).plans[0]
+    found = search(1.002 * fewest.peak, fixed, model=model, batch=8).plans[0]
+    assert found.step_seconds <= 1.001 * fewest.step_seconds

@@ -108,7 +108,10 @@ class Candidates:
         return found + (self._keeping_fewer(candidate, peaks) if candidate.choice.of.offload is not None else [])
 
     def _keeping_fewer(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
-        """The candidate that offloads more: first as if the largest activations left, then as if the smallest did."""
+        """The candidate that offloads more: first as if the largest activations left, then as if the smallest did.
+
+        Some are far smaller than others, such as those of an embedding: the last keeps as few as ranks need at once.
+        """
         of, tries = candidate.choice.of, candidate.tries
         if self._exhaustive or "offload" in self._request.fixed or not of.offload or tries == _TRIES:
             return []
@@ -116,8 +119,9 @@ class Candidates:
         kept = self._costs.kept_bytes(of)
         sizes = [kept[stage] / of.slices for stage in candidate.shape.placement.stages_of[rank]]
         missing = peaks[rank] - self._request.memory_bytes
-        number = of.offload - max(1, ceil(missing / max(1.0, min(sizes) if tries else max(sizes))))
-        if number < lowest_cap(of):
+        fewer = of.offload - max(1, ceil(missing / max(1.0, min(sizes) if tries else max(sizes))))
+        number = max(fewer, lowest_cap(of))
+        if number >= of.offload:
             return []
         choice = replace(candidate.choice, of=of._replace(offload=number))
         return [replace(candidate, choice=choice, instead=[], tries=tries + 1)]
