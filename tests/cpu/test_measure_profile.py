@@ -223,7 +223,7 @@ def test_the_command_measures_and_writes_what_it_measured(capsys, tmp_path):
     assert main([*words, *model, "--batch", "0"]) == 2
     assert "batch=0: must be at least 1 sequence" in capsys.readouterr().err
     assert main([*words, *model, "--write-profile", str(tmp_path)]) == 2
-    assert ": Is a directory. Use a writable path." in capsys.readouterr().err
+    assert ": is a directory. Use the path of a file." in capsys.readouterr().err
 
 
 class Branches(nn.Module):

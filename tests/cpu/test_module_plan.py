@@ -188,7 +188,7 @@ def test_less_memory_recomputes_or_shards_more():
         ({"fix": ["data=1"]}, "fix=['data=1']: must be a dict, or text such as 'pipeline=4,schedule=1f1b'."),
         ({"forbid": 5}, "forbid=5: must be a list of keys, or text such as 'offload,recompute'."),
         ({"forbid": ["speed"]}, "forbid=speed: 'speed' cannot be forbidden"),
-        ({"fix": {"data": 3}}, "Change devices, global_batch_size or fix."),
+        ({"fix": {"data": 3}}, "Change devices or fix."),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(options, said):

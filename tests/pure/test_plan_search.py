@@ -32,7 +32,7 @@ from pipeloom.plan.search.shapes import Shapes, shape_of
 from pipeloom.plan.search.simulated import Steps, simulated
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.tree_search import TreeSearch
-from pipeloom.plan.search.words import against, counts_of, lines_of, usual_text
+from pipeloom.plan.search.words import against, cells_of, counts_of, lines_of, usual_text
 from pipeloom.schedules import find
 from pipeloom.train.config.planned import planned_config
 from pipeloom.train.config.train_config import TrainConfig
@@ -465,6 +465,25 @@ def test_lines_have_the_plans():
     assert not [line for line in lines if "are used" in line]
     twice = 2 * rows[0]["devices"]
     assert f"devices: {rows[0]['devices']} of {twice} are used" in lines_of(rows, 80 * GIB, twice)
+
+
+def test_plans_that_look_alike_have_a_column_that_tells_them_apart():
+    from pipeloom.plan.search.answer import row_of
+
+    found = search(fixed="schedule=1f1b,slices=1", top=1).plans[0]
+    row = row_of(cost_model(MODELS[0], "dgx-a100-80", "pipeloom"), found)
+    heads = cells_of([row, row])[0]
+    assert not {"blocks", "mesh axes", "context kind"} & set(heads)
+    first, *others = cells_of([{**row, "blocks": [5, 6, 6, 6, 4]}, {**row, "blocks": [*range(1, 12)]}])
+    assert [dict(zip(first, line, strict=True))["blocks"] for line in others] == [
+        "5 + 3 x 6 + 4",
+        "1 + 2 + 3 + 4 + 5 + 6 + ... + 11",
+    ]
+    kinds = [{**row, "context": 2, "context_kind": kind} for kind in ("ring", "ulysses")]
+    assert cells_of(kinds)[0] == [*(head for head in heads[:4]), "context", *heads[4:-3], "context kind", *heads[-3:]]
+    other = {**kinds[0], "pipeline": 2, "data": 2, "order": "dp,pp,cp,tp"}
+    assert "mesh axes" in cells_of([other, {**other, "order": "pp,dp,cp,tp"}])[0]
+    assert "mesh axes" not in cells_of([other, {**other, "microbatches": 64, "order": "pp,dp,cp,tp"}])[0]
 
 
 def test_more_ranks_than_blocks_are_named_as_given():

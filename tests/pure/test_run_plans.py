@@ -14,7 +14,7 @@ from pipeloom.plan.costs.named_clusters import find_cluster
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layers
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.train.auto import measured_costs, run_planner
-from pipeloom.train.auto.best_plans import best_plans
+from pipeloom.train.auto.best_plans import best_plans, memory_note
 from pipeloom.train.auto.plan_times import PlanTimes
 from pipeloom.train.auto.same_losses import same_losses
 from pipeloom.train.config.automatic import for_processes, without_plan
@@ -156,10 +156,33 @@ def test_an_automatic_plan_has_the_processes_of_torchrun():
 def test_an_automatic_plan_keeps_the_format_of_gradients_and_names_options_of_train():
     asked = parse(["--parallel=auto", "--precision.dtype=bf16", "--precision.gradients=same", "--batch.microbatches=3"])
     costs = CostModel(model=model(), cluster=machine())
-    with pytest.raises(InputError, match=r"--processes=2 --batch\.size=16: .* Change --processes, --batch\.size"):
+    with pytest.raises(InputError, match=r"--processes=2 --batch\.size=16: .* Change --batch\.size or other options"):
         best_plans(asked.changed("batch", size=16), costs, 2, lambda _: None)
     found = best_plans(asked.changed("batch", size=16, microbatches=2), costs, 2, lambda _: None)
     assert {each.plan.gradients for each in found} == {"same"}
+
+
+def test_a_cap_above_the_memory_of_the_machine_is_said():
+    costs = CostModel(model=model(), cluster=find_cluster("dgx-a100-80", "--cluster"))
+    usable = costs.cluster.usable_bytes(2)
+    assert memory_note(parse([f"--memory.cap={int(usable)}"]), costs, 2) is None
+    assert memory_note(parse([]), costs, 2) is None
+    note = memory_note(parse([f"--memory.cap={int(2 * usable)}"]), costs, 2)
+    assert note is not None
+    assert note.startswith("memory: plans use at most ")
+
+
+@pytest.mark.parametrize(("load", "said"), [(2.5, ""), (9.25, "; other programs seem to compute too: the load is 9.2")])
+def test_steps_much_longer_than_predicted_say_whether_others_compute(monkeypatch, load, said):
+    monkeypatch.setattr(run_planner.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    planner = run_planner.RunPlanner(parse([]), Group(0, 2, torch.device("cpu")))
+    monkeypatch.setattr(planner, "_write", lambda *_: None)
+    monkeypatch.setattr(planner, "_measured", lambda: PlanTimes(step=0.05))
+    planner._times = PlanTimes(step=0.025)
+    rows = [{"step_seconds": 0.05, "bubble_fraction": 0.0}] * 10
+    assert [planner.observe(row) for row in rows] == [None] * 9 + [
+        f"plan after 10 steps: step 50 ms (predicted 25 ms, 50% too low){said}"
+    ]
 
 
 def test_a_measurement_that_is_damaged_or_cannot_be_kept(tmp_path, monkeypatch):

@@ -67,16 +67,18 @@ def check_named(paths: Mapping[str, str | None]) -> None:
     """
     for option, path in paths.items():
         if path is not None and (problem := _problem(Path(path))):
-            raise InputError(f"{option} {path}: {os.strerror(problem)}. Use a writable path.")
+            raise InputError(f"{option} {path}: {problem}.")
 
 
-def _problem(target: Path) -> int:
-    """The number of the error with which a file could not be written; 0: none is known."""
+def _problem(target: Path) -> str:
+    """Why a file could not be written, and what to do; empty: no reason is known."""
     if target.is_dir():
-        return errno.EISDIR
+        return "is a directory. Use the path of a file"
     if not target.parent.is_dir():
-        return errno.ENOENT
-    return 0 if os.access(target if target.exists() else target.parent, os.W_OK) else errno.EACCES
+        return f"there is no directory {target.parent}. Make it, or use another path"
+    if os.access(target if target.exists() else target.parent, os.W_OK):
+        return ""
+    return f"{os.strerror(errno.EACCES)}. Use a writable path"
 
 
 def write_named(option: str, path: str, content: str | bytes) -> None:

@@ -82,6 +82,14 @@ class Placement:
             first += count
         return cls(tuple(ranks))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Searches look placements of many stages up again and again."""
+        return hash(self.replicas)
+
     @property
     def num_stages(self) -> int:
         return len(self.replicas)

@@ -102,10 +102,11 @@ def pipeline_bound(
     bound = sum(forward) + sum(inputs) + 2 * sum(sends) + last
     if placement.is_replicated:
         return max(bound, _shared_stages(stages, placement, microbatches, there, back, split=split))
+    chains = list(map(add, forward, inputs))
     for held in placement.stages_of:
         first = held[0]
-        chain = there[first] + microbatches * sum(forward[stage] + inputs[stage] for stage in held)
-        own = microbatches * sum(weights[stage] for stage in held)
+        chain = there[first] + microbatches * sum([chains[stage] for stage in held])
+        own = microbatches * sum([weights[stage] for stage in held]) if split else 0.0
         bound = max(bound, chain + back[first] + (last if first else 0.0), chain + own)
     return bound
 

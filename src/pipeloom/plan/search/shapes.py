@@ -110,6 +110,7 @@ class Shapes:
         fixed = self._request.fixed
         orders = [fixed["order"]] if "order" in fixed else self.orders(of)
         asked = ON_REQUEST if self._request.devices <= MANY_DEVICES else _ASKED_OF_MANY
+        stages: dict[Hashable, list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}  # orders and blocks of placements
         for name, family in schedules.SYNCHRONOUS.items():
             if not self._request.allows("schedule", name) or (name in asked and "schedule" not in fixed):
                 continue
@@ -125,10 +126,13 @@ class Shapes:
                 if placement.num_stages > self._most_stages:
                     self._refusals.add("more stages than blocks")
                     continue
-                for order in orders:
-                    for blocks in self._blocks(of, slices, order, placement):
-                        each = of._replace(schedule=name, chunks=chunks, slices=slices, order=order, blocks=blocks)
-                        yield Shape(each, placement, split)
+                if not stages.get((slices, placement)):
+                    stages[slices, placement] = [
+                        (order, blocks) for order in orders for blocks in self._blocks(of, slices, order, placement)
+                    ]
+                for order, blocks in stages[slices, placement]:
+                    each = of._replace(schedule=name, chunks=chunks, slices=slices, order=order, blocks=blocks)
+                    yield Shape(each, placement, split)
 
     def _chunks(self, family: Family, pipeline: int) -> list[int]:
         """Virtual stages per rank; where any number is supported, one is another schedule's."""
@@ -184,10 +188,11 @@ class Shapes:
                 return []
             return [given]
         alone = self._request.ends_alone
-        key = _same_layers(of), slices, order, placement, alone
+        each = of._replace(slices=slices, order=order)
+        key = self._costs.same_seconds(each), placement, alone
         found = self._known.blocks.get(key)
         if found is None:
-            found = self._known.blocks[key] = self._balanced(of._replace(slices=slices, order=order), placement, alone)
+            found = self._known.blocks[key] = self._balanced(each, placement, alone)
         return found
 
     def _balanced(self, of: Configuration, placement: Placement, ends_alone: bool) -> list[tuple[int, ...]]:

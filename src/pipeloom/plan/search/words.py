@@ -1,10 +1,11 @@
 """The answer of a search for people: a table, where the time goes, and why others lost. No torch here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from itertools import groupby
 from math import inf
 from typing import Any
 
-from pipeloom.common.quantities import bytes_text, counted, number_text, percent_text, seconds_text, table_lines
+from pipeloom.common.quantities import bytes_text, counted, number_text, percent_text, plural, seconds_text, table_lines
 from pipeloom.plan.search.best_first import Answer
 
 Row = Mapping[str, Any]  # a plan of ``--json``
@@ -19,13 +20,16 @@ _NAMES = {
     "optimizer": "optimizer",
 }
 _DEGREES = {"dp": "data", "pp": "pipeline", "cp": "context", "tp": "tensor"}
+_RESULTS = ("", "step", "MFU", "peak")  # columns that do not say what a plan is
+_APART = ("blocks", "mesh axes", "context kind")  # columns for plans that look alike in all others
+_MOST_RUNS = 8  # of stages with the same number of blocks, in a table
 _LEAST = 0.0005  # of a step: smaller parts are not shown
 _PARTS = 4  # of steps that are compared, at most
 
 
 def table_of(rows: Sequence[Row]) -> list[str]:
     """The plans as lines, best first."""
-    cells, words = cells_of(rows), ("schedule", "recompute", "offload", "precision", "sharded")
+    cells, words = cells_of(rows), {"schedule", "recompute", "offload", "precision", "sharded", *_APART}
     left = [i for i, head in enumerate(cells[0]) if head in words]
     return table_lines(cells, left=left)
 
@@ -33,7 +37,7 @@ def table_of(rows: Sequence[Row]) -> list[str]:
 def cells_of(rows: Sequence[Row]) -> list[list[str]]:
     """The heads of the table, and a row per plan."""
     cells = [["", "pipeline", "data", "tensor", "context", "expert", "schedule", "micro-batches", "recompute"]]
-    cells[0] += ["offload", "precision", "sharded", "step", "MFU", "peak"]
+    cells[0] += ["offload", "precision", "sharded", *_APART, "step", "MFU", "peak"]
     for number, row in enumerate(rows, 1):
         cells.append(
             [
@@ -47,13 +51,27 @@ def cells_of(rows: Sequence[Row]) -> list[list[str]]:
                 offload_text(row),
                 str(row["precision"]),
                 strategy_text(row),
+                blocks_text(row["blocks"]),
+                axes_text(row) or "-",
+                row["context_kind"] or "-",
                 seconds_text(row["step_seconds"]),
                 "" if row["model_flops_utilization"] is None else percent_text(row["model_flops_utilization"]),
                 bytes_text(max(row["peak_bytes"])),
             ]
         )
-    keep = [0, *(i for i, head in enumerate(cells[0]) if i and not _says_nothing(head, cells))]
-    return [[line[i] for i in keep] for line in cells]
+    keep = {i for i, head in enumerate(cells[0]) if not i or not (head in _APART or _says_nothing(head, cells))}
+    keep |= {i for i, head in enumerate(cells[0]) if head in _APART and _tells_apart(i, keep, cells)}
+    return [[line[i] for i in sorted(keep)] for line in cells]
+
+
+def _tells_apart(column: int, keep: Set[int], cells: Sequence[Sequence[str]]) -> bool:
+    """Whether plans that are the same in columns `keep` differ in another one."""
+    heads, *plans = cells
+    found: dict[tuple[str, ...], set[str]] = {}
+    for line in plans:
+        same = tuple(line[i] for i in sorted(keep) if heads[i] not in _RESULTS)
+        found.setdefault(same, set()).add(line[column])
+    return any(len(values) > 1 for values in found.values())
 
 
 def _says_nothing(head: str, cells: Sequence[Sequence[str]]) -> bool:
@@ -70,6 +88,18 @@ def schedule_text(row: Row) -> str:
         return "-"
     chunks = f", {row['chunks']} chunks" if row["chunks"] > 1 else ""
     return f"{row['schedule']}{chunks}" + (f", {row['slices']} slices" if row["slices"] > 1 else "")
+
+
+def blocks_text(blocks: Sequence[int]) -> str:
+    """Blocks per stage as text, such as ``5 + 3 x 6 + 4``."""
+    runs = [(len(list(same)), number) for number, same in groupby(blocks)]
+    parts = [f"{count} x {number}" if count > 1 else str(number) for count, number in runs]
+    return " + ".join(parts if len(parts) <= _MOST_RUNS else [*parts[: _MOST_RUNS - 2], "...", parts[-1]])
+
+
+def axes_text(row: Row) -> str:
+    """The mesh axes with degrees above 1, outermost first, such as ``dp,pp``."""
+    return ",".join(axis for axis in row["order"].split(",") if row[_DEGREES[axis]] > 1)
 
 
 def recompute_text(row: Row) -> str:
@@ -129,7 +159,7 @@ def lines_of(rows: Sequence[Row], memory_bytes: float, devices: int) -> list[str
     of = "" if memory_bytes == inf else f" of {bytes_text(memory_bytes)}"
     unit = "samples" if best["tokens_per_second"] is None else "tokens"
     length = round(best["tokens_per_second"] / best["samples_per_second"]) if unit == "tokens" else None
-    sequences = "" if length is None else f", sequences of {counted(length, 'token')}"
+    sequences = "" if length is None else f", sequences of {length:,} {plural('token', length)}"
     lines = [
         *table_of(rows),
         "",
@@ -139,9 +169,8 @@ def lines_of(rows: Sequence[Row], memory_bytes: float, devices: int) -> list[str
     ]
     if best["devices"] < devices:
         lines.append(f"devices: {best['devices']:,} of {devices:,} are used")
-    axes = [axis for axis in best["order"].split(",") if best[_DEGREES[axis]] > 1]
-    if len(axes) > 1:
-        lines.append(f"mesh axes on devices, outermost first: {','.join(axes)}")
+    if "," in (axes := axes_text(best)):
+        lines.append(f"mesh axes on devices, outermost first: {axes}")
     return lines
 
 

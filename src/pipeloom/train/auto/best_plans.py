@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeloom.common.quantities import percent_text, seconds_text
+from pipeloom.common.quantities import bytes_text, percent_text, seconds_text
 from pipeloom.errors import PipeloomError
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
@@ -151,6 +151,17 @@ def _request(asked: TrainConfig, costs: CostModel, processes: int, fixed: dict[s
         top=2 * MOST_PLANS,
         ends_alone=False,
         names=TRAIN,
+    )
+
+
+def memory_note(asked: TrainConfig, costs: CostModel, processes: int) -> str | None:
+    """A line where the cap is above the memory that plans of this machine may use; None: it is not."""
+    cap, usable = asked.memory.cap, costs.cluster.usable_bytes(processes)
+    if cap is None or cap <= usable:
+        return None
+    return (
+        f"memory: plans use at most {bytes_text(usable)} per process, what this machine has for each; --memory.cap is "
+        "larger"
     )
 
 

@@ -1,6 +1,7 @@
 """`RunPlanner`: chooses the plan of a run from measured layers, compares it with the steps, and chooses again."""
 
 import json
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,14 @@ from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.local.trials import plain_ones, ranking
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.train_options import options_of_plan
-from pipeloom.train.auto.best_plans import Chosen, best_plans, plan_of_checkpoint, predicted_times, trials_text
+from pipeloom.train.auto.best_plans import (
+    Chosen,
+    best_plans,
+    memory_note,
+    plan_of_checkpoint,
+    predicted_times,
+    trials_text,
+)
 from pipeloom.train.auto.best_schedules import (
     best_schedules,
     only_schedule,
@@ -43,6 +51,7 @@ from pipeloom.train.run_parts import RunParts
 _COMPARED_AFTER = 10  # steps of this process with a plan; the first one warms up
 _RECENT = 20  # steps whose median is compared
 _GAIN = 0.05  # by which another plan must be predicted faster
+_MUCH_LONGER = 1.2  # times the predicted step: other programs may be the reason
 
 
 class RunPlanner:
@@ -105,6 +114,8 @@ class RunPlanner:
             self._say(f"planning: trial steps of {counted(first, 'plan' if whole else 'schedule')}")
         trials = self._trials(plans, first)
         if self._group.rank == 0:
+            if whole and (note := memory_note(self._asked, self._costs, self._group.size)) is not None:
+                said.append(note)
             number, *slower = ranked = ranking(trials, plain_ones(plans)) or [0]
             self._slower = [options_of_plan(plans[each]) for each in slower]
             begin = f"plan for {_processes(self._group.size)}:" if whole else "schedule"
@@ -235,7 +246,8 @@ class RunPlanner:
         measured = self._measured()
         found = {"measured": measured.to_mapping(), "predicted": self._times.to_mapping()}
         self._write(PLAN_TIMES_NAME, json.dumps(found, indent=1))
-        return f"plan after {counted(self._number, 'step')}: {measured.beside(self._times)}"
+        busy = _others_text(self._group.size) if measured.step > _MUCH_LONGER * self._times.step else ""
+        return f"plan after {counted(self._number, 'step')}: {measured.beside(self._times)}{busy}"
 
     def _write(self, name: str, text: str) -> None:
         if self._group.rank == 0:
@@ -311,6 +323,12 @@ def _ratios(measured: PlanTimes, predicted: PlanTimes) -> tuple[float, float, fl
     pairs = [(getattr(measured, name), getattr(predicted, name)) for name in ("forward", "backward", "update")]
     forward, backward, update = (value / guess if value and guess else 1.0 for value, guess in pairs)
     return forward, backward, update
+
+
+def _others_text(processes: int) -> str:
+    """What else may make steps longer; empty: no sign of it."""
+    load = os.getloadavg()[0]
+    return f"; other programs seem to compute too: the load is {load:.1f}" if load > processes + 1 else ""
 
 
 def _processes(count: int) -> str:

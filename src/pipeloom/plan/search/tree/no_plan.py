@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeloom import schedules
 from pipeloom.common.quantities import bytes_text, counted
-from pipeloom.errors import InputError, ScheduleError
+from pipeloom.errors import InputError, ScheduleError, either
 from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration
@@ -31,25 +31,45 @@ def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: 
         )
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
     names = request.names
-    why = next(_wrong(costs, request), reasons or f"the values of {names.fix} exclude each other")
-    *others, last = names.devices, names.batch, *names.given
-    return f"{request.asked}: no plan can run: {why}. Change {', '.join(others)} or {last}."
+    unknown = reasons or f"the values of {names.fix} exclude each other", (names.devices, names.batch)
+    why, others = next(_wrong(costs, request), unknown)
+    return f"{request.asked}: no plan can run: {why}. Change {either((*others, *names.given) or unknown[1])}."
 
 
-def _wrong(costs: StepCosts, request: Request) -> Iterator[str]:
-    """Which values of ``--fix`` and ``--forbid`` no plan can have, the plainest reason first."""
-    fixed = request.fixed
-    for whole, size, names in (("devices", request.devices, _DEGREES), ("samples", request.batch_size, _BATCH)):
+def _wrong(costs: StepCosts, request: Request) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Which values of ``--fix`` and ``--forbid`` no plan can have, the plainest reason first.
+
+    With each, what else to change in place of them.
+    """
+    fixed, devices, batch = request.fixed, request.names.devices, request.names.batch
+    sizes = ("devices", request.devices, _DEGREES, devices), ("samples", request.batch_size, _BATCH, batch)
+    for whole, size, names, other in sizes:
         given = {name: fixed[name] for name in names if name in fixed}
         if size % prod(given.values()):
-            yield f"{size} {whole} cannot be divided by {_product(given)}"
+            yield f"{size} {whole} cannot be divided by {_product(given)}", (other,)
     degrees = {**{name: 1 for name in _DEGREES if name in request.forbidden}, **fixed}
     degrees = {name: degrees[name] for name in _DEGREES if name in degrees}
     if len(degrees) == len(_DEGREES) and prod(degrees.values()) < request.devices and request.objective != "cost":
-        yield f"{_product(degrees)} use {prod(degrees.values())} of {counted(request.devices, 'device')}"
-    batch = {name: fixed[name] for name in _BATCH if name in fixed}
-    if len(batch) == len(_BATCH) and prod(batch.values()) < request.batch_size:
-        yield f"{_product(batch)} are {prod(batch.values())} of {counted(request.batch_size, 'sample')}"
+        yield f"{_product(degrees)} use {prod(degrees.values())} of {counted(request.devices, 'device')}", (devices,)
+    parts = {name: fixed[name] for name in _BATCH if name in fixed}
+    if len(parts) == len(_BATCH) and prod(parts.values()) < request.batch_size:
+        yield f"{_product(parts)} are {prod(parts.values())} of {counted(request.batch_size, 'sample')}", (batch,)
+    for reason in _excluded(costs, request, degrees):
+        yield reason, ()
+    one = degrees.get("pipeline", 1) * degrees.get("tensor", 1) == request.devices
+    if one and (name := without_effect(request)) is not None:
+        yield f"{name}={fixed[name]} has no effect with one replica", (devices,)
+
+
+def _excluded(costs: StepCosts, request: Request, degrees: Mapping[str, int]) -> Iterator[str]:
+    """Which values no plan of the model can have, whatever the devices and the batch.
+
+    Args:
+        costs: of the model on its cluster.
+        request: what is planned.
+        degrees: that plans must have.
+    """
+    fixed = request.fixed
     if fixed.get("sequence") and degrees.get("tensor") == 1:
         yield "sequence=true has no effect with tensor=1"
     yield from _wrong_stages(costs, request)
@@ -69,7 +89,6 @@ def _wrong(costs: StepCosts, request: Request) -> Iterator[str]:
     if "schedule" in fixed:
         yield from _unsupported(fixed, slices)
     single = degrees.get("data") == degrees.get("context") == 1
-    single = single or degrees.get("pipeline", 1) * degrees.get("tensor", 1) == request.devices
     if single and (name := without_effect(request)) is not None:
         yield f"{name}={fixed[name]} has no effect with one replica"
     granularity, strategy = fixed.get("data_granularity", Granularity.STEP), fixed.get("data_strategy")

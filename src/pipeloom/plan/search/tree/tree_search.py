@@ -204,25 +204,19 @@ class TreeSearch:
             self._push(Node(1, least, self._shapes, (mesh, ways)), penalty * _later(firm, least))
 
     def _shapes(self, of: Configuration, ways: Ways) -> None:
+        looks = (_Look.FIRM, _Look.LOOSE) if self._offloads else (_Look.FIRM,)
         for shape in self._space.shapes.found(of):
-            if not self._apart or (self._slices and shape.of.slices > 1):
-                self._push_shape(shape, ways, _Look.ALL)
-            else:
-                self._push_shape(shape, ways, _Look.FIRM)
-                if self._offloads:
-                    self._push_shape(shape, ways, _Look.LOOSE)
-
-    def _push_shape(self, shape: Shape, ways: Ways, look: _Look) -> None:
-        bound = self._space.shapes.bound(shape)
-        firm, least = (
-            self.best.score(max(bound, each), ways.peak, ways.devices) for each in (ways.seconds, ways.least)
-        )
-        given = shape, ways, look
-        if look is not _Look.FIRM:
-            penalty = ways.penalty * _later(firm, least)
-            self._push(Node(2, least, self._choices, given), penalty, loose=self._apart)
-        elif firm < inf:
-            self._push(Node(2, firm, self._choices, given), ways.penalty)
+            bound = self._space.shapes.bound(shape)
+            firm = self.best.score(max(bound, ways.seconds), ways.peak, ways.devices)
+            least = self.best.score(max(bound, ways.least), ways.peak, ways.devices)
+            together = not self._apart or (self._slices and shape.of.slices > 1)
+            for look in (_Look.ALL,) if together else looks:
+                given = shape, ways, look
+                if look is not _Look.FIRM:
+                    penalty = ways.penalty * _later(firm, least)
+                    self._push(Node(2, least, self._choices, given), penalty, loose=self._apart)
+                elif firm < inf:
+                    self._push(Node(2, firm, self._choices, given), ways.penalty)
 
     def _choices(self, shape: Shape, ways: Ways, look: _Look) -> None:
         left = self._left_of(shape, ways, look)
