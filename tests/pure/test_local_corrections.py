@@ -18,7 +18,7 @@ from pipeloom.plan.costs.step_bound import step_bound
 from pipeloom.plan.local.layer_times import LayerSeconds, LayerTimes, mean_layers
 from pipeloom.plan.local.references import References, Shape, reference_shapes
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.space import Space
+from pipeloom.plan.search.space.space import Space
 from tests.pure.test_local_machine import GIGA, machine, model, rates
 from tests.pure.test_plan_bounds import some
 
@@ -202,7 +202,7 @@ def test_steps_of_the_same_order_are_one_reference():
 def compared(costs: CostModel, devices: int, rng: random.Random) -> int:
     """How many steps the search's bounds are below: those of groups, data strategies and shapes."""
     space, count = Space(costs, Request(devices=devices, batch_size=16), Refusals(), lambda _: None), 0
-    for group, _ in space.groups():
+    for group, _ in space.groups.found():
         for mesh in space.meshes(group, devices):
             ways = list(space.ways(mesh))
             for shape in some(space.shapes.found(mesh), 3, rng):

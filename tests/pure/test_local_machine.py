@@ -26,7 +26,7 @@ from pipeloom.plan.profiled_costs import ProfiledCosts, Unit, UnitRow
 from pipeloom.plan.search.answer import row_of, seconds_of
 from pipeloom.plan.search.best_first import find_plans
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import Shape, Shapes
+from pipeloom.plan.search.space.shapes import Shape, Shapes
 from pipeloom.plan.stage_times import StageTimes
 from pipeloom.sim import Costs, Network, simulate
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds

@@ -18,16 +18,17 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.costs.step_bound import busy_links, message_seconds, pipeline_bound
-from pipeloom.plan.search.data_runs import data_runs
 from pipeloom.plan.search.memory.live_moments import moments_of
 from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import offloaded_of
 from pipeloom.plan.search.memory.stage_bytes import KnownBytes
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import Shape, candidate_seconds, pipeline_seconds
 from pipeloom.plan.search.short_steps import order_number
 from pipeloom.plan.search.simulated import Step, Steps, simulated
-from pipeloom.plan.search.space import Space, Way
+from pipeloom.plan.search.space.data_runs import data_runs
+from pipeloom.plan.search.space.shapes import Shape, candidate_seconds, pipeline_seconds
+from pipeloom.plan.search.space.space import Space
+from pipeloom.plan.search.space.ways import Way
 from tests.pure.published_runs import cost_model, gpt
 
 GIB = 2.0**30
@@ -53,7 +54,7 @@ def some(items, number: int, rng: random.Random) -> list:
 
 def samples(space: Space, costs: CostModel, request: Request, rng: random.Random):
     """Random configurations: seconds of their group, way, shape, choice, and simulated step."""
-    for group, devices in some(space.groups(), 3, rng):
+    for group, devices in some(space.groups.found(), 3, rng):
         for mesh in some(space.meshes(group, devices), 2, rng):
             ways = list(space.ways(mesh))
             for shape in some(space.shapes.found(mesh), 2 if ways else 0, rng):

@@ -19,7 +19,7 @@ from pipeloom.plan.search.memory.live_moments import moments_of
 from pipeloom.plan.search.memory.memory_choice import MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import least_moves, lowest_cap, most_live
 from pipeloom.plan.search.request import Request, parse_fixed
-from pipeloom.plan.search.shapes import Shape, shape_of
+from pipeloom.plan.search.space.shapes import Shape, shape_of
 from pipeloom.schedules import find
 from tests.pure.published_runs import cost_model, gpt
 

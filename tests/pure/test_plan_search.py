@@ -22,14 +22,14 @@ from pipeloom.plan.huggingface_config import architecture_of
 from pipeloom.plan.named_architectures import NAMED
 from pipeloom.plan.plan import Plan
 from pipeloom.plan.search.answer import seconds_of
-from pipeloom.plan.search.balance import balanced_blocks
 from pipeloom.plan.search.best_first import Answer, find_plans
-from pipeloom.plan.search.bounds import mixed_seconds
 from pipeloom.plan.search.comparison import plain_of, usual_plan, with_plain
 from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.request import Refusals, Request, parse_fixed
-from pipeloom.plan.search.shapes import Shapes, shape_of
 from pipeloom.plan.search.simulated import Steps, simulated
+from pipeloom.plan.search.space.balance import balanced_blocks
+from pipeloom.plan.search.space.bounds import mixed_seconds
+from pipeloom.plan.search.space.shapes import Shapes, shape_of
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.tree_search import TreeSearch
 from pipeloom.plan.search.words import against, cells_of, counts_of, lines_of, usual_text

@@ -75,7 +75,7 @@ def _problem(target: Path) -> str:
     if target.is_dir():
         return "is a directory. Use the path of a file"
     if not target.parent.is_dir():
-        return f"there is no directory {target.parent}. Make it, or use another path"
+        return f"directory {target.parent} does not exist. Make it, or use another path"
     if os.access(target if target.exists() else target.parent, os.W_OK):
         return ""
     return f"{os.strerror(errno.EACCES)}. Use a writable path"

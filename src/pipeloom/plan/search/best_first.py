@@ -19,7 +19,7 @@ from pipeloom.plan.search.parts.searches import Searches
 from pipeloom.plan.search.parts.turns import take_turns
 from pipeloom.plan.search.request import Objective, Refusals, Request
 from pipeloom.plan.search.simulated import Simulated, Steps
-from pipeloom.plan.search.space import CanRun
+from pipeloom.plan.search.space.groups import CanRun
 from pipeloom.plan.search.tree.no_plan import no_plan
 from pipeloom.plan.search.tree.tree_search import SLOWER, Tell
 

@@ -17,6 +17,7 @@ from pipeloom.plan.costs.links import ORDER
 
 Objective = Literal["time", "memory", "cost"]
 MOST_DEVICES, MOST_SAMPLES = 2**20, 2**28  # larger numbers would take minutes
+MANY_DEVICES = 64  # more: searches end early
 
 
 def score(objective: Objective, seconds: float, peak: float, devices: int) -> float:
@@ -213,6 +214,11 @@ class Request:
     ends_alone: bool = True
     precisions: tuple[str, ...] = ()
     names: Names = COMMAND
+
+    @property
+    def of_many(self) -> bool:
+        """Whether a search of so many devices ends early, and looks at fewer shapes."""
+        return self.devices > MANY_DEVICES
 
     @property
     def asked(self) -> str:

@@ -28,8 +28,8 @@ from pipeloom.plan.memory.rank_memory import RankPeaks
 from pipeloom.plan.search.memory.live_moments import live_growth
 from pipeloom.plan.search.memory.memory_choice import MemoryChoices
 from pipeloom.plan.search.memory.stage_bytes import KnownBytes
-from pipeloom.plan.search.shapes import KnownShapes
 from pipeloom.plan.search.short_steps import schedule_of, short_microbatches
+from pipeloom.plan.search.space.shapes import KnownShapes
 from pipeloom.sim import Timeline
 from pipeloom.sim.simulator import StepSeconds
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from pipeloom.errors import PipeloomError
-from pipeloom.plan.search.shapes import MOST_CHUNKS, ON_REQUEST
+from pipeloom.plan.search.space.shapes import MOST_CHUNKS, ON_REQUEST
 from pipeloom.schedules import SYNCHRONOUS, find
 from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.schedule import usual_schedule

@@ -17,7 +17,6 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory.state_bytes import NumberBytes
-from pipeloom.plan.search.data_ways import state_bytes_per_parameter
 from pipeloom.plan.search.memory.knapsack import knapsack
 from pipeloom.plan.search.memory.live_moments import Moments
 from pipeloom.plan.search.memory.moment_bytes import Beside, MomentBytes
@@ -25,7 +24,8 @@ from pipeloom.plan.search.memory.offload_bound import lowest_cap, most_live
 from pipeloom.plan.search.memory.offload_room import OffloadRoom
 from pipeloom.plan.search.memory.stage_bytes import KnownBytes
 from pipeloom.plan.search.request import Request
-from pipeloom.plan.search.shapes import MANY_DEVICES, Shape
+from pipeloom.plan.search.space.shapes import Shape
+from pipeloom.plan.search.space.ways import state_bytes_per_parameter
 
 _TRIES = 8
 _SHARE = 0.97  # of memory, where closed forms lack a little
@@ -70,7 +70,7 @@ class MemoryChoices:
         of, self._kinds = shape.of, request.kinds
         self._found: dict[object, list[Choice]] = {}
         self._offloaded: dict[object, dict[tuple[Recompute, ...], list[Choice]]] = {}
-        self._share = 1.0 if request.devices <= MANY_DEVICES else _SHARE
+        self._share = _SHARE if request.of_many else 1.0
         self._offloads = (
             request.offloads_activations and costs.can_offload and not schedules.find(of.schedule).to_measure
         )

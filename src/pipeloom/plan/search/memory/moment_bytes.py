@@ -12,7 +12,7 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.memory.live_moments import Moments
 from pipeloom.plan.search.memory.stage_bytes import KnownBytes, StageBytes, code
-from pipeloom.plan.search.shapes import Shape
+from pipeloom.plan.search.space.shapes import Shape
 
 
 class Beside:

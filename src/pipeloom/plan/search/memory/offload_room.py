@@ -13,7 +13,7 @@ from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.memory.live_moments import Moments
 from pipeloom.plan.search.memory.moment_bytes import Beside
-from pipeloom.plan.search.shapes import Shape
+from pipeloom.plan.search.space.shapes import Shape
 
 
 class _Held(NamedTuple):

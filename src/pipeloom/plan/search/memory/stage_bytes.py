@@ -19,9 +19,9 @@ from pipeloom.plan.memory.memory_model import MemoryModel
 from pipeloom.plan.memory.stage_moments import StageGradients, StageMoments, stage_moments
 from pipeloom.plan.memory.stage_units import ModelUnits, StageUnits
 from pipeloom.plan.memory.state_bytes import NumberBytes
-from pipeloom.plan.search.data_ways import state_bytes_per_parameter
 from pipeloom.plan.search.memory.live_moments import Moment
-from pipeloom.plan.search.shapes import Shape
+from pipeloom.plan.search.space.shapes import Shape
+from pipeloom.plan.search.space.ways import state_bytes_per_parameter
 
 Inside = Sequence[float]  # bytes inside computations of a stage, by `code`
 _OPS = {op: 4 * number for number, op in enumerate((Op.F, Op.I, Op.B, Op.W))}

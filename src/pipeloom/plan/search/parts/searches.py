@@ -9,9 +9,8 @@ from typing import Any
 from pipeloom.common.division import divisors
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import MANY_DEVICES
 from pipeloom.plan.search.simulated import Simulated, Steps
-from pipeloom.plan.search.space import CanRun
+from pipeloom.plan.search.space.groups import CanRun
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.tree_search import Tell, TreeSearch
 
@@ -39,11 +38,6 @@ class Searches:
     tell: Tell | None
     simulated: int = 0
 
-    @property
-    def of_many(self) -> bool:
-        """Whether there are many devices."""
-        return self.request.devices > MANY_DEVICES
-
     def best(self, plans: Sequence[Simulated] = (), of: Request | None = None) -> BestPlans:
         """The best plans of searches that begin with these; of the request, or of one with another objective."""
         return BestPlans(of or self.request, self.accept, plans)
@@ -62,7 +56,7 @@ class Searches:
             *(self.steps, of, best),
             exhaustive=self.exhaustive,
             can_run=self.can_run,
-            long_steps=self.exhaustive or "schedule" in self.request.fixed or not self.of_many,
+            long_steps=self.exhaustive or "schedule" in self.request.fixed or not self.request.of_many,
             counts=counts,
             first=first,
             refusals=refusals,
@@ -105,7 +99,7 @@ class Searches:
         any_memory = replace(self.request, memory_bytes=inf, objective="memory", top=1)
         fixed, best = self.request.fixed, self.best(of=any_memory)
         small = {} if {"microbatches", "microbatch_size"} & fixed.keys() else {"microbatch_size": 1}
-        without = _WITHOUT if self.of_many else inf
+        without = _WITHOUT if self.request.of_many else inf
         for schedule in [fixed["schedule"]] if "schedule" in fixed else _LEAN:
             kept = {"schedule": schedule, **small, **fixed}
             few = replace(any_memory, fixed=kept, forbidden=self.firm.forbidden)

@@ -37,7 +37,7 @@ def take_turns(searches: Searches, parts: Sequence[TreeSearch], best: BestPlans)
         parts: of the space.
         best: plans that are known; it is changed.
     """
-    without, turns = (_WITHOUT, _MANY) if searches.of_many else (inf, _FEW)
+    without, turns = (_WITHOUT, _MANY) if searches.request.of_many else (inf, _FEW)
     _first_turn(searches, parts, best, without)
     if not best.plans:
         return
@@ -57,7 +57,7 @@ def _first_turn(searches: Searches, parts: Sequence[TreeSearch], best: BestPlans
                 return
             known = bool(best.plans)
             spent = searches.run(
-                part, _FIRST[searches.of_many], loose=loose, without=0.0 if known else max(0.0, without)
+                part, _FIRST[searches.request.of_many], loose=loose, without=0.0 if known else max(0.0, without)
             )
             without -= 0.0 if known else spent
 

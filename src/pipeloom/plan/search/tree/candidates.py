@@ -10,9 +10,9 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import lowest_cap, offloaded_of
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import Shape, candidate_seconds
 from pipeloom.plan.search.simulated import Simulated, Step, Steps
-from pipeloom.plan.search.space import Way
+from pipeloom.plan.search.space.shapes import Shape, candidate_seconds
+from pipeloom.plan.search.space.ways import Way
 
 SIZES = "the schedule does not support the sizes"
 _TRIES = 2  # of keeping fewer activations, where a simulated rank needs more memory than its closed form

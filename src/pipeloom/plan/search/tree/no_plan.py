@@ -11,9 +11,9 @@ from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.parallel.inside_stage import InsideStage
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.search.data_ways import without_effect
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import shape_of
+from pipeloom.plan.search.space.shapes import shape_of
+from pipeloom.plan.search.space.ways import without_effect
 
 _DEGREES = ("pipeline", "data", "tensor", "context")
 _BATCH = ("data", "microbatches", "microbatch_size")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from itertools import count
 from math import inf
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 _FACTORS = (1.25, 1.22, 1.08, 1.0)  # of bounds, by level
@@ -68,8 +69,7 @@ class OpenNodes:
     def pop(self, *, complete: bool = False) -> Node:
         """The node that looks best; of complete ones, if there are any."""
         while True:
-            heap = self._complete if self._complete and (complete or not self._partial) else self._first
-            *_, penalty, tried, node = heapq.heappop(heap)
+            *_, penalty, tried, node = heapq.heappop(self._complete if complete and self._complete else self._first)
             if node.family is None or not self._turns:
                 return node
             if tried == self._tried[node.family]:
@@ -78,14 +78,14 @@ class OpenNodes:
             self.push(node, penalty)
 
     @property
-    def _first(self) -> "list[_Entry]":
-        """The heap with the node that looks best."""
-        return self._complete if self._complete and self._complete[:1] < self._partial[:1] else self._partial
+    def _first(self) -> list[_Entry]:
+        """The heap with the node that looks best; there is one."""
+        return min((heap for heap in (self._partial, self._complete) if heap), key=itemgetter(0))
 
     @property
     def key(self) -> float:
         """That of the node that looks best; infinite without nodes."""
-        return min((heap[0][0] for heap in (self._partial, self._complete) if heap), default=inf)
+        return self._first[0][0] if self else inf
 
     def least(self, *, loose: bool) -> float:
         """The least bound, of plans whose bounds are loose too; infinite without nodes."""

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.search.memory.memory_choice import MemoryChoices
 from pipeloom.plan.search.request import Request
-from pipeloom.plan.search.shapes import Shape
-from pipeloom.plan.search.space import Way
+from pipeloom.plan.search.space.shapes import Shape
+from pipeloom.plan.search.space.ways import Way
 from pipeloom.plan.search.tree.candidates import Candidate
 
 _OF_WAY = "strategy", "granularity", "offload_states"

@@ -19,11 +19,13 @@ from pipeloom.errors import PipeloomError
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.search.memory.live_moments import Moments, moments_of
 from pipeloom.plan.search.memory.memory_choice import MemoryChoices
-from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import MANY_DEVICES, Shape, same_bound
+from pipeloom.plan.search.request import MANY_DEVICES, Refusals, Request
 from pipeloom.plan.search.short_steps import order_number, simulated_actions
 from pipeloom.plan.search.simulated import Simulated, Steps
-from pipeloom.plan.search.space import PENALTIES, CanRun, Space, Way, Ways
+from pipeloom.plan.search.space.groups import CanRun
+from pipeloom.plan.search.space.shapes import Shape, same_bound
+from pipeloom.plan.search.space.space import Space
+from pipeloom.plan.search.space.ways import PENALTIES, Way, Ways
 from pipeloom.plan.search.tree.best_plans import BestPlans
 from pipeloom.plan.search.tree.candidates import SIZES, Candidate, Candidates
 from pipeloom.plan.search.tree.open_nodes import COMPLETE, Node, OpenNodes
@@ -93,7 +95,7 @@ class TreeSearch:
         self._left, self._simulates_at, self._begun = 0.0, 0.0, False
         known_bytes = None if exhaustive else steps.known_bytes
         self._space = Space(steps.costs, request, self.refusals, can_run, steps.shapes, known_bytes)
-        self._patient = exhaustive or request.devices <= MANY_DEVICES
+        self._patient = exhaustive or not request.of_many
         self._orders: set[Hashable] = set()  # of shapes that were expanded
         self._offloads = request.offloads_activations and self._costs.can_offload
         self._slices = "slices" not in request.fixed and request.allows("slices", 2)
@@ -172,7 +174,7 @@ class TreeSearch:
         return len(self._firm) + len(self._loose)
 
     def _groups(self) -> None:
-        for of, devices in self._space.groups(counts=self._first):
+        for of, devices in self._space.groups.found(counts=self._first):
             least = self._space.group_bound(of, devices)
             if least == inf:
                 if self._counts:

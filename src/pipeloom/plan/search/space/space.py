@@ -1,98 +1,25 @@
-"""The space of configurations as a tree whose nodes have lower bounds. No torch here.
+"""`Space`: the configurations of a request, level by level, see `pipeloom.plan.search.space`. No torch here."""
 
-    group     processes that share a stage, and the micro-batch size    work per device, warm-up of the fewest ranks
-    mesh      + pipeline and data degree, micro-batches                 + warm-up and cool-down of single blocks, memory
-    shape     + schedule, virtual stages, slices, order, blocks         `step_bound` without recomputation
-    choice    + data strategy, recomputation, offload                   `step_bound`, data link, memory
-
-Each level refuses configurations that cannot run or cannot fit, and counts them by reason.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Iterator
 from math import inf
-from typing import Any, NamedTuple
 
 from pipeloom.common.division import divisors
-from pipeloom.errors import InputError
 from pipeloom.ir.data_axis import Granularity
-from pipeloom.parallel.inside_stage import InsideStage
-from pipeloom.parallel.options import Precision
 from pipeloom.plan.costs.configuration import Configuration
-from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
-from pipeloom.plan.search.bounds import Recomputed, mixed_seconds
-from pipeloom.plan.search.data_ways import way_bytes, ways_of, without_effect
 from pipeloom.plan.search.memory.stage_bytes import KnownBytes
 from pipeloom.plan.search.request import Refusals, Request
-from pipeloom.plan.search.shapes import LEAST_TOKENS, MOST_SLICES, KnownShapes, Shapes, single_blocks
+from pipeloom.plan.search.space.bounds import Recomputed, mixed_seconds
+from pipeloom.plan.search.space.groups import INNER_DATA, CanRun, Groups
+from pipeloom.plan.search.space.shapes import MOST_SLICES, KnownShapes, Shapes, single_blocks
+from pipeloom.plan.search.space.ways import Way, way_bytes, ways_of, without_effect
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
-CanRun = Callable[[Configuration], str | None]  # why a configuration cannot run; None: it can
-PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
-MOST_TENSOR = 8  # processes, or those of a larger node: more share every product over a slow network
 _FILLED = 4  # ranks: with fewer, a bidirectional schedule has no rank that waits
-_INNER_DATA = ("pp", "cp", "dp", "tp")  # experts of neighbouring replicas are nearest
 _INNER_CONTEXT = ("pp", "dp", "cp", "tp")
-_OF_GROUPS = frozenset(  # keys of `Request.fixed` and `Request.forbidden` on which groups depend
-    {"tensor", "context", "context_kind", "sequence", "expert", "microbatch_size", "precision", "gradients", "order"}
-)
-
-
-class Way(NamedTuple):
-    """A mesh with a data strategy.
-
-    Attributes:
-        of: the configuration.
-        states: bytes of model states per parameter, between steps.
-        seconds: of a step without offload of activations, at least.
-        peak: bytes of the rank that needs most, at least.
-        offloaded: seconds of a step with offload, at least; infinite where there is none.
-    """
-
-    of: Configuration
-    states: float
-    seconds: float
-    peak: float
-    offloaded: float = inf
-
-    @property
-    def least(self) -> float:
-        """Seconds of a step, at least."""
-        return min(self.seconds, self.offloaded)
-
-
-class Ways(NamedTuple):
-    """The data strategies of a mesh, and the least of their values.
-
-    Attributes:
-        each: at least one.
-        least, seconds, peak: see `Way`.
-        penalty: how many times their bounds count.
-        devices: of the mesh.
-    """
-
-    each: Sequence[Way]
-    least: float
-    seconds: float
-    peak: float
-    penalty: float
-    devices: int
-
-    @classmethod
-    def of(cls, each: Sequence[Way]) -> "Ways":
-        """Those of at least one strategy."""
-        return cls(
-            each,
-            min(way.least for way in each),
-            min(way.seconds for way in each),
-            min(way.peak for way in each),
-            min(PENALTIES[way.of.granularity] for way in each),
-            each[0].of.devices,
-        )
 
 
 class Space:
@@ -105,6 +32,9 @@ class Space:
         can_run: asked for the processes of a stage alone.
         known: see `Shapes`.
         known_bytes: of stages, by which strategies are refused too; None: by model states alone.
+
+    Attributes:
+        groups, shapes: all of them.
     """
 
     def __init__(
@@ -116,10 +46,11 @@ class Space:
         known: KnownShapes | None = None,
         known_bytes: KnownBytes | None = None,
     ) -> None:
-        self.request, self.refusals, self._can_run = request, refusals, can_run
+        self.request, self.refusals = request, refusals
         self._known_bytes = known_bytes
         self.costs, self._least = costs.uncorrected
         self._known = known or KnownShapes()
+        self.groups = Groups(self.costs, request, refusals, can_run, self._known)
         self.shapes = Shapes(costs, request, refusals, self._known)
         self._layers = costs.num_blocks
         kept = request.fixed.get("offload", 0)
@@ -133,106 +64,6 @@ class Space:
         self._of_replicas = without_effect(request)
         self._least_bytes: dict[object, float] = {}
         self._degrees: dict[int, list[tuple[int, int]]] = {}  # by ranks of all replicas, see `_degrees_of`
-
-    def groups(self, *, counts: bool = True) -> Iterator[tuple[Configuration, int]]:
-        """Configurations with degrees inside a stage and a micro-batch size, and their number of devices.
-
-        Args:
-            counts: whether to count those that are refused.
-        """
-        request, fixed = self.request, self.request.fixed
-        sizes = request.devices, request.batch_size, request.optimizer, request.objective == "cost", request.precisions
-        given = tuple((name, fixed[name]) for name in sorted(_OF_GROUPS & fixed.keys()))
-        key = self._can_run, sizes, given, _OF_GROUPS & request.forbidden
-        found = self._known.groups.get(key)
-        if found is None:
-            found = self._known.groups[key] = list(self._groups())
-        for each in found:
-            if not isinstance(each, str):
-                yield each
-            elif counts:
-                self.refusals.add(each)
-
-    def _groups(self) -> Iterator[tuple[Configuration, int] | str]:
-        """`groups`, and why there are no others."""
-        request, node = self.request, self.costs.cluster.devices_per_node
-        numbers = divisors(request.devices) if request.objective == "cost" else [request.devices]
-        sizes = [n for n in divisors(request.batch_size) if request.allows("microbatch_size", n)]
-        for precision in self._precisions():
-            if isinstance(precision, str):
-                yield precision
-                continue
-            for inside in self._insides(node, precision):
-                if isinstance(inside, str):
-                    yield inside
-                    continue
-                for devices, size in product(numbers, sizes):
-                    if devices % inside.processes:
-                        continue
-                    of = Configuration(
-                        microbatch_size=size,
-                        inside=inside,
-                        precision=precision,
-                        optimizer=request.optimizer,
-                        order=request.fixed.get("order", _INNER_DATA if inside.expert > 1 else ORDER),
-                    )
-                    unknown = self.costs.unknown(of)
-                    yield (of, devices) if unknown is None else unknown
-
-    def _precisions(self) -> Iterator[Precision | str]:
-        """Number formats, and why there are no others."""
-        request = self.request
-        names: tuple[Any, ...] = request.precisions or (request.fixed.get("precision", self._precision()),)
-        for name in names:
-            try:
-                yield Precision(name, request.fixed.get("gradients", "float32"))
-            except InputError as error:
-                if len(names) == 1:
-                    raise
-                yield str(error).partition(":")[0]
-
-    def _precision(self) -> str:
-        """Tensor cores compute with 16-bit numbers."""
-        device = self.costs.cluster.device
-        return "fp32" if device.multiprocessors is None else device.half
-
-    def _insides(self, node: int, precision: Precision) -> Iterator[InsideStage | str]:
-        """The processes of a stage, and why there are no others."""
-        request = self.request
-        for tensor, context in product(divisors(request.devices), repeat=2):
-            if request.devices % (tensor * context):
-                continue
-            if not request.allows("tensor", tensor) or not request.allows("context", context):
-                continue
-            if tensor > max(MOST_TENSOR, node) and "tensor" not in request.fixed:
-                yield "tensor parallelism over many nodes"
-                continue
-            if context > 1 and self.costs.tokens < context * LEAST_TOKENS and "context" not in request.fixed:
-                yield f"context parallelism with fewer than {LEAST_TOKENS} tokens per process"
-                continue
-            experts = [n for n in self.costs.expert_degrees if request.allows("expert", n)]
-            kinds = [kind for kind in ("ring", "ulysses") if request.allows("context_kind", kind)]
-            for sequence, kind, expert in product((False, True), kinds if context > 1 else ["ring"], experts):
-                if (sequence and tensor == 1) or not request.allows("sequence", sequence):
-                    continue
-                inside = InsideStage(
-                    tensor=tensor,
-                    context=context,
-                    sequence=sequence,
-                    context_kind="ulysses" if kind == "ulysses" else "ring",
-                    expert=expert,
-                )
-                refusal = self._why_not_shared(inside, precision)
-                yield inside if refusal is None else refusal
-
-    def _why_not_shared(self, inside: InsideStage, precision: Precision) -> str | None:
-        """Why processes cannot share a stage; None: they can."""
-        of = Configuration(inside=inside, data=inside.expert, precision=precision, optimizer=self.request.optimizer)
-        try:
-            self.costs.check(of)
-        except InputError as error:
-            return f"{str(error).partition('=')[0]} cannot be divided"
-        return self._can_run(of)
 
     def _turns(self, devices: int) -> float:
         """Processes per core of a machine with fewer cores."""
@@ -384,7 +215,7 @@ class Space:
         """Seconds for which the data link of a rank is busy."""
         if of.replicas == 1 or self.costs.has_experts:
             return 0.0
-        network = self.costs.network(of._replace(order=_INNER_DATA, pipeline=1))  # the fastest links
+        network = self.costs.network(of._replace(order=INNER_DATA, pipeline=1))  # the fastest links
         formats, data = NumberBytes.of(of.precision), of.data_axis()
         gathers = gather_seconds(data, formats.compute * parameters, network)
         sums = reduce_seconds(data, formats.gradient * parameters, network)

@@ -17,15 +17,14 @@ from pipeloom.plan.costs.configuration import Configuration, even_blocks
 from pipeloom.plan.costs.links import ORDER
 from pipeloom.plan.costs.step_bound import busy_links, message_seconds, pipeline_bound
 from pipeloom.plan.costs.step_costs import StepCosts
-from pipeloom.plan.search.balance import balanced_blocks
-from pipeloom.plan.search.bounds import Recomputed, schedule_seconds
-from pipeloom.plan.search.data_runs import runs_seconds
-from pipeloom.plan.search.link_bound import link_bound
 from pipeloom.plan.search.request import Refusals, Request
+from pipeloom.plan.search.space.balance import balanced_blocks
+from pipeloom.plan.search.space.bounds import Recomputed, schedule_seconds
+from pipeloom.plan.search.space.data_runs import runs_seconds
+from pipeloom.plan.search.space.link_bound import link_bound
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.schedules import Family
 
-MANY_DEVICES = 64  # more: the search ends early, and looks at fewer shapes
 LEAST_TOKENS = 256  # of a process or slice
 ON_REQUEST = ("naive", "search", "zb-auto")  # considered where they are asked for: never faster, and slow to find
 _ASKED_OF_MANY = (*ON_REQUEST, "hanayo")  # on many devices: its waves take longest to build and to simulate
@@ -109,7 +108,7 @@ class Shapes:
         """The shapes of a mesh."""
         fixed = self._request.fixed
         orders = [fixed["order"]] if "order" in fixed else self.orders(of)
-        asked = ON_REQUEST if self._request.devices <= MANY_DEVICES else _ASKED_OF_MANY
+        asked = _ASKED_OF_MANY if self._request.of_many else ON_REQUEST
         stages: dict[Hashable, list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}  # orders and blocks of placements
         for name, family in schedules.SYNCHRONOUS.items():
             if not self._request.allows("schedule", name) or (name in asked and "schedule" not in fixed):
@@ -151,7 +150,7 @@ class Shapes:
         if pipeline == 1:  # with more stages, each recomputes as much as it needs, but they communicate more often
             most_even = {max((n for n in fit if whole % n == 0), default=0) for whole in wholes}
             return [n for n in fit if n in {*_FEW, *most_even, fit[-1]}]
-        if self._request.devices <= MANY_DEVICES:
+        if not self._request.of_many:
             return fit
         even = [n for n in fit if any(blocks % (n * pipeline) == 0 for blocks in wholes)]
         return even or fit

@@ -1,6 +1,9 @@
 """How data-parallel replicas may share the states of a configuration, and the bytes of these. No torch here."""
 
+from collections.abc import Sequence
 from functools import lru_cache
+from math import inf
+from typing import NamedTuple
 
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.parallel.options import Precision
@@ -8,7 +11,6 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.memory import OPTIMIZERS
 from pipeloom.plan.memory.state_bytes import NumberBytes
 from pipeloom.plan.search.request import Request
-from pipeloom.plan.search.shapes import MANY_DEVICES
 
 # Those that hold and communicate least first. Granularities of zero1 are the same.
 _WAYS = (
@@ -25,6 +27,62 @@ _WAYS = (
 _AS_ZERO1 = ((DataStrategy.ZERO2, Granularity.STEP), (DataStrategy.ZERO3, Granularity.STEP))
 
 
+PENALTIES = {Granularity.STEP: 1.0, Granularity.CHUNK: 1.1, Granularity.MICROBATCH: 1.2}  # they hide less
+
+
+class Way(NamedTuple):
+    """A mesh with a data strategy.
+
+    Attributes:
+        of: the configuration.
+        states: bytes of model states per parameter, between steps.
+        seconds: of a step without offload of activations, at least.
+        peak: bytes of the rank that needs most, at least.
+        offloaded: seconds of a step with offload, at least; infinite where there is none.
+    """
+
+    of: Configuration
+    states: float
+    seconds: float
+    peak: float
+    offloaded: float = inf
+
+    @property
+    def least(self) -> float:
+        """Seconds of a step, at least."""
+        return min(self.seconds, self.offloaded)
+
+
+class Ways(NamedTuple):
+    """The data strategies of a mesh, and the least of their values.
+
+    Attributes:
+        each: at least one.
+        least, seconds, peak: see `Way`.
+        penalty: how many times their bounds count.
+        devices: of the mesh.
+    """
+
+    each: Sequence[Way]
+    least: float
+    seconds: float
+    peak: float
+    penalty: float
+    devices: int
+
+    @classmethod
+    def of(cls, each: Sequence[Way]) -> "Ways":
+        """Those of at least one strategy."""
+        return cls(
+            each,
+            min(way.least for way in each),
+            min(way.seconds for way in each),
+            min(way.peak for way in each),
+            min(PENALTIES[way.of.granularity] for way in each),
+            each[0].of.devices,
+        )
+
+
 def ways_of(
     of: Configuration, request: Request, *, offloads_states: bool
 ) -> list[tuple[DataStrategy, Granularity, bool]]:
@@ -38,7 +96,7 @@ def ways_of(
         return [(*way, request.fixed.get("offload_states", False)) for way in ways]
     once = [way for way in ways if way[1] is Granularity.STEP and way[0] is not DataStrategy.PARAMETER_SERVER] or ways
     others = [way for way in ways if way not in once]
-    kinds = (False, True) if request.devices <= MANY_DEVICES else (False,)
+    kinds = (False,) if request.of_many else (False, True)
     first = [(*way, states) for states in (False, True) for way in once]
     return first + [(*way, states) for states in kinds for way in others]
 

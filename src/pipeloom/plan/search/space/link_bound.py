@@ -60,26 +60,14 @@ def link_bound(
         stages = [Seconds(forward, inputs + weights, 0.0) for forward, inputs, weights in stages]
     backwards = [each.backward_input + each.backward_weight for each in stages]
     sends = [*(message * moves for moves in moves_of(placement)), 0.0]
-    count, last = of.microbatches * of.slices, len(stages) - 1
-
-    ends: list[float] = []  # of the first F of every stage
-    gathered, there = [0.0] * placement.num_ranks, 0.0
-    for stage, ((forward, _, _), (rank,)) in enumerate(zip(stages, placement.replicas, strict=True)):
-        begin = max(there, gathered[rank] + gathers[stage] / units[stage])
-        gathered[rank] += gathers[stage]
-        ends.append(max(begin + forward, gathered[rank] + forward / units[stage]))
-        there = ends[-1] + sends[stage]
+    count = of.microbatches * of.slices
+    ends = _first_forwards(stages, placement, gathers, units, sends)
+    begins = _last_backwards(stages, backwards, ends, sends, count)
     # Of the last backward and the reductions of every stage, and of its first unit alone.
     both = [
         max(seconds / n + total, seconds + total / n) for seconds, total, n in zip(backwards, sums, units, strict=True)
     ]
     one = [seconds / n for seconds, n in zip(backwards, units, strict=True)]
-    begins, back = [0.0] * len(stages), ends[-1]  # of the last backward; when the first gradient is there
-    for stage in range(last, -1, -1):
-        own = ends[stage] + (count - 1) * (stages[stage].forward + backwards[stage])
-        begins[stage] = max(back, own)
-        back += stages[stage].backward_input + sends[stage - 1]
-
     bound: float = max(map(add, begins, both))
     returns = list(accumulate(map(add, [each.backward_input for each in stages], sends), initial=0.0))
     for held in placement.stages_of:
@@ -98,3 +86,33 @@ def link_bound(
         if held[0]:  # the last gradient goes back to the first stage
             bound = max(bound, inputs + returns[held[0]] - stages[0].backward_input + both[0])
     return bound
+
+
+def _first_forwards(
+    stages: Sequence[Seconds],
+    placement: Placement,
+    gathers: Sequence[float],
+    units: Sequence[int],
+    sends: Sequence[float],
+) -> list[float]:
+    """When the first F of every stage ends, at the earliest: its units come one after the other."""
+    ends: list[float] = []
+    gathered, there = [0.0] * placement.num_ranks, 0.0
+    for stage, ((forward, _, _), (rank,)) in enumerate(zip(stages, placement.replicas, strict=True)):
+        begin = max(there, gathered[rank] + gathers[stage] / units[stage])
+        gathered[rank] += gathers[stage]
+        ends.append(max(begin + forward, gathered[rank] + forward / units[stage]))
+        there = ends[-1] + sends[stage]
+    return ends
+
+
+def _last_backwards(
+    stages: Sequence[Seconds], backwards: Sequence[float], ends: Sequence[float], sends: Sequence[float], count: int
+) -> list[float]:
+    """When the last backward of every stage begins, at the earliest, where its first F ends at `ends`."""
+    begins, back = [0.0] * len(stages), ends[-1]  # when the first gradient is there
+    for stage in range(len(stages) - 1, -1, -1):
+        own = ends[stage] + (count - 1) * (stages[stage].forward + backwards[stage])
+        begins[stage] = max(back, own)
+        back += stages[stage].backward_input + sends[stage - 1]
+    return begins
