@@ -199,6 +199,36 @@ def test_what_cannot_be_planned_is_one_line(options, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("example", "loss_fn", "said"),
+    [
+        ((torch.zeros(0, 32), torch.zeros(0, 32)), nn.functional.mse_loss, "example: has 0 samples"),
+        ((torch.zeros(4, 32), torch.zeros(4, 32)), "mse", "loss_fn='mse': must be a function"),
+        ((torch.zeros(4, 32), torch.zeros(4, 32)), lambda *_: None, "loss_fn returned None: must be the loss as a"),
+        ((torch.zeros(4, 32), torch.zeros(4, 32)), torch.sub, "loss_fn returned a tensor of shape (2, 32)"),
+    ],
+)
+def test_a_loss_that_is_none_is_one_line(example, loss_fn, said):
+    with pytest.raises(InputError) as error:
+        pl.plan(layers(2), example, cluster=DGX, devices=2, global_batch_size=8, loss_fn=loss_fn, num_rounds=1)
+    assert said in str(error.value)
+
+
+def test_a_plan_leaves_random_numbers_as_they_are():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(2)])
+    example = torch.zeros(4, 32)
+    torch.manual_seed(0)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    pl.plan(model, example, cluster=DGX, devices=2, global_batch_size=8, num_rounds=1)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_plans_to_compare_are_a_list_of_plans():
+    with pytest.raises(InputError, match=r"fastest_plan got 'ab'\. Pass a list of plans"):
+        pl.fastest_plan("ab", lambda _: None, lambda _: None)
+
+
 def test_a_model_in_another_number_format_is_one_line():
     with pytest.raises(InputError) as error:
         pl.plan(layers(2).double(), torch.zeros(4, 32, dtype=torch.float64), cluster=DGX, global_batch_size=8)

@@ -13,6 +13,7 @@ from pipeloom.cli import main
 from pipeloom.cli.train import parse
 from pipeloom.errors import InputError
 from pipeloom.plan.plan import Plan
+from pipeloom.train.config.planned import of_plan
 from pipeloom.train.config.rules.settings import validate_settings
 from pipeloom.train.config.schedule import make_schedule
 from pipeloom.train.output.directory import repeatable, to_yaml
@@ -174,3 +175,18 @@ def test_the_memory_of_a_plan_is_that_of_its_run(optimizer, tmp_path, capsys):
     assert main(["memory", *words, "--plan", out, "--optimizer.name", optimizer]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert max(planned) == pytest.approx(max(rank["peak"] for rank in ranks), rel=1e-3)
+
+
+def test_an_option_of_the_plan_that_does_not_fit_names_the_plan(tmp_path):
+    path = str(tmp_path / "plan.json")
+    Plan(schedule="1f1b", pipeline=2, microbatches=4, batch_size=8, cut=[2, 2]).save(path)
+    config = parse(["--plan", path, "--model.layers", "6", "--model.width", "64", "--model.heads", "4"])
+    with pytest.raises(InputError) as error:
+        validate_settings(config)
+    assert str(of_plan(path, error.value)) == (
+        f"plan {path} does not fit this run: parallel.cut=2,2: has 2 stages with 4 blocks; the run has 2 stages and 6 "
+        "blocks. Change the run's other options, or use another plan."
+    )
+    other = InputError("optimizer.lr=-1: must be above 0. Use a larger one.")
+    assert of_plan(path, other) is other
+    assert of_plan(None, error.value) is error.value

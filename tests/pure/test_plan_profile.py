@@ -96,6 +96,8 @@ def test_a_cut_of_a_graph_sends_all_that_later_layers_read():
     ("rows", "words", "said"),
     [
         (ROWS, [], 'Add "samples" to the file, or --fix microbatch_size=N.'),
+        (ROWS, ["--fix", "microbatch_size=3"], "must be a multiple of the 3 samples of a micro-batch, of which"),
+        (ROWS, ["--out", "same.json", "--html", "same.json"], "--html same.json: is the file of --out too"),
         (ROWS, ["--fix", "microbatch_size=4,tensor=2"], "tensor needs times of parts of layers"),
         (NOT_KEPT, ["--fix", "microbatch_size=4,recompute=full"], "recompute needs `kept_bytes` of every layer"),
         (ROWS, ["--fix", "microbatch_size=4,recompute=selective"], "recompute=selective needs times of parts"),

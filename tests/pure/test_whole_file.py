@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.common.atomic_file import whole_file, write_whole
-from pipeloom.errors import RunError
+from pipeloom.common.atomic_file import check_named, whole_file, write_whole
+from pipeloom.errors import InputError, RunError
 from pipeloom.processes.host_memory import telling_of_memory
 from pipeloom.processes.launching.ranks import anonymous_file
 from pipeloom.processes.recovery.notes import Notes
@@ -148,3 +148,16 @@ def test_memory_counts_as_a_file_for_the_limit() -> None:
     ):
         raise full
     os.close(memory)
+
+
+def test_named_files_are_checked_before_the_work(tmp_path: Path) -> None:
+    here = str(tmp_path / "a.json")
+    check_named({"--out": here, "--html": None, "--svg": "/dev/null", "--trace": "/dev/null"})
+    for second, said in (
+        (str(tmp_path / "." / "a.json"), f"--html {tmp_path}/a.json: is the file of --out too. Use another path."),
+        (str(tmp_path), f"--html {tmp_path}: is a directory. Use the path of a file."),
+        (f"{tmp_path}/none/b", f"--html {tmp_path}/none/b: directory {tmp_path}/none does not exist. Make it, or use "),
+    ):
+        with pytest.raises(InputError) as error:
+            check_named({"--out": here, "--html": second})
+        assert str(error.value).startswith(said)

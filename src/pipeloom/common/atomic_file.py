@@ -63,11 +63,15 @@ def check_named(paths: Mapping[str, str | None]) -> None:
         paths: by option; None: nothing is written.
 
     Raises:
-        InputError: one is a directory, its directory does not exist, or it is not writable.
+        InputError: one is a directory, its directory does not exist, it is not writable, or two are the same file.
     """
+    first: dict[Path, str] = {}
     for option, path in paths.items():
         if path is not None and (problem := _problem(Path(path))):
             raise InputError(f"{option} {path}: {problem}.")
+        is_special = path is not None and Path(path).exists() and not Path(path).is_file()  # such as /dev/null
+        if path is not None and not is_special and (same := first.setdefault(Path(path).resolve(), option)) != option:
+            raise InputError(f"{option} {path}: is the file of {same} too. Use another path.")
 
 
 def _problem(target: Path) -> str:

@@ -37,7 +37,8 @@ class Architecture:
         dropout: dropout probability.
         given_head_width: of each head; None: width / heads.
         experts: of blocks that have experts in place of an MLP; None: no block has.
-        experts_every: block i has experts if `experts_every` divides i + 1.
+        experts_every: block i has experts if `experts_every` divides i + 1, and it is none of the first
+            `dense_blocks`.
 
     Raises:
         InputError: a size is less than 1 or far too large, heads do not divide width, key heads do not divide heads, or
@@ -61,6 +62,7 @@ class Architecture:
     given_head_width: int | None = None
     experts: ExpertSizes | None = None
     experts_every: int = 1
+    dense_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -122,7 +124,12 @@ class Architecture:
 
     def has_experts(self, block: int) -> bool:
         """Whether a block has experts in place of an MLP."""
-        return self.experts is not None and (block + 1) % self.experts_every == 0
+        return self.experts is not None and block >= self.dense_blocks and (block + 1) % self.experts_every == 0
+
+    @property
+    def kinds(self) -> int:
+        """So many of the first blocks have all kinds of blocks."""
+        return min(self.layers, self.dense_blocks + self.experts_every)
 
     @property
     def qkv_features(self) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args
 
 from pipeloom.common.quantities import seconds_text
+from pipeloom.common.random_states import RandomStates
 from pipeloom.errors import InputError, folded
 from pipeloom.ir.recompute import Recompute
 from pipeloom.plan.cluster import Cluster
@@ -152,7 +153,8 @@ def plans(
     traced = layers is None and not knows_layers(model)
     fixed, forbidden = _constraints(fix, forbid, type(model).__name__ if traced else None)
     _check_example(example, loss_fn)
-    with threads_of_a_rank(count) if where.measured is not None else nullcontext():  # processes share its cores
+    threads = threads_of_a_rank(count) if where.measured is not None else nullcontext()  # processes share its cores
+    with threads, _same_randomness():
         units, samples, precision = _measured(model, example, layers, loss_fn, num_rounds, count if traced else None)
     costs = ProfiledCosts(units=units, cluster=where)
     check_offload(fixed, where, f"fix={fix}", can_offload=costs.can_offload)
@@ -172,6 +174,17 @@ def plans(
     answer = find_plans(costs, request, **asked)
     found = with_plain(costs, request, answer.plans, **asked)
     return [_plan(costs, each, samples, answer, units if traced else None) for each in found]
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Layers that draw random numbers while they are measured do not change those that the caller draws behind."""
+    import torch
+
+    others, devices = RandomStates.now(), [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        yield
+    others.restore()
 
 
 def _plan(costs: ProfiledCosts, found: Simulated, samples: int, answer: Answer, traced: Sequence[Unit] | None) -> Plan:
@@ -235,6 +248,8 @@ def _check_arguments(
 def _check_example(example: Any, loss_fn: LossFn | None) -> None:
     """Raises InputError for an example with a loss that is no pair, or one that is a pair without a loss."""
     pair = isinstance(example, tuple) and len(example) == 2
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(f"loss_fn={folded(loss_fn)}: must be a function loss_fn(output, targets).")
     if loss_fn is not None and not pair:
         raise InputError("example: with loss_fn, it must be the pair (inputs, targets) of one micro-batch.")
 

@@ -5,8 +5,8 @@
 
 Optional keys: `key_heads` (default `heads`), `head_width` (width / heads), `mlp_width` (4 width), `gated`, `norm`
 ("layer" or "rms"), `positions` ("rotary" or "learned"), `biases` and `tie_embeddings`. A mixture of experts also has
-`experts` and `top_k`, and optionally `experts_every` (1), `expert_width` (`mlp_width`), `expert_gated` (`gated`),
-`shared_experts` (0) and `capacity_factor` (none).
+`experts` and `top_k`, and optionally `experts_every` (1), `dense_blocks` (0: first blocks without experts),
+`expert_width` (`mlp_width`), `expert_gated` (`gated`), `shared_experts` (0) and `capacity_factor` (none).
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,8 @@ NAMED: Mapping[str, Architecture] = {
 }
 
 _REQUIRED = ("layers", "width", "heads", "vocabulary_size", "sequence_length")
-_OF_EXPERTS = ("top_k", "expert_width", "expert_gated", "shared_experts", "capacity_factor", "experts_every")
+_OF_EXPERTS = ("top_k", "expert_width", "expert_gated", "shared_experts", "capacity_factor")
+_PLACES = {"experts_every": 1, "dense_blocks": 0}  # of experts among blocks, with the least value
 _LEAST = {"experts": 2, "top_k": 1, "expert_width": 1, "shared_experts": 0}
 _WORDS = {"norm": ("layer", "rms"), "positions": ("rotary", "learned")}
 _FLAGS = ("gated", "biases", "tie_embeddings")
@@ -106,13 +107,14 @@ def parse_architecture(text: str) -> Architecture:
         InputError: invalid JSON or a wrong value; the message names the key and the rule.
     """
     source = read_json(text, "the model file", "an object with layers, width, heads, ...")
-    optional = ("name", "key_heads", "head_width", "mlp_width", *_WORDS, *_FLAGS, "experts", *_OF_EXPERTS)
+    optional = ("name", "key_heads", "head_width", "mlp_width", *_WORDS, *_FLAGS, "experts", *_OF_EXPERTS, *_PLACES)
     entries = source.fields(_REQUIRED, optional)
-    others = ("name", "head_width", *_WORDS, *_FLAGS, "experts", *_OF_EXPERTS)
+    others = ("name", "head_width", *_WORDS, *_FLAGS, "experts", *_OF_EXPERTS, *_PLACES)
     sizes = {name: entry.whole(least=1) for name, entry in entries.items() if name not in others}
     words = {name: _word(entries[name], known) for name, known in _WORDS.items() if name in entries}
     flags = {name: entries[name].flag() for name in _FLAGS if name in entries}
     name = entries["name"].text() if "name" in entries else "model"
+    places = {name: entries[name].whole(least=least) for name, least in _PLACES.items() if name in entries}
     sizes = {"key_heads": sizes["heads"], "mlp_width": 4 * sizes["width"], **sizes}
     return Architecture(
         name=name,
@@ -120,15 +122,14 @@ def parse_architecture(text: str) -> Architecture:
         positions=cast("Literal['rotary', 'learned']", words.get("positions", "rotary")),
         given_head_width=entries["head_width"].whole(least=1) if "head_width" in entries else None,
         experts=_experts(entries, sizes["mlp_width"], gated=flags.get("gated", False)),
-        experts_every=entries["experts_every"].whole(least=1) if "experts_every" in entries else 1,
-        **cast("dict[str, Any]", sizes | flags),
+        **cast("dict[str, Any]", sizes | flags | places),
     )
 
 
 def _experts(entries: Mapping[str, Entry], mlp_width: int, *, gated: bool) -> ExpertSizes | None:
     """The experts of a model file. Raises InputError for a key of experts without experts, or without top_k."""
     if "experts" not in entries:
-        for name in _OF_EXPERTS:
+        for name in (*_OF_EXPERTS, *_PLACES):
             if name in entries:
                 entries[name].refuse("has no effect without experts", "Add experts, or remove it")
         return None

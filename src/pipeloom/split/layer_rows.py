@@ -70,6 +70,8 @@ def samples_of(example: Any) -> int:
     """Samples of an example: the first dimension of its first tensor. Raises InputError where it has none."""
     for leaf in tree_leaves(example):
         if isinstance(leaf, Tensor) and leaf.dim():
+            if not leaf.shape[0]:
+                raise InputError("example: has 0 samples. Pass the inputs of one micro-batch.")
             return int(leaf.shape[0])
     raise InputError("example: has no tensor whose first dimension is the samples. Pass the inputs of one micro-batch.")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeloom.common.cores import usable_cores
-from pipeloom.errors import SplitError
+from pipeloom.errors import InputError, SplitError, folded
 from pipeloom.split.kept_bytes import fresh, kept_bytes
 from pipeloom.split.stage_module import may_change_input
 
@@ -119,7 +119,11 @@ def loss_alone(loss_fn: LossFn, targets: Any) -> Callable[[Any], Any]:
 
     def loss(output: Any) -> Any:
         result = loss_fn(output, targets)
-        return result["loss"] if isinstance(result, Mapping) else result
+        value = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else folded(value)
+            raise InputError(f"loss_fn returned {what}: must be the loss as a tensor with one number.")
+        return value
 
     return loss
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from pipeloom.errors import InputError
+from pipeloom.errors import InputError, folded
 from pipeloom.plan.local.trials import STEPS, WARM_UP, in_order, measured, plain_ones, ranking
 from pipeloom.plan.plan import Plan
 from pipeloom.processes.members import Members, current_members
@@ -36,6 +36,8 @@ def fastest_plan(
     """
     if isinstance(plans, Plan):
         raise InputError("fastest_plan got one plan. Pass a list, such as that of pipeloom.plans.")
+    if not isinstance(plans, Sequence) or not all(isinstance(each, Plan) for each in plans):
+        raise InputError(f"fastest_plan got {folded(plans)}. Pass a list of plans, such as that of pipeloom.plans.")
     members = current_members()
     try:
         if members is not None:

@@ -6,6 +6,7 @@ from typing import Any
 from pipeloom.cli.common.planning import check_file_alone
 from pipeloom.cli.planned.model import Planned
 from pipeloom.common.json_reader import parse_file
+from pipeloom.common.quantities import counted
 from pipeloom.errors import InputError
 from pipeloom.parallel import Precision
 from pipeloom.plan.cluster import Cluster
@@ -40,6 +41,12 @@ def planned_profile(given: Mapping[str, Any], cluster: Cluster, fixed: Mapping[s
         raise InputError(
             f'{_OPTION} {path}: the number of samples of its minibatch is unknown. Add "samples" to the file, or '
             "--fix microbatch_size=N."
+        )
+    size = given["batch"]["size"]
+    if size % samples:
+        raise InputError(
+            f"--batch.size={size}: must be a multiple of the {counted(samples, 'sample')} of a micro-batch, of which "
+            f"{path} has the times. Change it."
         )
     forbidden = {"slices", "context"}
     if not has_kept_bytes(profile):

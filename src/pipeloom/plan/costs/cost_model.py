@@ -150,7 +150,7 @@ class CostModel(StepCosts):
         return of.inside, sizes, of.tensor_stride, apart
 
     def same_blocks(self, start: int, end: int) -> Hashable:
-        return end - start, start % self.model.experts_every
+        return end - start, start % self.model.experts_every, max(0, self.model.dense_blocks - start)
 
     def same_seconds(self, of: Configuration) -> Hashable:
         return self._same_layers(of), self.corrections.factor(of)

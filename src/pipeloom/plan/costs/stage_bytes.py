@@ -46,7 +46,7 @@ class StageBytes:
     @cached_property
     def _few(self) -> Architecture:
         """The model with blocks of each kind alone, which the others repeat."""
-        return replace(self.model, layers=min(self.model.layers, self.model.experts_every))
+        return replace(self.model, layers=self.model.kinds)
 
     def layers(self, of: Configuration) -> list[list[LayerMemory]]:
         """The layers of every stage."""
@@ -64,7 +64,8 @@ class StageBytes:
         if found is None:
             layers = transformer_layers(self._few, 1, of.element, of.inside)
             embedding, *kinds, norm, head = (float(sum(layer.parameter_sizes.values())) for layer in layers)
-            blocks = [kinds[index % len(kinds)] for index in range(self.model.layers)]
+            by_kind = {self.model.has_experts(index): size for index, size in enumerate(kinds)}
+            blocks = [by_kind[self.model.has_experts(index)] for index in range(self.model.layers)]
             tied = head if self.model.tie_embeddings else 0.0
             found = self._elements[of.inside] = _Elements(embedding, norm + head, tied, [0.0, *accumulate(blocks)])
         return found

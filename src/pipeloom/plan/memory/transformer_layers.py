@@ -116,7 +116,7 @@ def kept_of_kinds(
     They are those of `transformer_layers`, which has the arguments.
     """
     kept = _Kept(model, samples, number_bytes, inside, imbalance, software)
-    kinds = {model.has_experts(index) for index in range(min(model.layers, model.experts_every))}
+    kinds = {model.has_experts(index) for index in range(model.kinds)}
     blocks = {experts: {kind: kept.block(kind, experts=experts) for kind in Recompute} for experts in kinds}
     return kept.embedding(), blocks, kept.norm() + kept.head()
 

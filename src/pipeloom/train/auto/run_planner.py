@@ -99,6 +99,7 @@ class RunPlanner:
             asked = "--parallel auto" if whole else "schedule=auto"
             instead = "Give degrees, or a plan of `pipeloom plan`" if whole else "Name a schedule"
             raise InputError(f"{asked}: times are measured on CPUs, and the run computes on GPUs. {instead}.")
+        self._enter("planning")
         self._costs, said = self._measured_costs()
         found: dict[str, Any] | None = None
         best: list[Chosen] = []
@@ -127,7 +128,9 @@ class RunPlanner:
                     else f"schedule trials: {schedule_trials_text(best, trials, ranked)}"
                 )
             found = self._answer(best[number], said)
-        return self._taken(found)
+        taken = self._taken(found)
+        self._enter("setup")
+        return taken
 
     def _known(self, checkpoint: Path | None) -> TrainConfig | None:
         """The configuration with a plan or schedule that needs no measuring; None: measure. A collective call."""
@@ -165,6 +168,10 @@ class RunPlanner:
         if self._asked.parallel.auto:
             return best_plans(self._asked, costs, self._group.size, self._refusal)
         return best_schedules(self._asked, costs, run_tokenizer(self._asked).vocabulary_size)
+
+    def _enter(self, phase: str) -> None:
+        """Name what the process does, for messages of the watchdog."""
+        self._group.black_box.enter(phase, patient=True)
 
     def _say(self, text: str) -> None:
         """Show what takes its time before the run has a display."""

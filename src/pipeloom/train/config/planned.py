@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pipeloom.errors import PipeloomError
+from pipeloom.errors import InputError, PipeloomError
 from pipeloom.ir import Schedule
 from pipeloom.parallel.mesh_shape import MeshShape
 from pipeloom.plan.plan import Plan
@@ -31,6 +31,19 @@ def planned_config(asked: TrainConfig, plan: Plan) -> TrainConfig:
     config = TrainConfig.from_mapping(mapping)
     validate_settings(config)
     return config
+
+
+def of_plan(path: str | None, error: InputError) -> InputError:
+    """The error of a configuration, of its plan file if that sets the option which the error names.
+
+    Args:
+        path: of the plan; None: the configuration has none.
+        error: of `validate_settings`; it begins with the option.
+    """
+    if path is None or str(error).partition("=")[0] not in options_of_plan(Plan.load(path)):
+        return error
+    rule = re.split(r"\. (?=[A-Z])", str(error))[0].rstrip(".")
+    return InputError(f"plan {path} does not fit this run: {rule}. Change the run's other options, or use another plan.")
 
 
 def check_mesh(plan: Plan) -> None:

@@ -22,6 +22,7 @@ from pipeloom.train.checkpoint.resume import find_good
 from pipeloom.train.config.fine_tuning import check_same_model
 from pipeloom.train.config.inside_stage import samples_multiple
 from pipeloom.train.config.memory import under_cap
+from pipeloom.train.config.planned import of_plan
 from pipeloom.train.config.rules.settings import check_sizes, needs_samples, validate_settings
 from pipeloom.train.config.schedule import is_stream, make_schedule, schedule_name
 from pipeloom.train.config.train_config import AUTO, TrainConfig
@@ -52,7 +53,10 @@ def validate(config: TrainConfig, *, world_size: int | None, leads: bool = True)
     """
     check_sizes(config)
     _check_machine(config)  # before a schedule of absurd sizes is made
-    validate_settings(config)
+    try:
+        validate_settings(config)
+    except InputError as error:
+        raise of_plan(config.plan, error) from None
     if config.parallel.slices != AUTO:  # with slices that are not measured yet, less memory may do
         device = "cuda" if _has_gpu() else "cpu"
         if config.memory.cap is not None:
