@@ -90,8 +90,8 @@ def test_the_save_of_the_last_step_is_waited_for(tmp_path: Path, monkeypatch: py
         config=config, group=SimpleNamespace(size=1), journal=Journal(None, None), output_dir=tmp_path
     )
     own = Saves(run)
-    assert own.save(3) == []
-    assert own.save(6) == [f"step {step}  saved {tmp_path}/checkpoint-{step}" for step in (3, 6)]
+    assert list(own.save(3)) == []
+    assert list(own.save(6)) == [f"step {step}  saved {tmp_path}/checkpoint-{step}" for step in (3, 6)]
 
 
 @pytest.fixture
@@ -129,6 +129,7 @@ def test_a_failed_save_is_told_and_the_next_one_tries_again(
     assert_same(tmp_path / "checkpoint-9", reference / "checkpoint-9")
 
 
+@pytest.mark.parametrize("polled", [True, False])  # a save that fails late is told by the next one
 @pytest.mark.parametrize("last", [False, True])
 def test_too_many_failed_saves_end_the_run_unless_the_next_one_succeeds(
     text: Path,  # noqa: F811
@@ -136,7 +137,11 @@ def test_too_many_failed_saves_end_the_run_unless_the_next_one_succeeds(
     failing: list[int],
     capsys: pytest.CaptureFixture[str],
     last: bool,
+    polled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not polled:
+        monkeypatch.setattr(saves.Saves, "poll", lambda _: [])
     failing += [3, 6, 9] if last else [3, 6]
     command = words(text, tmp_path, "--local", BACKGROUND, "--save_errors=1")
     assert main(command) == last

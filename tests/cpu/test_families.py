@@ -37,7 +37,6 @@ CASES = {
                     "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "head_dim": 32},
     "mistral": {**LLAMA, "head_dim": 32},
     "mixtral": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
-    "modernbert-decoder": {**SMALL, "intermediate_size": 384, "pad_token_id": 0},
     "mpt": {"d_model": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 512, "expansion_ratio": 4},
     "nemotron": {**LLAMA, "head_dim": 32},
     "opt": {**SMALL, "ffn_dim": 1024, "word_embed_proj_dim": 256, "max_position_embeddings": 64},

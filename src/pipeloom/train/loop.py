@@ -312,10 +312,9 @@ def _steps(
         if evaluates:
             shown.say(f"step {last}  validation loss {trainer.evaluate(last):.4f}")
         if saves:
-            lines = trainer.saves.save(last)
-            if planner is not None and planner.plans_again:
-                lines += trainer.saves.finish(retry=last)
-            for line in lines:
+            for line in trainer.saves.save(last):
+                shown.say(line)
+            for line in trainer.saves.finish(retry=last) if planner is not None and planner.plans_again else ():
                 shown.say(line)
             other = planner.again() if planner is not None and last < config.steps else None
             if isinstance(other, str):

@@ -43,7 +43,9 @@ def of_plan(path: str | None, error: InputError) -> InputError:
     if path is None or str(error).partition("=")[0] not in options_of_plan(Plan.load(path)):
         return error
     rule = re.split(r"\. (?=[A-Z])", str(error))[0].rstrip(".")
-    return InputError(f"plan {path} does not fit this run: {rule}. Change the run's other options, or use another plan.")
+    return InputError(
+        f"plan {path} does not fit this run: {rule}. Change the run's other options, or use another plan."
+    )
 
 
 def check_mesh(plan: Plan) -> None:

@@ -8,7 +8,7 @@ behind, and a save that a kill cuts short is cleaned up by the next one, as with
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from pipeloom.train.run_parts import RunParts
 class Saves:
     """The checkpoints of a run; every process makes one, and all call its methods after the same steps.
 
-    Methods return lines to show.
+    Methods give lines to show. Those of an iterator do their work while it is read, so that what was told of a save is
+    shown also where the next one ends the run.
 
     Args:
         run: this process's part.
@@ -47,7 +48,7 @@ class Saves:
         self._pending: _Save | None = None
         self._failures = 0  # background saves in a row
 
-    def save(self, step: int) -> list[str]:
+    def save(self, step: int) -> Iterator[str]:
         """Save the state after `step`. In the background, this waits for the save before; after the last
         step, for this one too.
 
@@ -56,15 +57,18 @@ class Saves:
                 one between two steps has failed too.
         """
         if not self._config.background_saves:
-            return [f"step {step}  saved {save(self._run, step)}"]
-        lines = self._wait()
+            yield f"step {step}  saved {save(self._run, step)}"
+            return
+        yield from self._wait()
         if self._failures > self._config.save_errors:
-            return [*lines, *self._save_now(step)]
+            yield from self._save_now(step)
+            return
         self._run.journal.enter(f"checkpoint after step {step}")
         given = self._copies.of_contents(contents(self._run))
         given |= {"exchange": self._exchange, "on_tensor": lambda: saves_tensor(self._run)}
         self._pending = _Save(self._run.output_dir, step, given)
-        return [*lines, *self.finish(retry=step)] if step == self._config.steps else lines
+        if step == self._config.steps:
+            yield from self.finish(retry=step)
 
     def poll(self) -> list[str]:
         """The result of the background save, once."""
@@ -72,14 +76,15 @@ class Saves:
             return []
         return self._take(self._pending)
 
-    def finish(self, retry: int | None = None) -> list[str]:
+    def finish(self, retry: int | None = None) -> Iterator[str]:
         """Wait for the background save. If it has failed, save once more, as that of step `retry`, unless it is None.
 
         Raises:
             CheckpointError: a rank failed in the second try.
         """
-        lines = self._wait()
-        return [*lines, *self._save_now(retry)] if self._failures and retry is not None else lines
+        yield from self._wait()
+        if self._failures and retry is not None:
+            yield from self._save_now(retry)
 
     def _save_now(self, step: int) -> list[str]:
         """Save between two steps, after saves in the background that failed."""
