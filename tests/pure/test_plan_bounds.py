@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -18,11 +19,12 @@ from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.cost_model import CostModel
 from pipeloom.plan.costs.named_clusters import CLUSTERS
 from pipeloom.plan.costs.step_bound import busy_links, message_seconds, pipeline_bound
+from pipeloom.plan.search.best_first import find_plans
 from pipeloom.plan.search.memory.live_moments import moments_of
 from pipeloom.plan.search.memory.memory_choice import Choice, MemoryChoices
 from pipeloom.plan.search.memory.offload_bound import offloaded_of
 from pipeloom.plan.search.memory.stage_bytes import KnownBytes
-from pipeloom.plan.search.request import Refusals, Request
+from pipeloom.plan.search.request import Refusals, Request, parse_fixed
 from pipeloom.plan.search.short_steps import order_number
 from pipeloom.plan.search.simulated import Step, Steps, simulated
 from pipeloom.plan.search.space.data_runs import data_runs
@@ -82,6 +84,7 @@ def test_bounds_are_never_above_what_is_simulated(seed):
             devices=rng.choice([2, 4, 6, 8, 12, 16]),
             batch_size=rng.choice([8, 16, 24, 48]),
             memory_bytes=GIB * rng.choice([2, 4, 8, 80]),
+            fixed=rng.choice([{}, {}, {"order": ("tp", "pp", "cp", "dp")}]),
         )
         space, known = Space(costs, request, Refusals(), lambda _: None), KnownBytes()
         for of_group, way, shape, choices in samples(space, costs, request, rng):
@@ -112,6 +115,7 @@ def test_bounds_are_never_above_what_is_simulated(seed):
                 assert max(bounds) <= found.step_seconds * (1 + 1e-9), choice.of
                 assert least <= likely
                 assert choice.least_bytes <= found.peak * (1 + 1e-9), choice.of
+                assert way.peak <= found.peak * (1 + 1e-9), choice.of
                 assert known.of_head(costs, way.of, request.kinds, choice.of.slices) <= found.peak
                 of = choice.of._replace(recompute=Recompute.NONE, offload=None)
                 stages, peak = known.of(costs, shape), found.peak * (1 + 1e-9)
@@ -121,6 +125,25 @@ def test_bounds_are_never_above_what_is_simulated(seed):
                 if not offloads:
                     shares.append(choice.least_bytes / found.peak)
     assert median(shares) > 0.99  # with little memory, few configurations that do not fit are simulated
+
+
+@pytest.mark.parametrize("seed", [20, 24, pytest.param(28, marks=pytest.mark.whole_grid), 30])
+def test_with_little_memory_a_search_finds_what_all_configurations_have(seed):
+    """Where the first choice does not fit by far, the next one may be far slower than those behind it."""
+    rng = random.Random(seed)
+    costs = CostModel(model=random_model(rng), cluster=CLUSTERS[rng.choice(["p3.16xlarge", "dgx-a100-80"])])
+    fixed = f"context=1,slices=1,tensor=1,pipeline={rng.choice([2, 4])},microbatch_size={rng.choice([1, 2])}"
+    if rng.random() < 0.5:
+        fixed += f",schedule={rng.choice(['1f1b', 'interleaved', 'gpipe', 'zb-v', 'v-half', 'bfs', 'zb-h1'])}"
+    if rng.random() < 0.5:
+        fixed += ",offload_states=false,offload=none"
+    request = Request(devices=8, batch_size=16, fixed=parse_fixed(fixed), top=1)
+    least = find_plans(costs, replace(request, objective="memory")).plans[0].peak
+    most = max(find_plans(costs, request).plans[0].peak, least)
+    short = replace(request, memory_bytes=least + (most - least) * rng.choice([0.05, 0.15, 0.3, 0.5, 0.7, 0.9]) + 1)
+    best, every = (find_plans(costs, short, exhaustive=exhaustive).plans[0] for exhaustive in (False, True))
+    assert best.peak <= short.memory_bytes
+    assert best.step_seconds <= 1.01 * every.step_seconds
 
 
 @pytest.mark.parametrize("granularity", [Granularity.CHUNK, Granularity.MICROBATCH])

@@ -174,6 +174,7 @@ def test_a_cap_above_the_memory_of_the_machine_is_said():
 
 @pytest.mark.parametrize(("load", "said"), [(2.5, ""), (9.25, "; other programs seem to compute too: the load is 9.2")])
 def test_steps_much_longer_than_predicted_say_whether_others_compute(monkeypatch, load, said):
+    monkeypatch.setattr(run_planner, "usable_cores", lambda: 2)
     monkeypatch.setattr(run_planner.os, "getloadavg", lambda: (load, 0.0, 0.0))
     planner = run_planner.RunPlanner(parse([]), Group(0, 2, torch.device("cpu")))
     monkeypatch.setattr(planner, "_write", lambda *_: None)

@@ -45,6 +45,7 @@ from pipeloom.plan.search.tree.tree_search import Tell
 
 _PROGRESS_SECONDS = 10.0  # between two lines of a long search
 _SHOWN = 3  # plans that are compared in words
+_CONDITIONS = ("fix", "forbid", "precision")
 _DESCRIPTION = """\
 Choose everything for training a model on a cluster: pipeline-, data-, tensor-, sequence-, context- and
 expert-parallel degrees and their order over links, schedule, virtual stages, blocks per stage, micro-batches, slices,
@@ -102,7 +103,9 @@ def main(argv: Sequence[str]) -> int:
         top=options.top,
         ends_alone=planned.ends_alone,
         precisions=precisions,
-        names=COMMAND._replace(given=given_names(**{"--fix": options.fix, "--forbid": options.forbid})),
+        names=COMMAND._replace(
+            given=given_names(**{"--fix": options.fix, "--forbid": options.forbid, "--precision": options.precision})
+        ),
     )
     asked: dict[str, Any] = {"can_run": planned.can_run, "accept": planned.accept, "steps": Steps(costs)}
     answer = find_plans(costs, request, exhaustive=options.exhaustive, tell=_progress(request), **asked)

@@ -76,8 +76,13 @@ def check_named(paths: Mapping[str, str | None]) -> None:
 
 def _problem(target: Path) -> str:
     """Why a file could not be written, and what to do; empty: no reason is known."""
-    if target.is_dir():
-        return "is a directory. Use the path of a file"
+    try:
+        if target.is_dir():
+            return "is a directory. Use the path of a file"
+    except OSError as error:  # no search permission
+        return f"{error.strerror}. Use a writable path"
+    if target.parent.exists() and not target.parent.is_dir():
+        return f"{target.parent} is a file. Use another path"
     if not target.parent.is_dir():
         return f"directory {target.parent} does not exist. Make it, or use another path"
     if os.access(target if target.exists() else target.parent, os.W_OK):

@@ -84,7 +84,7 @@ def _says_nothing(head: str, cells: Sequence[Sequence[str]]) -> bool:
 
 def schedule_text(row: Row) -> str:
     """The schedule as text, such as ``interleaved, 4 chunks``."""
-    if row["pipeline"] == row["chunks"] == 1:
+    if row["pipeline"] == row["chunks"] == row["slices"] == 1:
         return "-"
     chunks = f", {row['chunks']} chunks" if row["chunks"] > 1 else ""
     return f"{row['schedule']}{chunks}" + (f", {row['slices']} slices" if row["slices"] > 1 else "")

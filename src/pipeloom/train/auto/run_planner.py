@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeloom.common.atomic_file import write_whole
 from pipeloom.common.checkpoint_key import CheckpointKey
+from pipeloom.common.cores import usable_cores
 from pipeloom.common.quantities import counted, percent_text
 from pipeloom.errors import InputError, PipeloomError
 from pipeloom.ir import Schedule
@@ -334,8 +335,12 @@ def _ratios(measured: PlanTimes, predicted: PlanTimes) -> tuple[float, float, fl
 
 def _others_text(processes: int) -> str:
     """What else may make steps longer; empty: no sign of it."""
-    load = os.getloadavg()[0]
-    return f"; other programs seem to compute too: the load is {load:.1f}" if load > processes + 1 else ""
+    try:
+        load = os.getloadavg()[0]
+    except OSError:  # unknown here
+        return ""
+    busy = load > max(processes, usable_cores()) + 1
+    return f"; other programs seem to compute too: the load is {load:.1f}" if busy else ""
 
 
 def _processes(count: int) -> str:

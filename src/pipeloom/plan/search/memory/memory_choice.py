@@ -124,11 +124,11 @@ class MemoryChoices:
         choices = [self._choice(of, each, self._bytes_beside.of(of), offload) for each in candidates]
         return [each for each in choices if every or each.least_bytes <= self._request.memory_bytes]
 
-    def smaller(self, of: Configuration) -> Choice | None:
-        """The choice with which some memory stays free, where closed forms lack a little; None: there is none."""
+    def smaller(self, of: Configuration, missing: float) -> Choice | None:
+        """The choice with which at least `missing` bytes stay free, which closed forms lack; None: there is none."""
         if not self._is_open or self._request.objective == "memory":
             return None
-        found = self._least_of(of, _SHARE)
+        found = self._least_of(of, min(_SHARE, 1 - missing / self._request.memory_bytes))
         return None if found is None else self._choice(of, found, self._bytes_beside.of(of), None)
 
     @property

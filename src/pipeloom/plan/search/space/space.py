@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import inf
 
 from pipeloom.common.division import divisors
-from pipeloom.ir.data_axis import Granularity
+from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.memory import OPTIMIZERS
@@ -14,7 +14,7 @@ from pipeloom.plan.search.request import Refusals, Request
 from pipeloom.plan.search.space.bounds import Recomputed, mixed_seconds
 from pipeloom.plan.search.space.groups import INNER_DATA, CanRun, Groups
 from pipeloom.plan.search.space.shapes import MOST_SLICES, KnownShapes, Shapes, single_blocks
-from pipeloom.plan.search.space.ways import Way, way_bytes, ways_of, without_effect
+from pipeloom.plan.search.space.ways import Way, one_stage_each, way_bytes, ways_of, without_effect
 from pipeloom.plan.stage_times import Seconds
 from pipeloom.sim.data_link import gather_seconds, reduce_seconds
 
@@ -61,7 +61,7 @@ class Space:
             offloads and request.allows("offload_states", True) and OPTIMIZERS[request.optimizer] > 0
         )
         self._most_slices = request.fixed.get("slices", MOST_SLICES if request.allows("slices", MOST_SLICES) else 1)
-        self._of_replicas = without_effect(request)
+        self._of_replicas, self._one_stage = without_effect(request), one_stage_each(request)
         self._least_bytes: dict[object, float] = {}
         self._degrees: dict[int, list[tuple[int, int]]] = {}  # by ranks of all replicas, see `_degrees_of`
 
@@ -111,9 +111,7 @@ class Space:
             if key not in self._least_bytes:
                 each = of._replace(pipeline=pipeline, data=data, microbatches=microbatches)
                 ways = ways_of(each, request, offloads_states=self._offloads_states)
-                self._least_bytes[key] = min(
-                    (way_bytes(each, *way[:2], offload_states=way[2])[1] for way in ways), default=inf
-                )
+                self._least_bytes[key] = min((self._way_bytes(each, *way)[1] for way in ways), default=inf)
             if self._least_bytes[key] * self._parameters(of) / pipeline < request.memory_bytes:
                 return pipeline
         return None
@@ -155,7 +153,7 @@ class Space:
         kinds: Recomputed | None = None  # found for the first strategy whose states fit
         fill = 0.0
         for strategy, granularity, offload_states in ways_of(of, self.request, offloads_states=self._offloads_states):
-            between, least = way_bytes(of, strategy, granularity, offload_states=offload_states)
+            between, least = self._way_bytes(of, strategy, granularity, offload_states)
             states = least * share
             if states >= self.request.memory_bytes:
                 self.refusals.too_large()
@@ -186,6 +184,11 @@ class Space:
             without, with_offload = (self._least * max(busy + fill + update, link) for busy in (work, other))
             yield Way(of=each, states=between, seconds=without, peak=states, offloaded=with_offload)
 
+    def _way_bytes(
+        self, of: Configuration, strategy: DataStrategy, granularity: Granularity, offload_states: bool
+    ) -> tuple[float, float]:
+        return way_bytes(of, strategy, granularity, offload_states=offload_states, one_stage=self._one_stage)
+
     def _parameters(self, of: Configuration) -> float:
         """Elements of the parameters of one pipeline on one process of each stage."""
         sizes = self._known.sizes
@@ -215,7 +218,8 @@ class Space:
         """Seconds for which the data link of a rank is busy."""
         if of.replicas == 1 or self.costs.has_experts:
             return 0.0
-        network = self.costs.network(of._replace(order=INNER_DATA, pipeline=1))  # the fastest links
+        order = of.order if "order" in self.request.fixed else INNER_DATA  # which has the fastest links
+        network = self.costs.network(of._replace(order=order, pipeline=1))
         formats, data = NumberBytes.of(of.precision), of.data_axis()
         gathers = gather_seconds(data, formats.compute * parameters, network)
         sums = reduce_seconds(data, formats.gradient * parameters, network)

@@ -5,6 +5,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
+from pipeloom import schedules
 from pipeloom.ir.data_axis import DataAxis, DataStrategy, Granularity
 from pipeloom.parallel.options import Precision
 from pipeloom.plan.costs.configuration import Configuration
@@ -122,24 +123,34 @@ def without_effect(request: Request) -> str | None:
     return next((key for key, value in usual.items() if request.fixed.get(key, value) != value), None)
 
 
+def one_stage_each(request: Request) -> bool:
+    """Whether each rank has one stage in all plans."""
+    family = schedules.find(request.fixed["schedule"]) if "schedule" in request.fixed else None
+    return not request.allows("chunks", 2) or (family is not None and family.chunks == 1)
+
+
 def way_bytes(
-    of: Configuration, strategy: DataStrategy, granularity: Granularity, *, offload_states: bool
+    of: Configuration, strategy: DataStrategy, granularity: Granularity, *, offload_states: bool, one_stage: bool
 ) -> tuple[float, float]:
-    """Bytes of a rank per parameter, beside activations: between steps, and at least during a step."""
+    """Bytes of a rank per parameter, beside activations: between steps, and at least during a step.
+
+    Of several stages of a rank, gradients may be reduced, and gathered parameters freed, one after the other.
+    """
     data = of.data_axis(strategy, granularity)
-    return _bytes_per_parameter(of.precision, of.optimizer, data, offload_states, of.microbatches == 1)
+    single = of.microbatches == 1 or not one_stage
+    return _bytes_per_parameter(of.precision, of.optimizer, data, offload_states, single)
 
 
 def state_bytes_per_parameter(of: Configuration) -> float:
     """Bytes of parameters, masters and optimizer states per parameter of a stage, between steps."""
-    return _bytes_per_parameter(of.precision, of.optimizer, of.data_axis(), of.offload_states, of.microbatches == 1)[0]
+    return _bytes_per_parameter(of.precision, of.optimizer, of.data_axis(), of.offload_states, True)[0]
 
 
 @lru_cache(maxsize=4096)
 def _bytes_per_parameter(
     precision: Precision, optimizer: str, data: DataAxis, offload_states: bool, single: bool
 ) -> tuple[float, float]:
-    """Between steps, and at least during a step, of a `single` micro-batch or of more."""
+    """Between steps, and at least during a step, `single` where its whole gradients need not be there together."""
     formats, strategy = NumberBytes.of(precision), data.strategy
     shards = data.degree if strategy.shards_optimizer else 1
     each = 0.0 if strategy.shards_parameters else float(formats.compute)

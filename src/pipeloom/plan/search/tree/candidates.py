@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from pipeloom.errors import PipeloomError
@@ -27,7 +27,7 @@ class Candidate:
         of: with the data strategy.
         choice: with both.
         way: the data strategy, with bounds of a step.
-        instead: those that shard more, and are no faster.
+        instead: those that communicate more, and are tried if this one does not fit.
         memory: makes a smaller choice, see `MemoryChoices.smaller`; None: there is none.
         tries: attempts so far.
     """
@@ -98,14 +98,25 @@ class Candidates:
 
     def _smaller(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
         """Candidates that need less memory than one that does not fit, whatever its closed forms say."""
-        smaller = None if candidate.memory is None else candidate.memory.smaller(candidate.of)
+        found, memory, lacks = candidate.instead, candidate.memory, max(peaks) - candidate.choice.least_bytes
+        smaller = None if memory is None else memory.smaller(candidate.of, lacks)
         if smaller is not None and smaller != candidate.choice:
-            return [replace(candidate, choice=smaller, memory=None)]
-        found: list[Candidate] = []
-        if candidate.instead:
-            first, *others = candidate.instead
-            found.append(replace(first, instead=[*first.instead, *others]))
+            found = [replace(candidate, choice=smaller, memory=None, instead=[]), *found]
         return found + (self._keeping_fewer(candidate, peaks) if candidate.choice.of.offload is not None else [])
+
+    def keeping_more(self, candidate: Candidate, found: Simulated) -> list[Candidate]:
+        """The candidate that offloads fewer activations, where the simulated ranks of one have room for them."""
+        of, most = candidate.choice.of, self._request.memory_bytes
+        if self._exhaustive or "offload" in self._request.fixed or of.offload is None or candidate.tries or most == inf:
+            return []
+        kept, stages_of = self._costs.kept_bytes(of), candidate.shape.placement.stages_of
+        rooms = [(most - peak) * of.slices for peak in found.peak_bytes]
+        sizes = [[kept[stage] for stage in held] for held in stages_of]
+        if any(room < min(held) for room, held in zip(rooms, sizes, strict=True)):
+            return []
+        more = min(int(room // max(1.0, *held)) for room, held in zip(rooms, sizes, strict=True))
+        choice = replace(candidate.choice, of=of._replace(offload=of.offload + max(1, more)))
+        return [replace(candidate, choice=choice, instead=[], tries=_TRIES)]
 
     def _keeping_fewer(self, candidate: Candidate, peaks: Sequence[float]) -> list[Candidate]:
         """The candidate that offloads more: first as if the largest activations left, then as if the smallest did.

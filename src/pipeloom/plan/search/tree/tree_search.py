@@ -319,14 +319,14 @@ class TreeSearch:
 
     def _simulate(self, candidate: Candidate) -> None:
         before = self._steps.work
-        found = self._candidates.simulate(candidate)
-        if isinstance(found, Simulated):
+        others = self._candidates.simulate(candidate)
+        if isinstance(others, Simulated):
             self.simulated += 1
-            if (refusal := self.best.add(found)) is not None:
+            if (refusal := self.best.add(others)) is not None:
                 self.refusals.add(refusal)
-        else:
-            for each in found:
-                self._offer(each)
+            others = self._candidates.keeping_more(candidate, others)
+        for each in others:
+            self._offer(each)
         self._left -= (self._steps.work - before) / _ACTIONS
 
 
