@@ -25,7 +25,7 @@ from pipeloom.plan.search.answer import seconds_of
 from pipeloom.plan.search.best_first import Answer, find_plans
 from pipeloom.plan.search.comparison import plain_of, usual_plan, with_plain
 from pipeloom.plan.search.memory.knapsack import knapsack
-from pipeloom.plan.search.request import Refusals, Request, parse_fixed
+from pipeloom.plan.search.request import PYTHON, Refusals, Request, parse_fixed
 from pipeloom.plan.search.simulated import Steps, simulated
 from pipeloom.plan.search.space.balance import balanced_blocks
 from pipeloom.plan.search.space.bounds import mixed_seconds
@@ -489,6 +489,37 @@ def test_plans_that_look_alike_have_a_column_that_tells_them_apart():
 def test_more_ranks_than_blocks_are_named_as_given():
     with pytest.raises(InputError, match="no plan can run: pipeline=16: more stages than the 8 blocks of the model"):
         search(devices=16, fixed="pipeline=16")
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ({"forbidden": {"data", "tensor", "context"}, "devices": 16}, "pipeline=16: more stages than the 8 blocks"),
+        ({"fixed": "sequence=true,context=8"}, "sequence=true has no effect with tensor=1"),
+        (
+            {"fixed": "microbatches=2,microbatch_size=2,pipeline=4,tensor=2"},
+            "data=1 x microbatches=2 x",
+        ),
+        (
+            {"fixed": "data_granularity=chunk", "forbidden": {"data_strategy"}},
+            "works with data_strategy zero2 and zero3",
+        ),
+        (
+            {"fixed": "pipeline=2,tensor=2,context=2,microbatch_size=3"},
+            "16 samples cannot be divided by microbatch_size",
+        ),
+        (
+            {"fixed": "pipeline=1,tensor=1,context=1,microbatch_size=4"},
+            "by data=8 x microbatch_size=4. Change devices,",
+        ),
+        ({"fixed": "precision=bf16", "cluster": "p3.16xlarge"}, "fp16 at its full rate. Change fix."),
+    ],
+)
+def test_what_no_plan_can_have_is_named_with_what_follows_from_it(case, said):
+    names = PYTHON._replace(devices="devices", batch="batch", given=("fix",))
+    with pytest.raises(InputError) as error:
+        search(**{**case, "forbidden": frozenset(case.get("forbidden", ()))}, names=names)
+    assert said in str(error.value)
 
 
 def test_fewer_devices_are_no_reason_where_the_cost_counts():

@@ -9,6 +9,7 @@ from pipeloom.common.quantities import bytes_text, counted
 from pipeloom.errors import InputError, ScheduleError, either
 from pipeloom.ir.data_axis import DataStrategy, Granularity
 from pipeloom.parallel.inside_stage import InsideStage
+from pipeloom.parallel.options import Precision
 from pipeloom.plan.costs.configuration import Configuration
 from pipeloom.plan.costs.step_costs import StepCosts
 from pipeloom.plan.search.request import Refusals, Request
@@ -31,7 +32,8 @@ def no_plan(costs: StepCosts, request: Request, refusals: Refusals, least_peak: 
         )
     reasons = "; ".join(f"{reason} ({number})" for reason, number in refusals.reasons.most_common(3))
     names = request.names
-    unknown = reasons or f"the values of {names.fix} exclude each other", (names.devices, names.batch)
+    conditions = " and ".join(names.given or (names.fix,))
+    unknown = reasons or f"the values of {conditions} exclude each other", (names.devices, names.batch)
     why, others = next(_wrong(costs, request), unknown)
     return f"{request.asked}: no plan can run: {why}. Change {either((*others, *names.given) or unknown[1])}."
 
@@ -51,7 +53,11 @@ def _wrong(costs: StepCosts, request: Request) -> Iterator[tuple[str, tuple[str,
     degrees = {name: degrees[name] for name in _DEGREES if name in degrees}
     if len(degrees) == len(_DEGREES) and prod(degrees.values()) < request.devices and request.objective != "cost":
         yield f"{_product(degrees)} use {prod(degrees.values())} of {counted(request.devices, 'device')}", (devices,)
-    parts = {name: fixed[name] for name in _BATCH if name in fixed}
+    if request.objective != "cost":
+        degrees = _following(degrees, request.devices)
+    parts = {name: number for name in _BATCH if (number := fixed.get(name, degrees.get(name))) is not None}
+    if request.batch_size % prod(parts.values()):
+        yield f"{request.batch_size} samples cannot be divided by {_product(parts)}", (devices, batch)
     if len(parts) == len(_BATCH) and prod(parts.values()) < request.batch_size:
         yield f"{_product(parts)} are {prod(parts.values())} of {counted(request.batch_size, 'sample')}", (batch,)
     for reason in _excluded(costs, request, degrees):
@@ -59,6 +65,14 @@ def _wrong(costs: StepCosts, request: Request) -> Iterator[tuple[str, tuple[str,
     one = degrees.get("pipeline", 1) * degrees.get("tensor", 1) == request.devices
     if one and (name := without_effect(request)) is not None:
         yield f"{name}={fixed[name]} has no effect with one replica", (devices,)
+
+
+def _following(degrees: Mapping[str, int], devices: int) -> dict[str, int]:
+    """The degrees that plans must have, with those that follow from the number of devices."""
+    others, left = [name for name in _DEGREES if name not in degrees], devices // prod(degrees.values())
+    if len(others) == 1:
+        return {**degrees, others[0]: left}
+    return {**degrees, **dict.fromkeys(others, 1)} if left == 1 else dict(degrees)
 
 
 def _excluded(costs: StepCosts, request: Request, degrees: Mapping[str, int]) -> Iterator[str]:
@@ -70,9 +84,13 @@ def _excluded(costs: StepCosts, request: Request, degrees: Mapping[str, int]) ->
         degrees: that plans must have.
     """
     fixed = request.fixed
+    formats: tuple[Any, ...] = request.precisions or ((fixed["precision"],) if "precision" in fixed else ())
+    unknown = [costs.unknown(Configuration(precision=Precision(name))) or "" for name in formats]
+    if unknown and all(reason.startswith("precision=") for reason in unknown):
+        yield unknown[0]
     if fixed.get("sequence") and degrees.get("tensor") == 1:
         yield "sequence=true has no effect with tensor=1"
-    yield from _wrong_stages(costs, request)
+    yield from _wrong_stages(costs, request, degrees.get("pipeline", 1))
     expert, slices = fixed.get("expert", 1), fixed.get("slices", 1)
     if expert not in costs.expert_degrees:
         experts = max(costs.expert_degrees)
@@ -91,25 +109,26 @@ def _excluded(costs: StepCosts, request: Request, degrees: Mapping[str, int]) ->
     single = degrees.get("data") == degrees.get("context") == 1
     if single and (name := without_effect(request)) is not None:
         yield f"{name}={fixed[name]} has no effect with one replica"
-    granularity, strategy = fixed.get("data_granularity", Granularity.STEP), fixed.get("data_strategy")
+    usual = DataStrategy.DDP if "data_strategy" in request.forbidden else None
+    granularity, strategy = fixed.get("data_granularity", Granularity.STEP), fixed.get("data_strategy", usual)
     if granularity != Granularity.STEP and strategy is not None and not DataStrategy(strategy).shards_gradients:
         yield f"data_granularity={granularity}: works with data_strategy zero2 and zero3, not {strategy}"
 
 
-def _wrong_stages(costs: StepCosts, request: Request) -> Iterator[str]:
-    """Which values do not fit the number of stages."""
+def _wrong_stages(costs: StepCosts, request: Request, pipeline: int) -> Iterator[str]:
+    """Which values do not fit the number of stages, with so many ranks."""
     fixed, blocks = request.fixed, costs.num_blocks
-    pipeline = fixed.get("pipeline", 1)
     for name in ("blocks", "recompute"):
         number = len(fixed.get(name, ()))
         if number > 1 and number % (pipeline * fixed.get("chunks", 1)):
-            ranks = {key: fixed[key] for key in ("pipeline", "chunks") if key in fixed}
+            ranks = {"pipeline": pipeline} | ({"chunks": fixed["chunks"]} if "chunks" in fixed else {})
             yield f"{name}={_list(fixed[name])}: {number} stages cannot be divided by {_product(ranks)}"
     if "blocks" in fixed and sum(fixed["blocks"]) != blocks:
         yield f"blocks={_list(fixed['blocks'])} add up to {sum(fixed['blocks'])}, and the model has {blocks}"
     if 0 in fixed.get("blocks", ()) and not request.ends_alone:
         yield f"blocks={_list(fixed['blocks'])}: each stage of this model needs a block"
-    stages = {name: fixed[name] for name in ("chunks", "pipeline") if name in fixed}
+    stages = {"chunks": fixed["chunks"]} if "chunks" in fixed else {}
+    stages |= {"pipeline": pipeline} if "pipeline" in fixed or pipeline > 1 else {}
     if prod(stages.values()) > blocks + 2 * request.ends_alone or pipeline > blocks:
         yield f"{_product(stages)}: more stages than the {blocks} blocks of the model"
 
