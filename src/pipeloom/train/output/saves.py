@@ -29,8 +29,8 @@ from pipeloom.train.run_parts import RunParts
 class Saves:
     """The checkpoints of a run; every process makes one, and all call its methods after the same steps.
 
-    Methods give lines to show. Those of an iterator do their work while it is read, so that what was told of a save is
-    shown also where the next one ends the run.
+    Methods return lines to show. Iterators do their work while they are read: the line of a save that failed is shown
+    before the next save, which may end the run.
 
     Args:
         run: this process's part.
