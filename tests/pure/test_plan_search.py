@@ -522,6 +522,16 @@ def test_what_no_plan_can_have_is_named_with_what_follows_from_it(case, said):
     assert said in str(error.value)
 
 
+def test_gradients_of_several_stages_of_a_rank_need_not_be_there_together():
+    model = gpt(32, 4096, 32, sequence=512, vocabulary=1000)
+    fixed = "pipeline=2,context=1,tensor=1,slices=1,microbatch_size=1,schedule=interleaved,chunks=8,data_strategy=zero1"
+    kept = fixed + ",offload=none,offload_states=false"
+    found = search(model, 8, 8, 21 * GIB, fixed=kept, top=1).plans[0]
+    none = search(model, 8, 8, 30 * GIB, fixed=kept + ",recompute=none", top=1).plans[0]
+    assert none.peak < 20 * GIB
+    assert found.step_seconds == none.step_seconds
+
+
 def test_fewer_devices_are_no_reason_where_the_cost_counts():
     fixed = "pipeline=1,data=1,tensor=1,context=1,chunks=16"
     with pytest.raises(InputError) as told:

@@ -126,7 +126,8 @@ def without_effect(request: Request) -> str | None:
 def one_stage_each(request: Request) -> bool:
     """Whether each rank has one stage in all plans."""
     family = schedules.find(request.fixed["schedule"]) if "schedule" in request.fixed else None
-    return not request.allows("chunks", 2) or (family is not None and family.chunks == 1)
+    given = request.fixed.get("chunks", 2 if request.allows("chunks", 2) else 1)
+    return given == 1 or (family is not None and family.chunks == 1)
 
 
 def way_bytes(
