@@ -129,7 +129,7 @@ def test_a_failed_save_is_told_and_the_next_one_tries_again(
     assert_same(tmp_path / "checkpoint-9", reference / "checkpoint-9")
 
 
-@pytest.mark.parametrize("polled", [True, False])  # a save that fails late is told by the next one
+@pytest.mark.parametrize("polled", [True, False])  # without: the next save reports the failure of the one before
 @pytest.mark.parametrize("last", [False, True])
 def test_too_many_failed_saves_end_the_run_unless_the_next_one_succeeds(
     text: Path,  # noqa: F811

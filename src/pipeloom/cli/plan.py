@@ -45,7 +45,6 @@ from pipeloom.plan.search.tree.tree_search import Tell
 
 _PROGRESS_SECONDS = 10.0  # between two lines of a long search
 _SHOWN = 3  # plans that are compared in words
-_CONDITIONS = ("fix", "forbid", "precision")
 _DESCRIPTION = """\
 Choose everything for training a model on a cluster: pipeline-, data-, tensor-, sequence-, context- and
 expert-parallel degrees and their order over links, schedule, virtual stages, blocks per stage, micro-batches, slices,

@@ -72,6 +72,9 @@ _OTHER_FAMILIES = {  # whose configurations do not show it
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "embeddings of every block"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "convolution"),
     "hrm_text": "blocks that compute several times",
+    **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), "embeddings of every block"),
+    **dict.fromkeys(("got_ocr2", "git", "phi4_multimodal", "moss_transcribe_diarize"), "images or sound"),
+    **dict.fromkeys(("moshi", "flint", "roc_bert", "big_bird", "xmod"), "other blocks or embeddings"),
 }
 
 

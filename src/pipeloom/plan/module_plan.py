@@ -182,9 +182,11 @@ def _same_randomness() -> Iterator[None]:
     import torch
 
     others, devices = RandomStates.now(), [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
-        yield
-    others.restore()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        others.restore()
 
 
 def _plan(costs: ProfiledCosts, found: Simulated, samples: int, answer: Answer, traced: Sequence[Unit] | None) -> Plan:
